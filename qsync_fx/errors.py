@@ -1,0 +1,60 @@
+"""Errors that say what is wrong, where, and what to do.
+
+Invariant: every error that qsync_fx raises on purpose is a `QSyncError`, and its text has the three parts in this order. Code that
+catches `QSyncError` catches nothing else; a bug in qsync_fx is never dressed up as one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QSyncError(Exception):
+    """Base of all errors of qsync_fx.
+
+    Args:
+        what: what is wrong, one sentence.
+        where: the operator id and source line, file, or option it concerns.
+        do: what the user can do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
+        self.what, self.where, self.do = what, where, do
+        super().__init__(what, where, do)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.do:
+            lines.append(f"  do:    {self.do}")
+        return "\n".join(lines)
+
+
+class OptionError(QSyncError):
+    """An option of the backend that is unknown or has a value that it cannot take."""
+
+
+class PrecisionError(QSyncError):
+    """A precision that is unknown, or that an operator or device cannot run."""
+
+
+class PlanError(QSyncError):
+    """A plan that cannot be read, or that does not fit the model."""
+
+
+class PassError(QSyncError):
+    """A pass that failed or broke an invariant of the graph."""
+
+
+class DeviceError(QSyncError):
+    """A device that qsync_fx cannot run on."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns advice for a name that was not found: the nearest known one, then all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    everything = "known: " + ", ".join(known)
+    return f"did you mean {close[0]!r}? {everything}" if close else everything

@@ -1,0 +1,55 @@
+"""What we know of operators.
+
+Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`; a new operator is a new row. Installed packages add
+rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one target.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from qsync_fx.errors import QSyncError
+from qsync_fx.ops.row import Flops, Kind, OperatorRow
+
+__all__ = ["Flops", "Kind", "OperatorRow", "row_for", "table"]
+
+
+@functools.cache
+def table() -> Mapping[str, OperatorRow]:
+    """Returns every row by target ("aten::linear"), our own and those of installed packages."""
+    sources: dict[str, tuple[OperatorRow, ...]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "row":
+            sources[f"qsync_fx.ops.{module.name}"] = importlib.import_module(f"{__name__}.{module.name}").ROWS
+    for entry in entry_points(group="qsync_fx.ops"):
+        sources[entry.value] = tuple(entry.load())
+    found: dict[str, OperatorRow] = {}
+    owner: dict[str, str] = {}
+    for source, rows in sources.items():
+        for row in rows:
+            for target in row.targets:
+                if target in found:
+                    raise QSyncError(
+                        f"two rows claim the operator {target}",
+                        where=f"{owner[target]} and {source}",
+                        do="remove one of them, or uninstall the package that adds it",
+                    )
+                found[target], owner[target] = row, source
+    return found
+
+
+def row_for(target: Any) -> OperatorRow | None:
+    """Returns the row of a graph node's target; None for an operator that the table does not know."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    # An in-place operator is the same operator: `relu_` decides as `relu` does.
+    name = target._schema.name
+    rows = table()
+    return rows.get(name) or rows.get(name.removesuffix("_"))

@@ -1,0 +1,123 @@
+"""The table of number formats.
+
+Invariant: everything that qsync_fx knows of a format stands in its row, and nothing else in the tree names formats one by one. A new
+format is one new row: casts, lowering, promotion, cost and the command line derive from it.
+
+Three facts make the rest derive. A format is kept in `dtype`, a torch type that holds each of its values exactly. A *scaled* format
+is kept as `q * scale`. Where a device has no unit for a format its products are computed in `carrier`, a float format in which
+every value of the format is exact and whose products are accumulated in FP32, so that the numerics are the format's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qsync_fx.errors import PrecisionError, nearest
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One number format.
+
+    Attributes:
+        name: what users write.
+        kind: "float", or "integer" for symmetric fixed point.
+        bits: bits of information a value, which is also what a native kernel moves.
+        mantissa: stored mantissa bits `k`; the relative step is `2**-k`. 0 for integers.
+        e_min: exponent of the smallest normal number. 0 for integers.
+        max: largest finite magnitude (float) or largest level (integer).
+        dtype: the torch type that stores it.
+        scaled: a value is `q * scale`, the scale FP32 per tensor or per channel.
+        carrier: the format its products are computed in where the device has no unit of its own for it.
+        output: the format of an operator's output.
+        gradient: the format that an incoming gradient is rounded to before the two products of the backward pass.
+        elsewhere: what an operator that cannot take this format runs in under a uniform plan.
+    """
+
+    name: str
+    kind: Literal["float", "integer"]
+    bits: int
+    mantissa: int
+    e_min: int
+    max: float
+    dtype: torch.dtype
+    scaled: bool
+    carrier: str
+    output: str
+    gradient: str
+    elsewhere: str
+
+    @property
+    def eps(self) -> float:
+        """The relative step `2**-mantissa` of a float format; the step of one level of an integer format."""
+        return 2.0**-self.mantissa
+
+    @property
+    def plain(self) -> bool:
+        """Whether a conversion to `dtype` is all that the format needs: no scale, and no rounding beyond the type's own."""
+        return not self.scaled and self.dtype.is_floating_point and torch.finfo(self.dtype).eps == self.eps
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# fmt: off
+_ROWS = (
+    # name        kind       bits  k  e_min  max                     dtype                scaled carrier  output  gradient    elsewhere
+    Precision("fp64",     "float",   64, 52, -1022, 1.7976931348623157e308, torch.float64,       False, "fp64", "fp64", "fp64",     "fp64"),
+    Precision("fp32",     "float",   32, 23, -126,  3.4028234663852886e38,  torch.float32,       False, "fp32", "fp32", "fp32",     "fp32"),
+    Precision("tf32",     "float",   19, 10, -126,  3.4011621342146535e38,  torch.float32,       False, "fp32", "fp32", "tf32",     "fp32"),
+    Precision("bf16",     "float",   16,  7, -126,  3.3895313892515355e38,  torch.bfloat16,      False, "bf16", "bf16", "bf16",     "bf16"),
+    Precision("fp16",     "float",   16, 10, -14,   65504.0,                torch.float16,       False, "fp16", "fp16", "fp16",     "fp16"),
+    Precision("fp8",      "float",    8,  3, -6,    448.0,                  torch.float8_e4m3fn, True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
+    Precision("fp8_e5m2", "float",    8,  2, -14,   57344.0,                torch.float8_e5m2,   True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
+    Precision("int8",     "integer",  8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "bf16",     "bf16"),
+)
+# fmt: on
+
+
+class _Table(Mapping[str, Precision]):
+    """The formats by name. Read-only: a format is a row above, or comes in through `added`."""
+
+    def __init__(self, rows: tuple[Precision, ...]) -> None:
+        self._rows = {row.name: row for row in rows}
+
+    def __getitem__(self, name: str) -> Precision:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+FORMATS: Mapping[str, Precision] = _Table(_ROWS)
+
+_BY_DTYPE = {row.dtype: row for row in reversed(_ROWS) if row.plain}
+
+
+def precision(name: str | Precision) -> Precision:
+    """Returns the format called `name`; raises `PrecisionError` naming the nearest one where there is none."""
+    if isinstance(name, Precision):
+        return name
+    if not isinstance(name, str) or name not in FORMATS:
+        raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name), FORMATS))
+    return FORMATS[name]
+
+
+def precision_of(dtype: torch.dtype) -> Precision | None:
+    """Returns the format that a plain tensor of `dtype` holds; None for integers, booleans and complex numbers."""
+    return _BY_DTYPE.get(dtype)
+
+
+def promoted(first: Precision, second: Precision) -> Precision:
+    """Returns the narrowest plain format that holds both, by torch's own promotion (BF16 and FP16 give FP32)."""
+    found = precision_of(torch.promote_types(first.dtype, second.dtype))
+    if found is None:
+        raise PrecisionError(f"no format holds both {first} and {second}", do="promote only formats of operator outputs")
+    return found
