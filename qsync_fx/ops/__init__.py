@@ -1,7 +1,8 @@
 """What we know of operators.
 
-Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`; a new operator is a new row. Installed packages add
-rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one target.
+Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`; a new operator is a new row. Installed
+packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
+target.
 """
 
 from __future__ import annotations
@@ -50,6 +51,5 @@ def row_for(target: Any) -> OperatorRow | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     # An in-place operator is the same operator: `relu_` decides as `relu` does.
-    name = target._schema.name
-    rows = table()
-    return rows.get(name) or rows.get(name.removesuffix("_"))
+    name, rows = target._schema.name, table()
+    return rows.get(f"{name}.{target._schema.overload_name}") or rows.get(name) or rows.get(name.removesuffix("_"))

@@ -1,6 +1,7 @@
 """What one operator is to the passes: a frozen, declarative row.
 
-Invariant: a row states facts about an ATen operator and holds no state. Passes ask rows; they never name operators themselves.
+Invariant: a row states facts about an ATen operator and holds no state. Passes ask rows; they never name operators
+themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Flops = Callable[[tuple[Any, ...], Any], Any]
-"""Maps (arguments with tensors in place of nodes, output tensor) to the floating-point operations of the forward, 2 a multiply-add.
+"""Maps (arguments with tensors in place of nodes, output tensor) to the forward's floating-point operations.
 
-Shapes may be symbolic; the result is then a `torch.SymInt`.
+A multiply-add counts 2. Shapes may be symbolic; the result is then a `torch.SymInt`.
 """
 
 
@@ -34,16 +35,19 @@ class OperatorRow:
 
     Attributes:
         name: the operator's name in ids, plans and reports, such as "linear".
-        targets: the ATen operators it stands for, without overload, such as "aten::linear".
+        targets: the ATen operators it stands for, such as "aten::linear". They are named without overload, save where
+            one overload differs from its operator, as "aten::view.dtype" does, which reads bits as another type.
         kind: who decides its precision.
         reason: why it is of that kind, in words a user understands.
-        operands: adjustable only: positions of the tensor arguments that are converted to the precision. A position may hold None.
+        operands: adjustable only: positions of the tensor arguments that are converted to the precision. A position may
+            hold None, a list of tensors (`einsum`), or a mask of truth values (attention), which is not converted.
             Tensor arguments elsewhere (a norm's weight and statistics) keep their format.
-        scaled: adjustable only: positions of (activation, weight) for operators that can take scaled formats (INT8, FP8);
-            empty means float formats only: the paper leaves products of two activations, norms and softmax unquantized.
+        scaled: adjustable only: positions of (activation, weight) for operators that can take scaled formats (INT8,
+            FP8); empty means float formats only: the paper leaves products of two activations, norms and softmax
+            unquantized.
         output_only: adjustable only: converting the result gives the same values as converting the operands, and is
             cheaper (an embedding gathers few rows of a large table).
-        products: whether it is made of matrix products, which formats like TF32 that exist only inside products apply to.
+        products: whether it is made of matrix products: formats like TF32 exist only inside products.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
     """
 
@@ -56,3 +60,13 @@ class OperatorRow:
     output_only: bool = False
     products: bool = False
     flops: Flops | None = None
+
+
+def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
+    """Returns a row for each of `names`, ATen operators parted by spaces, whose precision their inputs decide."""
+    return tuple(OperatorRow(name, (f"aten::{name}",), Kind.DEPENDENT, reason) for name in names.split())
+
+
+def fixed(reason: str, names: str) -> tuple[OperatorRow, ...]:
+    """Returns a row for each of `names`, ATen operators parted by spaces, that stay as the model wrote them."""
+    return tuple(OperatorRow(name, (f"aten::{name}",), Kind.FIXED, reason) for name in names.split())

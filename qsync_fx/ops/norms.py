@@ -1,0 +1,25 @@
+"""Normalisations: float formats for the activation, FP32 for statistics and parameters."""
+
+from __future__ import annotations
+
+from qsync_fx.ops.row import Kind, OperatorRow, fixed
+
+REASON = "a normalisation: the plan chooses among the float precisions, statistics and parameters stay in FP32"
+
+
+def row(name: str, *targets: str) -> OperatorRow:
+    every = tuple(f"aten::{target}" for target in (name, *targets))
+    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,))
+
+
+ROWS = (
+    row("layer_norm", "native_layer_norm"),
+    row("group_norm", "native_group_norm"),
+    row("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+    row("instance_norm"),
+    row("rms_norm", "_fused_rms_norm"),
+    *fixed(
+        "it normalises a weight by its length, a sum of squares that needs FP32",
+        "_weight_norm _weight_norm_interface norm_except_dim renorm embedding_renorm",
+    ),
+)
