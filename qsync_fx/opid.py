@@ -1,0 +1,197 @@
+"""Who an operator is: an identity that outlives a graph's node names, and the patterns that select it.
+
+Node names do not identify operators: DDP compiles every bucket alone and each has a node called "linear", and a graph
+break renames what follows it. The module that holds the operator, its row's name and its occurrence within that module
+stay the same across graph splits, ranks, machines and versions of torch, so a plan made on one of them means the same
+on another.
+
+Invariant: one operator has one text. `OpId.parse(str(op_id)) == op_id`, `str(OpId.parse(text)) == text`, and no two ids
+share a text. Characters of a module path that the text form needs for itself, or that do not print, are written as %XX
+of their UTF-8 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from qsync_fx.errors import PlanError
+
+_LONGEST_PATTERN = 1000
+_LARGEST_INDEX = 999_999_999
+_NEEDS_NO_ESCAPE = re.compile(r"[^%/#@*]*")
+_ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
+_TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
+_HOW_TO_WRITE_IDS = (
+    'write "module.path/operator", then "#1" for its second occurrence in that module; an operator outside all modules '
+    'is "/operator@last.module.before.it"'
+)
+
+
+@dataclass(frozen=True, order=True)
+class OpId:
+    """Identity of one operator.
+
+    Attributes:
+        module: path of the module that calls it, as in a state_dict: "encoder.layer.0.attention.self.query". "" for an
+            operator that is called outside every submodule.
+        operator: name of its row: "linear".
+        index: which occurrence it is among the operators of the same name in the module (and, outside modules, after
+            `after`).
+        after: for an operator outside modules, the last module called before it, "" at the start. Numbering from there
+            keeps the id when a graph is split.
+
+    Raises `PlanError` for what no operator can have: a wrong type, an empty operator or path segment, `after` inside a
+    module.
+
+    The text form, which `str` gives and `parse` reads: "encoder.layer.0.attention.self/matmul#1", "/relu@layer3.1#2",
+    "/linear".
+    """
+
+    module: str
+    operator: str
+    index: int = 0
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("module", "operator", "after"):
+            if not isinstance(getattr(self, name), str):
+                raise PlanError(f"the {name} of an operator id is text, not {type(getattr(self, name)).__name__}")
+        if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
+            raise PlanError(f"the index of an operator id is a whole number from 0 to {_LARGEST_INDEX}")
+        if not self.operator:
+            raise PlanError("an operator id has no operator", do=_HOW_TO_WRITE_IDS)
+        for path in (self.module, self.after):
+            if path and "" in path.split("."):
+                raise PlanError(f"the module path {_shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS)
+        if self.module and self.after:
+            raise PlanError(
+                "an operator id has a module and an `after`",
+                where=f"module {_shown(self.module)}, after {_shown(self.after)}",
+                do="give `after` only to operators outside modules",
+            )
+
+    def __str__(self) -> str:
+        after = f"@{_escaped(self.after)}" if self.after else ""
+        index = f"#{self.index}" if self.index else ""
+        return f"{_escaped(self.module)}/{_escaped(self.operator)}{after}{index}"
+
+    @classmethod
+    def parse(cls, text: str) -> OpId:
+        """Reads the text form; raises `PlanError` for anything that `str` does not write."""
+        if not isinstance(text, str):
+            raise PlanError(f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS)
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise PlanError(f"{_shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
+        try:
+            module, operator, after = (_unescaped(part or "") for part in found.group(1, 2, 3))
+        except UnicodeDecodeError:
+            raise PlanError(f"{_shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
+        op_id = cls(module, operator, int(found[4] or 0), after)
+        if str(op_id) != text:
+            raise PlanError(f"{_shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
+        return op_id
+
+    def matches(self, pattern: str) -> bool:
+        """Returns whether `pattern` selects this operator; raises `PlanError` for a malformed pattern.
+
+        Within a segment of a path, that is between two dots, `*` stands for any characters. `**` stands for any number
+        of segments, none included. A pattern without "/" selects modules, and with a module all operators in it and in
+        its submodules: "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/"
+        selects operators whose module is exactly the part before it: "encoder.layer.*.output.dense/linear",
+        "**/embedding", "/relu". There "#index" and "@after" may be left out, which selects every occurrence; "#0" is
+        the first one, and "/relu@" those before any module.
+
+        Matching is linear in the length of the id.
+        """
+        return pattern_regex(pattern).match(str(self)) is not None
+
+
+def _escaped(part: str) -> str:
+    if part.isprintable() and _NEEDS_NO_ESCAPE.fullmatch(part):
+        return part
+    return "".join(c if c.isprintable() and c not in "%/#@*" else _hexadecimal(c) for c in part)
+
+
+def _hexadecimal(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def _unescaped(part: str) -> str:
+    return _ESCAPED.sub(lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part)
+
+
+def _shown(text: str) -> str:
+    """Returns `text` quoted for an error message, cut where it is long: it may come from anywhere."""
+    return repr(text) if len(text) <= 120 else f"{text[:100]!r}... ({len(text)} characters)"
+
+
+# Patterns are compiled to one regular expression over the text form, whose segments are made of `[^./#@]`. The groups
+# are atomic (?>...): a `*` or `**` takes the leftmost continuation that fits. What follows another `*` or `**` can then
+# only gain, so that giving up the alternatives loses no match, and matching backtracks over one segment at most.
+_CHARACTER = r"[^./#@]"
+_END = r"(?=[/#]|\Z)"
+_SEPARATOR = rf"(?:\.|{_END})"
+_ANY_SEGMENTS = rf"(?:{_CHARACTER}++{_SEPARATOR})*"
+
+
+@functools.lru_cache(maxsize=4096)
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
+    if not isinstance(pattern, str):
+        raise PlanError(f"a pattern is text, not {type(pattern).__name__}")
+    if len(pattern) > _LONGEST_PATTERN:
+        raise PlanError(f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}")
+    if not pattern.isprintable():
+        raise PlanError(f"{_shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
+    module, slash, rest = pattern.partition("/")
+    if not slash:
+        if not module:
+            raise PlanError("a pattern is empty", do='write "**" to select every operator')
+        return re.compile(_path(module, pattern))
+    rest, sharp, index = rest.partition("#")
+    operator, at, after = rest.partition("@")
+    if not operator or "/" in rest + index or "**" in operator:
+        raise PlanError(
+            f"{_shown(pattern)} is not a pattern",
+            do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
+        )
+    if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
+        raise PlanError(f"{_shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
+    tail = rf"/(?>{_glob(operator, '[^@#]')}(?=[@#]|\Z))"
+    tail += (rf"@{_path(after, pattern, whole=True)}" if after else "(?!@)") if at else "(?:@[^#]*+)?"
+    tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
+    return re.compile(rf"{_path(module, pattern, whole=True) if module else ''}{tail}\Z")
+
+
+def _path(glob: str, pattern: str, whole: bool = False) -> str:
+    """Returns the expression for a glob over module paths; unless `whole`, for what lies below the path too."""
+    blocks: list[list[str]] = [[]]
+    for segment in glob.split("."):
+        if segment == "**":
+            blocks.append([])
+        elif not segment or "**" in segment or "#" in segment or "@" in segment:
+            raise PlanError(
+                f"{_shown(pattern)} is not a pattern",
+                do='write segments between dots, "*" within a segment, "**" for any number of segments; "#" and "@" '
+                'come after "/"',
+            )
+        else:
+            blocks[-1].append(rf"(?>(?={_CHARACTER}){_glob(segment, _CHARACTER)}{_SEPARATOR})")
+    first, *others = ("".join(block) for block in blocks)
+    if not others:
+        return first + (_END if whole else "")
+    *middle, last = others
+    found = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
+    return found + (f"{_ANY_SEGMENTS}?{last}{_END}" if whole else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
+
+
+def _glob(glob: str, character: str) -> str:
+    """Returns the expression for a glob in which `*` stands for any run of `character`."""
+    first, *others = (re.escape(piece) for piece in glob.split("*"))
+    if not others:
+        return first
+    *middle, last = others
+    return first + "".join(f"(?>{character}*?{piece})" for piece in middle) + f"{character}*{last}"

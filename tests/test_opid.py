@@ -1,0 +1,254 @@
+"""Operator ids: one text an operator, and patterns against a plain reference matcher."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from qsync_fx.errors import PlanError
+from qsync_fx.opid import OpId, pattern_regex
+
+# Few letters, so that patterns and paths meet, beside everything a ModuleDict key may hold.
+any_name = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
+plain_name = st.text("ab01_", min_size=1, max_size=4)
+paths = st.lists(any_name, min_size=1, max_size=5).map(".".join)
+indices = st.one_of(st.integers(0, 12), st.integers(0, 999_999_999))
+inside = st.builds(OpId, paths, any_name, indices)
+outside = st.builds(OpId, st.just(""), any_name, indices, st.one_of(st.just(""), paths))
+op_ids = st.one_of(inside, outside)
+
+
+@pytest.mark.parametrize(
+    ("op_id", "text"),
+    [
+        (OpId("bert.encoder.layer.0.output.dense", "linear"), "bert.encoder.layer.0.output.dense/linear"),
+        (OpId("bert.encoder.layer.0.attention.self", "matmul", 1), "bert.encoder.layer.0.attention.self/matmul#1"),
+        (OpId("", "relu", 0, "layer3.1"), "/relu@layer3.1"),
+        (OpId("", "relu", 2, "layer3.1"), "/relu@layer3.1#2"),
+        (OpId("", "linear"), "/linear"),
+        (OpId("", "linear", 10), "/linear#10"),
+        (OpId("heads.a/b", "linear"), "heads.a%2Fb/linear"),
+        (OpId("heads.50%", "linear"), "heads.50%25/linear"),
+        (OpId("heads.\n\ud800é", "linear"), "heads.%0A%ED%A0%80é/linear"),
+    ],
+)
+def test_text_form(op_id: OpId, text: str) -> None:
+    assert str(op_id) == text
+    assert OpId.parse(text) == op_id
+
+
+@settings(deadline=None)
+@given(op_ids)
+def test_round_trip(op_id: OpId) -> None:
+    text = str(op_id)
+    assert text.isprintable()
+    assert OpId.parse(text) == op_id
+    assert pickle.loads(pickle.dumps(op_id)) == op_id
+
+
+@settings(deadline=None)
+@given(op_ids, op_ids)
+@example(OpId("a/b", "c"), OpId("a", "b/c"))
+@example(OpId("", "b@a"), OpId("", "b", 0, "a"))
+@example(OpId("", "b", 0, "a#1"), OpId("", "b", 1, "a"))
+def test_one_text_an_operator(first: OpId, second: OpId) -> None:
+    assert (str(first) == str(second)) == (first == second)
+    assert (first < second) == (second > first)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "linear", "a.b", "a/", "/", "a/b/c", "a..b/linear", ".a/linear", "a./linear", "a/linear@b"),
+        *("a/linear#", "a/linear#0", "a/linear#01", "a/linear#-1", "a/linear#1.5", "a/linear#x", "a/linear#²"),
+        *("a/linear#1#2", "a/linear#" + "9" * 5000, "/linear@", "/linear@a..b", "/linear@a@b", "/linear#1@a"),
+        *("a*/linear", "%41/linear", "%2f/linear", "%FF/linear", "%/linear"),
+        *("a/linear\n", "\ta/linear", "a/\ud800", "\ud800"),
+    ],
+)
+def test_malformed_text(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        OpId.parse(text)
+    assert caught.value.do
+    assert str(caught.value).isprintable() or "\n  do:" in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("ab./#@%012*é\n\ud800"), max_size=12))
+def test_parse_reads_nothing_but_what_str_writes(text: str) -> None:
+    try:
+        op_id = OpId.parse(text)
+    except PlanError:
+        return
+    assert str(op_id) == text
+
+
+@pytest.mark.parametrize("text", [None, 3, b"a/linear", ["a/linear"]])
+def test_text_of_another_type(text: object) -> None:
+    with pytest.raises(PlanError, match="is text, not"):
+        OpId.parse(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("a", ""), "has no operator"),
+        (("a..b", "linear"), "empty segment"),
+        (("", "linear", 0, "."), "empty segment"),
+        (("a", "linear", 0, "b"), "a module and an `after`"),
+        (("a", "linear", -1), "whole number"),
+        (("a", "linear", 10**9), "whole number"),
+        (("a", "linear", True), "whole number"),
+        ((None, "linear"), "the module of an operator id is text"),
+        (("a", "linear", 0, 1), "the after of an operator id is text"),
+    ],
+)
+def test_ids_that_no_operator_can_have(fields: tuple[str, str], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        OpId(*fields)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "selected", "others"),
+    [
+        (
+            "encoder.layer.*.output",
+            ["encoder.layer.0.output.dense/linear", "encoder.layer.0.output.LayerNorm/layer_norm"],
+            ["encoder.layer.0.attention.output.dense/linear", "encoder.layer.0.outputs/linear"],
+        ),
+        ("encoder", ["encoder/add", "encoder.a.b/linear#3"], ["encoders/add", "/relu@encoder", "a.encoder/add"]),
+        ("**.output", ["output/add", "a.output/add", "a.b.output.dense/linear"], ["a.outputs/add", "/output"]),
+        ("a.**.b", ["a.b/add", "a.x.b/add", "a.x.y.b.c/add"], ["a.x/add", "b.a/add"]),
+        ("a.**", ["a/add", "a.b/add", "a.b.c/add"], ["b/add"]),
+        ("*", ["a/add", "a.b/add"], ["/relu", "/relu@a"]),
+        ("**", ["a/add", "a.b.c/add#2", "/relu", "/relu@a#1"], []),
+        ("layer*.conv?", [], ["layer1.conv1/conv2d"]),
+        ("layer*.conv*1", ["layer1.conv11/conv2d", "layer.conv1/conv2d"], ["layer1.conv12/conv2d"]),
+        ("a.*/linear", ["a.b/linear", "a.b/linear#1"], ["a/linear", "a.b.c/linear", "a.b/linear_gelu"]),
+        ("**/embedding", ["embedding.word/embedding", "/embedding", "/embedding@x#1"], ["embedding/linear"]),
+        ("a/*mm", ["a/mm", "a/bmm#3"], ["a/mmm_", "a.b/mm"]),
+        ("a/matmul#0", ["a/matmul"], ["a/matmul#1", "a/matmul#10"]),
+        ("a/matmul#1", ["a/matmul#1"], ["a/matmul", "a/matmul#10"]),
+        ("/relu", ["/relu", "/relu#1", "/relu@layer3.1", "/relu@layer3.1#2"], ["a/relu"]),
+        ("/relu@", ["/relu", "/relu#1"], ["/relu@layer3.1"]),
+        ("/relu@layer3.1", ["/relu@layer3.1", "/relu@layer3.1#2"], ["/relu", "/relu@layer3", "/relu@layer3.1.a"]),
+        ("/relu@layer3.**#2", ["/relu@layer3.1#2", "/relu@layer3#2"], ["/relu@layer3.1", "/relu@layer4.1#2"]),
+        ("/*@**.conv*", ["/relu@conv1", "/add@layer3.1.conv2#2"], ["/relu", "/relu@conv1.a"]),
+        ("heads.a%2Fb", ["heads.a%2Fb/linear"], ["heads.a/linear"]),
+        ("heads.a+(b", ["heads.a+(b/linear"], ["heads.aa(b/linear"]),
+    ],
+)
+def test_patterns(pattern: str, selected: list[str], others: list[str]) -> None:
+    assert [text for text in selected + others if OpId.parse(text).matches(pattern)] == selected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("", ".", "a..b", ".a", "a.", "a.**b", "***", "a/", "/", "a/b/c", "a/**", "a#1", "a@b"),
+        *("a/b#", "a/b#x", "a/b#-1", "a/b#01", "a/b#²", "a/b@c@d", "a/b@c..d", "a/b#1@c", "a/b#1/c"),
+        *("a\nb", "\ud800", "a" * 1001, "*." * 600 + "*"),
+    ],
+)
+def test_malformed_patterns(pattern: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        OpId("a", "b").matches(pattern)
+    assert pattern == "" or caught.value.do
+
+
+@pytest.mark.parametrize("pattern", [None, 3, b"a"])
+def test_pattern_of_another_type(pattern: object) -> None:
+    with pytest.raises(PlanError, match="a pattern is text"):
+        OpId("a", "b").matches(pattern)  # type: ignore[arg-type]
+
+
+def glob(pattern: str, text: str) -> bool:
+    if not pattern:
+        return not text
+    if pattern[0] == "*":
+        return any(glob(pattern[1:], text[n:]) for n in range(len(text) + 1))
+    return bool(text) and pattern[0] == text[0] and glob(pattern[1:], text[1:])
+
+
+def path(pattern: list[str], segments: list[str]) -> bool:
+    if not pattern:
+        return not segments
+    if pattern[0] == "**":
+        return any(path(pattern[1:], segments[n:]) for n in range(len(segments) + 1))
+    return bool(segments) and glob(pattern[0], segments[0]) and path(pattern[1:], segments[1:])
+
+
+def reference(pattern: str, op_id: OpId) -> bool:
+    """The rules of `OpId.matches` for patterns without # and @, by trying everything."""
+    module, slash, operator = pattern.partition("/")
+    segments = op_id.module.split(".") if op_id.module else []
+    globs = module.split(".") if module else []
+    if not slash:
+        return any(path(globs, segments[:n]) for n in range(len(segments) + 1))
+    return path(globs, segments) and glob(operator, op_id.operator)
+
+
+def is_glob(segment: str) -> bool:
+    return "**" not in segment
+
+
+segment_globs = st.one_of(st.just("**"), st.text("ab*", min_size=1, max_size=4).filter(is_glob))
+short_paths = st.lists(st.text("ab", min_size=1, max_size=3), max_size=4).map(".".join)
+path_globs = st.lists(segment_globs, min_size=1, max_size=5).map(".".join)
+operator_globs = st.text("ab*", min_size=1, max_size=3).filter(is_glob)
+patterns = st.one_of(path_globs, st.builds("{}/{}".format, st.one_of(st.just(""), path_globs), operator_globs))
+
+
+@settings(deadline=None, max_examples=1000)
+@given(patterns, st.builds(OpId, short_paths, st.text("ab", min_size=1, max_size=3), st.integers(0, 2)))
+@example("**.a.**.b", OpId("a.a.b.b", "a"))
+@example("a.**.a*b/a", OpId("a.ab.aab.abb", "a"))
+def test_patterns_against_the_reference(pattern: str, op_id: OpId) -> None:
+    assert op_id.matches(pattern) == reference(pattern, op_id)
+
+
+@settings(deadline=None)
+@given(path_globs, short_paths)
+def test_after_is_matched_as_a_whole_path(pattern: str, after: str) -> None:
+    expected = path(pattern.split("."), after.split(".")) and after != ""
+    assert OpId("", "relu", 1, after).matches(f"/relu@{pattern}") == expected
+
+
+@settings(deadline=None)
+@given(op_ids)
+def test_an_id_is_a_pattern_of_itself(op_id: OpId) -> None:
+    text = str(op_id)
+    assert op_id.matches(text)
+    assert op_id.matches("**")
+    assert OpId(op_id.module, op_id.operator, op_id.index + 1 if op_id.index < 999_999_999 else 0, op_id.after).matches(
+        text
+    ) == (op_id.index == 0)
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("ab./#@%012*(?[\\\n")))
+def test_patterns_raise_nothing_but_plan_errors(pattern: str) -> None:
+    try:
+        pattern_regex(pattern)
+    except PlanError:
+        return
+    OpId("a", "b").matches(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "**." + "a*" * 300 + "b",
+        "**.a." * 150 + "b",
+        "**.a*a.a*a.**." * 40 + "b/c",
+        "a." * 400 + "b",
+        "**." + "*a*." * 100 + "b",
+    ],
+)
+def test_no_pattern_is_slow(pattern: str) -> None:
+    """Backtracking over these would take longer than the age of the universe."""
+    for module in ("a" * 20_000, ".".join(["a"] * 2_000), ".".join(["aaaa"] * 2_000)):
+        assert not OpId(module, "linear").matches(pattern)
