@@ -1,0 +1,121 @@
+// The kernels, written once and compiled once a path: plain loops that the compiler vectorizes for the path's instruction set.
+//
+// Invariant: only IEEE operations that every instruction set rounds alike (no reciprocal, no contraction), hence equal bits. Nothing
+// here may be inline and external (a standard library template, say): the linker would keep one path's code for all of them.
+
+#include "kernels.h"
+#include "random.h"
+
+namespace qsync {
+namespace {
+
+using std::int32_t;
+using std::int64_t;
+using std::int8_t;
+using std::size_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+
+template <class To, class From> inline To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a change of type, not of size");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <Type> struct Element;
+
+template <> struct Element<FLOAT32> {
+    using Stored = uint32_t;
+    static constexpr Stored MAGNITUDE = 0x7FFFFFFFu;
+    static float value(Stored x) { return bits_as<float>(x); }
+    static uint32_t magnitude(Stored x) { return x; }
+};
+
+template <> struct Element<BFLOAT16> {
+    using Stored = uint16_t;
+    static constexpr Stored MAGNITUDE = 0x7FFFu;
+    static float value(Stored x) { return bits_as<float>(static_cast<uint32_t>(x) << 16); }
+    static uint32_t magnitude(Stored x) { return static_cast<uint32_t>(x) << 16; }
+};
+
+template <> struct Element<FLOAT16> {
+    using Stored = uint16_t;
+    static constexpr Stored MAGNITUDE = 0x7FFFu;
+    // Shifted into place the exponent is 112 too small; the product repairs that, for denormals too.
+    static float value(Stored x) {
+        const float wide = bits_as<float>(static_cast<uint32_t>(x & MAGNITUDE) << 13) * 0x1p112f;
+        return bits_as<float>(bits_as<uint32_t>(wide) | static_cast<uint32_t>(x & 0x8000u) << 16);
+    }
+    static uint32_t magnitude(Stored x) { return x >= 0x7C00u ? 0x7F800000u | x : bits_as<uint32_t>(value(x)); }
+};
+
+// Magnitudes order as their bits do, and NaN and infinities come last: an integer maximum finds them too.
+template <Type T> uint32_t absmax(const void *source, size_t n) {
+    using Stored = typename Element<T>::Stored;
+    const auto *x = static_cast<const Stored *>(source);
+    Stored most = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const Stored magnitude = x[i] & Element<T>::MAGNITUDE;
+        most = magnitude > most ? magnitude : most;
+    }
+    return Element<T>::magnitude(most);
+}
+
+// floor(u) + (r < u - floor(u)) and not floor(u + r): the sum would be rounded, which biases where |u| is large.
+template <Rounding R> inline float rounded(float u, uint32_t counter) {
+    if (R == NEAREST) return __builtin_rintf(u);
+    const float below = __builtin_floorf(u);
+    if (R == FLOOR) return below;
+    return below + (uniform(counter) < u - below ? 1.0f : 0.0f);
+}
+
+template <Rounding R> inline double rounded(double u, uint32_t counter) {
+    if (R == NEAREST) return __builtin_rint(u);
+    const double below = __builtin_floor(u);
+    if (R == FLOOR) return below;
+    return below + (static_cast<double>(uniform(counter)) < u - below ? 1.0 : 0.0);
+}
+
+template <Type T, Rounding R>
+void quantize(const void *source, int8_t *target, size_t n, float scale, float levels, uint32_t counter) {
+    const auto *x = static_cast<const typename Element<T>::Stored *>(source);
+    for (size_t i = 0; i < n; ++i) {
+        float q = rounded<R>(Element<T>::value(x[i]) / scale, counter + static_cast<uint32_t>(i) * WEYL);
+        q = q > levels ? levels : q;
+        q = q < -levels ? -levels : q;
+        target[i] = static_cast<int8_t>(static_cast<int32_t>(q));
+    }
+}
+
+// In double: the distance between two values of the grid, 2**-149 at the least, and its inverse are both exact there.
+inline double power_of_two(int32_t exponent) { return bits_as<double>(static_cast<int64_t>(exponent + 1023) << 52); }
+
+template <Rounding R> void round_float(const float *source, float *target, size_t n, Grid grid, uint32_t counter) {
+    for (size_t i = 0; i < n; ++i) {
+        const uint32_t bits = bits_as<uint32_t>(source[i]);
+        const int32_t own = static_cast<int32_t>(bits >> 23 & 0xFFu) - 127;
+        const int32_t exponent = own > grid.e_min ? own : grid.e_min;
+        const double u = static_cast<double>(source[i]) * power_of_two(grid.mantissa_bits - exponent);
+        double y = rounded<R>(u, counter + static_cast<uint32_t>(i) * WEYL) * power_of_two(exponent - grid.mantissa_bits);
+        y = y > grid.max ? grid.max : y;
+        y = y < -grid.max ? -grid.max : y;
+        // The sign comes from the source: -0.0 stays, and so does the sign of what becomes zero.
+        const uint32_t signed_bits = (bits_as<uint32_t>(static_cast<float>(y)) & 0x7FFFFFFFu) | (bits & 0x80000000u);
+        target[i] = bits_as<float>(own == 128 ? bits : signed_bits);
+    }
+}
+
+} // namespace
+
+extern const Kernels QSYNC_KERNELS;
+const Kernels QSYNC_KERNELS = {
+    {absmax<FLOAT32>, absmax<BFLOAT16>, absmax<FLOAT16>},
+    {{quantize<FLOAT32, STOCHASTIC>, quantize<FLOAT32, NEAREST>, quantize<FLOAT32, FLOOR>},
+     {quantize<BFLOAT16, STOCHASTIC>, quantize<BFLOAT16, NEAREST>, quantize<BFLOAT16, FLOOR>},
+     {quantize<FLOAT16, STOCHASTIC>, quantize<FLOAT16, NEAREST>, quantize<FLOAT16, FLOOR>}},
+    {round_float<STOCHASTIC>, round_float<NEAREST>, round_float<FLOOR>},
+};
+
+} // namespace qsync

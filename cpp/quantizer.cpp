@@ -1,0 +1,110 @@
+#include "quantizer.h"
+
+#include "parallel.h"
+#include "random.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace qsync {
+namespace {
+
+// What a thread is worth waking for, and a piece that stays in a core's own cache between two looks at it.
+constexpr std::size_t GRAIN = std::size_t{1} << 14;
+
+constexpr std::uint32_t NOT_FINITE = 0x7F800000u;
+
+std::size_t size_of(Type type) { return type == FLOAT32 ? 4 : 2; }
+
+const void *at(const void *source, std::size_t index, Type type) { return static_cast<const char *>(source) + index * size_of(type); }
+
+float scale_of(std::uint32_t absmax_bits, int levels) {
+    if (absmax_bits >= NOT_FINITE) return std::numeric_limits<float>::quiet_NaN();
+    if (absmax_bits == 0) return 1.0f;
+    float absmax;
+    std::memcpy(&absmax, &absmax_bits, sizeof absmax);
+    return std::max(absmax / static_cast<float>(levels), 0x1p-126f);
+}
+
+// Calls work(offset, size, counter) on the parts of n elements, the first with index `first`, between which the index's high half changes.
+template <class Work> void by_counter(std::uint32_t key, std::uint64_t first, std::size_t n, const Work &work) {
+    for (std::size_t done = 0; done < n;) {
+        const std::uint64_t index = first + done;
+        const auto low = static_cast<std::uint32_t>(index), high = static_cast<std::uint32_t>(index >> 32);
+        const std::uint64_t left = (std::uint64_t{1} << 32) - low;
+        const std::size_t size = std::min<std::uint64_t>(left, n - done);
+        work(done, size, low * WEYL + mix(key ^ high));
+        done += size;
+    }
+}
+
+struct Quantizer {
+    const Kernels &kernels;
+    Type type;
+    Rounding rounding;
+    int levels;
+    std::uint32_t key;
+
+    void run(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, float scale) const {
+        if (scale != scale) {
+            std::memset(target, 0, n);
+            return;
+        }
+        by_counter(key, first, n, [&](std::size_t offset, std::size_t size, std::uint32_t counter) {
+            kernels.quantize[type][rounding](at(source, offset, type), target + offset, size, scale, static_cast<float>(levels), counter);
+        });
+    }
+
+    // One row on all threads: every thread finds the largest of its range, then quantizes the same range from its end, whose values
+    // are still in its cache.
+    float row(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, int threads) const {
+        std::vector<std::uint32_t> most(static_cast<std::size_t>(threads), 0);
+        parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t thread) {
+            most[thread] = kernels.absmax[type](at(source, begin, type), end - begin);
+        });
+        const float scale = scale_of(*std::max_element(most.begin(), most.end()), levels);
+        parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+            while (end > begin) {
+                const std::size_t start = begin + (end - begin - 1) / GRAIN * GRAIN;
+                run(at(source, start, type), target + start, end - start, first + start, scale);
+                end = start;
+            }
+        });
+        return scale;
+    }
+};
+
+} // namespace
+
+void quantize(const Kernels &kernels, const void *source, std::int8_t *target, float *scales, std::size_t rows, std::size_t columns,
+              Type type, Rounding rounding, int levels, Random random, int threads) {
+    const Quantizer quantizer{kernels, type, rounding, levels, stream_key(random.seed, random.stream)};
+    const auto row = [&](std::size_t index, int team) {
+        const std::size_t start = index * columns;
+        scales[index] = quantizer.row(at(source, start, type), target + start, columns, random.first + start, team);
+    };
+    if (columns == 0) {
+        std::fill(scales, scales + rows, 1.0f);
+    } else if (rows < static_cast<std::size_t>(threads) || columns >= GRAIN * static_cast<std::size_t>(threads)) {
+        const IeeeMode mode;
+        for (std::size_t index = 0; index < rows; ++index) row(index, threads);
+    } else {
+        parallel(rows, (GRAIN + columns - 1) / columns, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+            for (std::size_t index = begin; index < end; ++index) row(index, 1);
+        });
+    }
+}
+
+void round_float(const Kernels &kernels, const float *source, float *target, std::size_t n, Grid grid, Rounding rounding, Random random,
+                 int threads) {
+    const std::uint32_t key = stream_key(random.seed, random.stream);
+    parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        by_counter(key, random.first + begin, end - begin, [&](std::size_t offset, std::size_t size, std::uint32_t counter) {
+            kernels.round_float[rounding](source + begin + offset, target + begin + offset, size, grid, counter);
+        });
+    });
+}
+
+} // namespace qsync
