@@ -1,0 +1,58 @@
+"""qsync_fx: data-parallel training over mixed GPUs, with just as many operators in low precision as are needed.
+
+Three things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), write a pass (`graph_pass`).
+
+Invariant: importing this costs nothing but torch; each name is imported when it is first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qsync_fx.errors import (
+        DeviceError as DeviceError,
+        OptionError as OptionError,
+        PassError as PassError,
+        PlanError as PlanError,
+        PrecisionError as PrecisionError,
+        QSyncError as QSyncError,
+    )
+    from qsync_fx.explain import Explanation as Explanation, explain as explain
+    from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
+    from qsync_fx.opid import OpId as OpId
+    from qsync_fx.options import Options as Options
+    from qsync_fx.passes.base import graph_pass as graph_pass
+    from qsync_fx.plan import Plan as Plan
+    from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    **dict.fromkeys(
+        ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PassError", "DeviceError"), "qsync_fx.errors"
+    ),
+    **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explain"),
+    **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
+    **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
+    "OpId": "qsync_fx.opid",
+    "Options": "qsync_fx.options",
+    "Plan": "qsync_fx.plan",
+    "graph_pass": "qsync_fx.passes.base",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qsync_fx' has no attribute {name!r}")
+    # A submodule may have the name of what it holds (explain.explain): the name must stay the thing, not the module.
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))

@@ -1,0 +1,123 @@
+"""From Dynamo's graph to compiled code.
+
+Invariant: what comes back takes what Dynamo's graph takes and returns what it returns, type for type. The inner compiler gets a plain
+fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from qsync_fx.backend import operators
+from qsync_fx.devices import default_precision, support
+from qsync_fx.graph import Context, PrecisionGraph
+from qsync_fx.options import Options
+from qsync_fx.passes.instruments import Instrument
+from qsync_fx.passes.pipeline import pipeline, run
+from qsync_fx.plan import Plan
+from qsync_fx.precision import FORMATS
+
+Compiled = Callable[..., Any]
+
+
+def rewrite(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, instruments: Sequence[Instrument] = ()
+) -> PrecisionGraph:
+    """Runs the pipeline on a graph of Dynamo's; must be called while Dynamo compiles.
+
+    Raises:
+        QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
+    """
+    context = context_for(module, inputs, options)
+    fakes = _fake(inputs, context.fake_mode)
+    graph = PrecisionGraph(module, fakes, context)
+    passes = pipeline(options, operators.LOWERINGS, context.training)
+    return run(graph, passes, instruments)
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Runs the pipeline and hands the result to the inner compiler."""
+    return inner_compiler(options.inner)(rewrite(module, inputs, options).module, inputs)
+
+
+def inner_compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+    """Returns what compiles the rewritten graph: "inductor", "aot_eager" or "eager"."""
+    if name == "eager":
+        return lambda module, inputs: module.forward
+    from torch._dynamo.backends.registry import lookup_backend
+
+    found: Callable[[fx.GraphModule, Sequence[Any]], Compiled] = lookup_backend(name)
+    return found
+
+
+def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Context:
+    """Returns what the compilation under way knows beside the graph."""
+    tracing = TracingContext.try_get()
+    device = _device(module, inputs)
+    support(device, FORMATS["fp32"])  # raises for a device that qsync_fx does not run on
+    return Context(
+        device=device,
+        options=options,
+        plan=_plan(options, device),
+        fake_mode=tracing.fake_mode if tracing is not None else None,
+        automatic=options.plan is None and options.precision is None,
+        ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
+        training=torch.is_grad_enabled(),
+        complete=_is_complete(module),
+    )
+
+
+def _plan(options: Options, device: torch.device) -> Plan:
+    if options.plan is not None:
+        return options.plan
+    return Plan.uniform(options.precision or default_precision(device).name)
+
+
+def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    devices += [t.device for t in (*module.parameters(), *module.buffers())]
+    accelerated = [device for device in devices if device.type != "cpu"]
+    return (accelerated or devices or [torch.device("cpu")])[0]
+
+
+def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
+    """Returns fake tensors with the symbolic sizes that Dynamo has given the inputs."""
+    tracing = TracingContext.try_get()
+    if mode is None or tracing is None:
+        return list(inputs)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbolic = tracing.tensor_to_context.get(value)
+        return mode.from_tensor(
+            value,
+            symbolic_context=symbolic,
+            source=symbolic.tensor_source if symbolic is not None else None,
+            static_shapes=symbolic is None,
+        )
+
+    return [fake(value) for value in inputs]
+
+
+def _is_complete(module: fx.GraphModule) -> bool:
+    """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends or precedes it."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break and not _resumes()
+
+
+def _resumes() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return True
+    return code.co_name.startswith("torch_dynamo_resume_in")
+

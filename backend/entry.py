@@ -1,0 +1,44 @@
+"""`torch.compile(model, backend="qsync")` starts here.
+
+Invariant: torch finds this function through the entry point group `torch_dynamo_backends`, without importing qsync_fx before. Errors of
+ours reach the user as they are, not wrapped into torch's BackendCompilerFailed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.exc import ShortenTraceback
+
+from qsync_fx.backend.compile import compile_graph
+from qsync_fx.errors import OptionError, QSyncError
+from qsync_fx.options import Options
+
+
+def qsync(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object] | None = None, **others: object
+) -> Callable[..., Any]:
+    """The torch.compile backend; `options` are documented in `qsync_fx.options`."""
+    try:
+        if others:
+            raise OptionError(
+                f"the backend qsync has no {', '.join(sorted(others))}",
+                where="torch.compile",
+                do="give what you want in options={...}",
+            )
+        return compile_graph(module, inputs, Options.parse(options))
+    except QSyncError as error:
+        raise _through_dynamo(error) from error.__cause__
+
+
+def _through_dynamo(error: QSyncError) -> QSyncError:
+    """Returns the same error, also of the class that Dynamo lets through unchanged."""
+    kind = type(error)
+    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": Exception.__init__})
+    raised: QSyncError = both(error.what, error.where, error.do)
+    raised.what, raised.where, raised.do = error.what, error.where, error.do
+    raised.first_useful_frame = None  # type: ignore[attr-defined]
+    raised.__traceback__ = error.__traceback__
+    return raised

@@ -1,0 +1,48 @@
+"""Gives every adjustable operator the plan's precision.
+
+Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's choice, restricted by what the operator
+and the device can run. What the model itself says by autocast gives way to an explicit choice for the operator, not to a default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qsync_fx.graph import Operator, PrecisionGraph, format_of
+from qsync_fx.ops import Kind
+from qsync_fx.precision import FORMATS, Precision, promoted
+
+
+@dataclass(frozen=True)
+class Assign:
+    name: str = "assign"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        if graph.parent is None:
+            ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
+            graph.context.plan.check(ids, complete=graph.context.complete)
+        for operator in graph.own_operators():
+            if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned:
+                _assign(graph, operator)
+
+
+def _assign(graph: PrecisionGraph, operator: Operator) -> None:
+    choice = graph.context.plan.precision_for(operator.id)
+    own = format_of(graph.value(operator.node)) or FORMATS["fp32"]
+    explicit = choice is not None and choice.explicit
+    if choice is None:
+        operator.decide(own, "the plan does not name it: it stays as the model wrote it")
+    elif operator.note.autocast == "off" and not explicit:
+        operator.decide(own, "the model disables autocast here, and the plan does not name the operator")
+    elif operator.note.autocast not in (None, "off") and graph.context.automatic:
+        operator.decide(FORMATS[str(operator.note.autocast)], "the model's autocast region")
+    elif not explicit and operator.note.autocast is None and (own.name == "fp64" or _narrower(own, choice.precision)):
+        operator.decide(own, f"the model holds it in {own}, which no default changes")
+    else:
+        operator.decide(choice.precision, choice.reason)
+
+
+def _narrower(own: Precision, planned: Precision) -> bool:
+    """Whether a model that is kept in a narrow float would be widened by the plan."""
+    return planned.plain and own.dtype is not planned.dtype and promoted(own, planned) is planned
+

@@ -1,0 +1,117 @@
+"""The model's autocast regions become explicit casts.
+
+Invariant: the graph computes what it computes under autocast, and no region is left but around operators that stay as Dynamo wrote
+them: those run in the mode they were written in. Each operator notes the region that it was in, so that `assign` can respect it. A
+graph that is called under autocast starts with one node that switches autocast off: what we made explicit must not happen twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from qsync_fx.autocast_policy import policy
+from qsync_fx.graph import Operator, PrecisionGraph, is_float
+from qsync_fx.precision import precision_of
+
+Region = tuple[bool, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    name: str = "autocast"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        device = graph.context.device.type
+        stack: list[Region | None] = [graph.context.ambient]
+        for node in graph.nodes:
+            if node.target is _enter_autocast:
+                stack.append(_region(node, device) or stack[-1])
+            elif node.target is _exit_autocast:
+                stack.pop()
+            elif "qsync" in node.meta and (region := stack[-1]) is not None:
+                _apply(graph, node, region)
+        _remove_regions(graph)
+        if graph.context.ambient is not None and graph.parent is None:
+            _switch_off(graph)
+        graph.module.recompile()
+
+
+def _region(node: fx.Node, device: str) -> Region | None:
+    kind, dtype, enabled, _ = node.args
+    if kind != device:
+        return None
+    return bool(enabled), dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(device)
+
+
+def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
+    enabled, dtype = region
+    operator = Operator(graph, node)
+    operator.update(autocast=str(precision_of(dtype)) if enabled else "off")
+    for body in node.meta.get("qsync_bodies", ()):
+        body.context = dataclasses.replace(body.context, ambient=region)
+    if not enabled:
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        if not node.meta.get("qsync_bodies"):
+            _wrap(graph, node, region)
+        return
+    wanted = _wanted(graph, node, policy(node.target, graph.context.device.type), dtype)
+    if wanted is not None:
+        node.args, node.kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted)
+        )
+
+
+def _wanted(graph: PrecisionGraph, node: fx.Node, what: str | None, dtype: torch.dtype) -> Callable[[Any], Any] | None:
+    if what == "lower":
+        return lambda value: dtype
+    if what == "fp32":
+        return lambda value: torch.float32
+    if what == "promote":
+        found = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
+        widest = torch.float32 if torch.float32 in found else dtype
+        return lambda value: widest
+    return None
+
+
+def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: Callable[[Any], Any]) -> fx.Node:
+    value = graph.value(used)
+    if not is_float(value) or value.dtype is torch.float64 or value.dtype is wanted(value):
+        return used
+    with graph.graph.inserting_before(node):
+        cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted(value)))
+    cast.meta["qsync_autocast"] = cast.meta["qsync_cast"] = True
+    graph.propagate(cast)
+    return cast
+
+
+def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
+    """Leaves a node that we do not look into in the region that it was written in."""
+    with graph.graph.inserting_before(node):
+        enter = graph.graph.call_function(_enter_autocast, (graph.context.device.type, region[1], region[0], True))
+    with graph.graph.inserting_after(node):
+        leave = graph.graph.call_function(_exit_autocast, (enter,))
+    enter.meta["qsync_keep"] = leave.meta["qsync_keep"] = True
+
+
+def _remove_regions(graph: PrecisionGraph) -> None:
+    for node in reversed(graph.nodes):
+        if node.target in (_enter_autocast, _exit_autocast) and "qsync_keep" not in node.meta:
+            graph.graph.erase_node(node)
+
+
+def _switch_off(graph: PrecisionGraph) -> None:
+    nodes = graph.nodes
+    first = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.graph.inserting_before(first):
+        off = graph.graph.call_function(_enter_autocast, (graph.context.device.type, None, False, None))
+    with graph.graph.inserting_before(nodes[-1]):
+        leave = graph.graph.call_function(_exit_autocast, (off,))
+    off.meta["qsync_keep"] = leave.meta["qsync_keep"] = True

@@ -1,0 +1,42 @@
+"""Decides who decides: adjustable, dependent or fixed.
+
+Invariant: every operator has a kind and a reason. An operator that the table does not know is fixed, FP32 in and FP32 out, and counted
+in `graph.unknown`, so that ignorance is safe and visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qsync_fx.graph import PrecisionGraph, target_name
+from qsync_fx.ops import Kind
+from qsync_fx.passes.inplace import in_place
+
+
+@dataclass(frozen=True)
+class Classify:
+    name: str = "classify"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        for operator in graph.own_operators():
+            node, row = operator.node, operator.row
+            if opaque := node.meta.get("qsync_opaque"):
+                operator.update(kind=Kind.FIXED, reason=opaque)
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                operator.update(kind=Kind.FIXED, reason=_higher_order(node.meta.get("qsync_bodies", ())))
+            elif row is None:
+                name = target_name(node)
+                graph.unknown[name] = graph.unknown.get(name, 0) + 1
+                operator.update(kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out")
+            elif row.kind is Kind.ADJUSTABLE and in_place(node):
+                operator.update(kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is")
+            else:
+                operator.update(kind=row.kind, reason=row.reason)
+
+
+def _higher_order(bodies: tuple[PrecisionGraph, ...]) -> str:
+    if bodies:
+        return "a higher-order operator: FP32 at its borders, the operators of its body follow the plan"
+    return "a higher-order operator whose body stays as the model wrote it"

@@ -1,0 +1,95 @@
+"""Writes in place become plain operators where nobody can tell.
+
+Invariant: values and gradients are those of the in-place graph. `y = relu_(x)` becomes `y = relu(x)`, and later readers of x read y,
+only if x is a fresh tensor of this graph (an operator's own result, not an input, attribute or view) of which no view exists. The
+point is freedom of precision: the result of a write in place must have the format of what it writes to; that of a plain operator
+need not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.ops import Kind, row_for
+from qsync_fx.passes.retrace import is_switch
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments that a node writes to in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    named = [(a, node.args[i] if i < len(node.args) else node.kwargs.get(a.name)) for i, a in enumerate(arguments)]
+    written: list[fx.Node] = []
+    for argument, value in named:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            fx.node.map_arg(value, written.append)
+    return written
+
+
+def in_place(node: fx.Node) -> bool:
+    """Whether a node's result is one of its arguments, written to (a batch norm writes to its statistics, but returns another tensor)."""
+    written = writes(node)
+    return bool(written) and written[0] is node.args[0] and str(node.target.__name__).partition(".")[0].endswith("_")  # type: ignore[union-attr]
+
+
+def without_needless_writes(graph: PrecisionGraph) -> None:
+    """Replaces in-place operators by plain ones where the invariant allows it."""
+    if any(is_switch(node) for node in graph.nodes):
+        # Under no_grad a write in place keeps the tensor's history, which a plain operator would cut.
+        return
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        plain = _plain_target(node)
+        if plain is None:
+            continue
+        (written,) = writes(node)
+        if node.args[0] is not written or not _is_fresh(written) or not _same_type(graph, node, written):
+            continue
+        if any(not _returns_fresh(user) for user in written.users if order[user] < order[node]):
+            continue
+        node.target = plain
+        node._rename(plain._schema.name.partition("::")[2])
+        for user in list(written.users):
+            if order[user] > order[node]:
+                user.replace_input_with(written, node)
+
+
+def _plain_target(node: fx.Node) -> Any:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_") or len(writes(node)) != 1:
+        return None
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    return node.op == "call_function" and _returns_fresh(node) and not writes(node)
+
+
+def _returns_fresh(node: fx.Node) -> bool:
+    """Whether a node's result shares no memory with anything: told by the schema, for operators whose schema tells the truth."""
+    if node.op == "output":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    row = row_for(target)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+        # A composite operator may return its input without saying so (dropout in evaluation does).
+        return row is not None and row.kind is Kind.ADJUSTABLE
+    return all(result.alias_info is None for result in target._schema.returns)
+
+
+def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
+    ours = graph.value(written)
+    operands = [graph.value(used) for used in node.all_input_nodes]
+    dtypes = {v.dtype for v in operands if isinstance(v, torch.Tensor) and v.dtype.is_floating_point}
+    shapes = [v.shape for v in operands if isinstance(v, torch.Tensor)]
+    # A plain operator promotes and broadcasts where a write in place does not.
+    return dtypes == {ours.dtype} and all(len(shape) <= ours.dim() for shape in shapes)

@@ -1,0 +1,147 @@
+"""Adjustable operators in formats that torch has no operators for become `qsync::` operators, forward and backward as a pair.
+
+Invariant: every planned precision is present in the lowered graph, or the operator runs elsewhere for a reason in its note. An
+operator in a plain format needs no lowering: on converted operands torch's own operator computes, forward and backward, in that format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.backend.operators.lowering import Lowering, Operands
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.ops import Kind
+from qsync_fx.precision import FORMATS
+
+
+@dataclass(frozen=True)
+class Lower:
+    """
+    Attributes:
+        lowerings: row name -> how it is lowered.
+    """
+
+    lowerings: Mapping[str, Lowering]
+    name: str = "lower"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        # Streams of backward passes follow those that the casts of the forward pass have taken.
+        stream = sum(node.target in (_quantize(), _round()) for node in graph.nodes)
+        for operator in graph.own_operators():
+            fmt = operator.precision
+            if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
+                continue
+            assert operator.row is not None
+            new = self._emit(graph, operator, 2**16 + stream)
+            if isinstance(new, str):
+                _run_elsewhere(graph, operator, new)
+            else:
+                _replace(graph, operator, new)
+            stream += 1
+        graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
+        graph.module.recompile()
+
+
+    def _emit(self, graph: PrecisionGraph, operator: Operator, stream: int) -> fx.Node | str:
+        assert operator.row is not None
+        lowering = self.lowerings.get(operator.row.name)
+        found = _operands(operator, stream) if lowering else None
+        if lowering is None or found is None:
+            return f"{operator.row.name} has no lowering to {operator.precision}"
+        with graph.graph.inserting_before(operator.node):
+            return lowering.emit(operator.node, found)
+
+
+def _quantize() -> Any:
+    return torch.ops.qsync.quantize.default
+
+
+def _round() -> Any:
+    return torch.ops.qsync.round.default
+
+
+def _operands(operator: Operator, stream: int) -> Operands | None:
+    """Reads what insert_casts has put in front of the operator."""
+    row, note = operator.row, operator.note
+    assert row is not None and note.precision is not None and note.output is not None
+    found: list[tuple[fx.Node, fx.Node, fx.Node | None]] = []
+    rounders: list[fx.Node] = []
+    for at in row.scaled:
+        operand = operator.node.args[at]
+        if not isinstance(operand, fx.Node):
+            return None
+        if operand.target is torch.ops.qsync.dequantize.default:
+            quantized, scale, _ = operand.args
+            rounders.append(quantized.args[0])  # type: ignore[union-attr, arg-type]
+            found.append((rounders[-1].args[0], quantized, scale))  # type: ignore[arg-type]
+        elif operand.target is _round():
+            rounders.append(operand)
+            found.append((operand.args[0], operand, None))  # type: ignore[arg-type]
+        else:
+            return None
+    seed, rounding = rounders[0].args[1], rounders[0].args[4]
+    return Operands((found[0], found[1]), seed, stream, note.precision.name, str(rounding), note.output.dtype)  # type: ignore[arg-type]
+
+
+def _replace(graph: PrecisionGraph, operator: Operator, new: fx.Node) -> None:
+    old = operator.node
+    _unround_others(new)
+    for key in ("qsync", "custom", "stack_trace", "nn_module_stack", "seq_nr", "from_node"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+    graph.propagate(new)
+    old.replace_all_uses_with(new)
+    graph.graph.erase_node(old)
+
+
+def _unround_others(new: fx.Node) -> None:
+    """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
+
+    def original(used: fx.Node) -> fx.Node:
+        narrowing = used.target is torch.ops.aten.to.dtype and used.meta.get("qsync_cast")
+        return used.args[0] if narrowing else used  # type: ignore[return-value]
+
+    new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)
+
+
+def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str) -> None:
+    """Gives the operator back its operands, converted to the format that stands in for the one it cannot run in."""
+    note, row = operator.note, operator.row
+    assert note.precision is not None and row is not None
+    elsewhere = FORMATS[note.precision.elsewhere]
+    node = operator.node
+    dtype = elsewhere.dtype
+
+    def restore(used: fx.Node) -> fx.Node:
+        source = used
+        if used.target is torch.ops.qsync.dequantize.default:
+            source = used.args[0].args[0].args[0]  # type: ignore[union-attr, assignment]
+        elif used.target is _round():
+            source = used.args[0]  # type: ignore[assignment]
+        if graph.value(source).dtype is dtype:
+            return source
+        with graph.graph.inserting_before(node):
+            cast = graph.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+        cast.meta["qsync_cast"] = True
+        graph.propagate(cast)
+        return cast
+
+    node.args = tuple(
+        restore(a) if at in row.operands and isinstance(a, fx.Node) else a for at, a in enumerate(node.args)
+    )
+    before = graph.value(node).dtype
+    graph.propagate(node)
+    if graph.value(node).dtype is not before:
+        users = list(node.users)
+        with graph.graph.inserting_after(node):
+            cast = graph.graph.call_function(torch.ops.aten.to.dtype, (node, before))
+        cast.meta["qsync_cast"] = cast.meta["qsync_output"] = True
+        graph.propagate(cast)
+        for user in users:
+            user.replace_input_with(node, cast)
+    operator.update(precision=elsewhere, reason=f"{note.reason}; {why}, so it runs in {elsewhere}")

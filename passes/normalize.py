@@ -1,0 +1,85 @@
+"""Pre-dispatch ATen, one spelling an operator, autograd still above it.
+
+Invariant: loss and gradients equal Dynamo's graph to the last bit. After this pass each value is in `meta["val"]`, each operator has
+its id, and higher-order operators keep their node and have bodies that are normalised themselves. What cannot be re-traced stays as
+Dynamo wrote it; a compile never fails for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.passes.identity import identify, numbering
+from qsync_fx.passes.inplace import without_needless_writes
+from qsync_fx.passes.retrace import rebuild
+
+_REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "checkpoint")
+"""Higher-order operators that just call their body: the other passes rewrite it as if it stood in the graph."""
+
+
+@dataclass(frozen=True)
+class Normalize:
+    name: str = "normalize"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        with _restored_modes():
+            if graph.context.fake_mode is None:
+                _normalize(graph)
+            else:
+                with graph.context.fake_mode:
+                    _normalize(graph)
+        identify(graph, numbering())
+
+
+def _normalize(graph: PrecisionGraph) -> None:
+    def keep(node: fx.Node, module: fx.GraphModule) -> None:
+        bodies, replaced = [], {}
+        for used in node.all_input_nodes:
+            body = _attribute(module, used)
+            if not isinstance(body, fx.GraphModule):
+                continue
+            values = [p.meta.get("example_value", p.meta.get("val")) for p in body.graph.nodes if p.op == "placeholder"]
+            inner = PrecisionGraph(body, values, graph.context, parent=graph)
+            if any(value is None for value in values):
+                continue
+            try:
+                _normalize(inner)
+            except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
+                node.meta["qsync_opaque"] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
+                continue
+            replaced[used] = inner.module
+            if str(node.target) in _REWRITTEN:
+                bodies.append(inner)
+        node.meta["qsync_bodies"] = tuple(bodies)
+        node.meta["qsync_replaced"] = replaced
+
+    graph.module, failures = rebuild(graph.module, graph.inputs, keep)
+    for failure in failures:
+        graph.unknown[failure] = graph.unknown.get(failure, 0) + 1
+    without_needless_writes(graph)
+    graph.module.recompile()
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(module, str(node.target), None) if node.op == "get_attr" else None
+
+
+class _restored_modes:
+    """Puts autocast and grad mode back as they were: pieces that switch them are executed while re-tracing."""
+
+    def __enter__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.cache)

@@ -1,0 +1,132 @@
+"""The pipeline: the order of passes, where custom ones go, and the one runner.
+
+Invariant: every pass runs through `run`, with the instruments around it and the verifier between any two passes, so before and after each. A custom pass that fails
+or breaks a rule is named in the error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+
+from qsync_fx.backend.operators.lowering import Lowering
+from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.options import Options
+from qsync_fx.passes.annotate_cost import AnnotateCost
+from qsync_fx.passes.assign import Assign
+from qsync_fx.passes.autocast import Autocast
+from qsync_fx.passes.base import GraphPass, Pass
+from qsync_fx.passes.cascade import Cascade
+from qsync_fx.passes.classify import Classify
+from qsync_fx.passes.insert_casts import InsertCasts
+from qsync_fx.passes.instruments import Instrument
+from qsync_fx.passes.lower import Lower
+from qsync_fx.passes.normalize import Normalize
+from qsync_fx.passes.verify import verify
+
+
+def pipeline(
+    options: Options, lowerings: Mapping[str, Lowering], training: bool = True
+) -> tuple[Pass, ...]:
+    """Returns the passes in order, the user's own among them.
+
+    Without gradients formats are rounded to nearest: stochastic rounding is there to keep gradients unbiased, and evaluation should be
+    exact and repeatable.
+
+    Raises:
+        OptionError: a pass is not installed, or wants a place beside a pass that does not exist.
+    """
+    rounding = options.rounding if training or options.rounding != "stochastic" else "nearest"
+    passes: list[Pass] = [
+        Normalize(),
+        Autocast(),
+        Classify(),
+        Assign(),
+        Cascade(),
+        InsertCasts(rounding, options.scaling, lowerings),
+        AnnotateCost(),
+        Lower(lowerings),
+    ]
+    for custom in _customs(options):
+        passes.insert(_place(custom, passes), custom)
+    return tuple(passes)
+
+
+def _customs(options: Options) -> Iterator[Pass]:
+    for given in options.passes:
+        found = _installed(given) if isinstance(given, str) else given
+        if not isinstance(found, Pass):
+            raise OptionError(
+                f"{found!r} is not a pass", where='option "passes"', do="decorate the function with @qsync_fx.graph_pass"
+            )
+        yield found
+
+
+@functools.cache
+def _installed(name: str) -> Pass:
+    entries = {entry.name: entry for entry in entry_points(group="qsync_fx.passes")}
+    if name not in entries:
+        raise OptionError(
+            f"no installed package offers a pass {name!r}",
+            where='option "passes"',
+            do=nearest(name, entries) if entries else "install one that does, or give the pass itself",
+        )
+    found: Pass = entries[name].load()
+    return found
+
+
+def _place(custom: Pass, passes: Sequence[Pass]) -> int:
+    after, before = getattr(custom, "after", None), getattr(custom, "before", None)
+    names = [step.name for step in passes]
+    anchor = after or before or "assign"
+    if anchor not in names:
+        raise OptionError(
+            f"pass {custom.name!r} wants to run {'after' if after else 'before'} {anchor!r}, which is no pass",
+            where='option "passes"',
+            do=nearest(anchor, names),
+        )
+    at = names.index(anchor)
+    if before and not after:
+        return at
+    # Custom passes with one anchor run in the order that they are given in.
+    at += 1
+    while at < len(passes) and isinstance(passes[at], GraphPass) and getattr(passes[at], "after", None) == anchor:
+        at += 1
+    return at
+
+
+def run(graph: PrecisionGraph, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> PrecisionGraph:
+    """Runs the passes on the graph and on the bodies of its higher-order operators; returns the graph.
+
+    Raises:
+        PassError: a pass failed, or broke one of the verifier's rules.
+    """
+    passed: tuple[str, ...] = ()
+    for step in passes:
+        for instrument in instruments:
+            instrument.before(step.name, graph)
+        _call(step, graph)
+        for instrument in instruments:
+            instrument.after(step.name, graph)
+        passed = (*passed, step.name)
+        verify(graph, passed, step.name)
+    return graph
+
+
+def _call(step: Pass, graph: PrecisionGraph) -> None:
+    try:
+        if isinstance(step, (GraphPass, Normalize)):
+            # A user's pass sees the whole graph and walks into bodies as it likes; normalize makes the bodies.
+            step(graph)
+        else:
+            for part in graph.walk():
+                step(part)
+    except QSyncError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"pass {step.name!r} failed: {type(error).__name__}: {error}",
+            do="correct the pass" if isinstance(step, GraphPass) else "this is a bug in qsync_fx; please report it",
+        ) from error

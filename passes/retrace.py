@@ -1,0 +1,238 @@
+"""Re-traces what Dynamo wrote into pre-dispatch ATen, piece by piece.
+
+Invariant: the new graph computes what the old one computes, to the last bit, in training too: pre-dispatch tracing records above
+autograd, so nothing is differentiated, decomposed by dtype or hidden behind a mode. Nodes that make_fx must not trace through stay as
+Dynamo wrote them, and the code between them is re-traced: higher-order operators (make_fx raises KeyError on checkpointing's context
+function, and would inline a custom autograd function's forward, losing its backward), switches of autocast and grad mode (they
+are states that last beyond a piece), and functorch regions (their values are batched tensors, which exist only inside).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+_SWITCHES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "inference_mode")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
+
+    nodes: tuple[fx.Node, ...]
+    kept: bool
+
+
+def pieces(graph: fx.Graph) -> Iterator[Piece]:
+    """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
+    current: list[fx.Node] = []
+    kept: set[fx.Node] = set()
+    nesting = 0
+    region: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        before = nesting
+        nesting += _functorch_step(node)
+        if before or nesting:
+            region.append(node)
+            if nesting == 0:
+                yield from ([Piece(tuple(current), kept=False)] if current else [])
+                yield Piece(tuple(region), kept=True)
+                kept.update(region)
+                current, region = [], []
+        elif _stays(node) or _unpacks(node, kept):
+            yield from ([Piece(tuple(current), kept=False)] if current else [])
+            yield Piece((node,), kept=True)
+            kept.add(node)
+            current = []
+        else:
+            current.append(node)
+    if region or current:
+        yield Piece(tuple(current + region), kept=bool(region))
+
+
+def is_switch(node: fx.Node) -> bool:
+    """Whether a node changes a mode (autocast, grad) rather than compute a value."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
+
+
+def _stays(node: fx.Node) -> bool:
+    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in kept
+
+
+def _functorch_step(node: fx.Node) -> int:
+    name = getattr(node.target, "__name__", "")
+    if "increment_nesting" in name:
+        return 1
+    return -1 if "decrement_nesting" in name else 0
+
+
+def rebuild(
+    module: fx.GraphModule, inputs: list[Any], keep: Callable[[fx.Node, fx.GraphModule], None]
+) -> tuple[fx.GraphModule, list[str]]:
+    """Returns the module re-traced to pre-dispatch ATen, and what could not be re-traced and why.
+
+    Args:
+        module: a graph as Dynamo writes it.
+        inputs: one fake tensor, SymInt or plain value a placeholder.
+        keep: called with every higher-order node that is kept (already in the new graph) and the old module that its bodies are in;
+            it may give the node new bodies.
+
+    The caller is responsible for the fake mode and for restoring autocast and grad mode.
+    """
+    builder = _Builder(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        builder.copy(node, value)
+    for piece in pieces(module.graph):
+        if piece.kept:
+            for node in piece.nodes:
+                builder.keep(node, keep)
+        else:
+            builder.retrace(piece.nodes)
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    builder.copy(output, None)
+    return builder.finish(), builder.failures
+
+
+class _Builder:
+    """Builds the new graph; `values` and `mapped` tell each old node's fake value and its nodes in the new graph."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = fx.Graph()
+        self.root: dict[str, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
+        self.mapped: dict[fx.Node, Any] = {}
+        self.failures: list[str] = []
+        self.count = 0
+
+    def copy(self, node: fx.Node, value: Any) -> fx.Node:
+        """Copies a node, its metadata and the attribute that it names, as it is."""
+        for used in node.all_input_nodes:
+            if used.op == "get_attr" and used not in self.mapped:
+                self.copy(used, _attribute(self.module, str(used.target)))
+        if node.op == "get_attr":
+            self.root[str(node.target)] = value
+        new = self.graph.node_copy(node, lambda used: self.mapped[used])
+        if node.op == "output":
+            return new
+        if hasattr(node, "_dynamo_source"):
+            new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        self.values[node], self.mapped[node] = value, new
+        new.meta["val"] = value
+        return new
+
+    def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None]) -> None:
+        if is_switch(node):
+            # Executed, so that the pieces after it are traced in the mode that it sets.
+            args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
+            self.copy(node, node.target(*args))  # type: ignore[operator]
+            return
+        new = self.copy(node, node.meta.get("example_value"))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            keep(new, self.module)
+            for used in new.all_input_nodes:
+                if used.op == "get_attr" and used in new.meta.get("qsync_replaced", {}):
+                    self.root[str(used.target)] = new.meta["qsync_replaced"][used]
+            new.meta.pop("qsync_replaced", None)
+
+    def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
+        """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
+        piece, external, results = self._extract(nodes)
+        interpreter = fx.Interpreter(piece)
+        at: list[fx.Node] = []
+
+        def run(*args: Any) -> Any:
+            original = interpreter.run_node
+
+            def run_node(node: fx.Node) -> Any:
+                at[:] = [node]
+                return original(node)
+
+            interpreter.run_node = run_node  # type: ignore[method-assign]
+            try:
+                return interpreter.run(*args)
+            finally:
+                interpreter.run_node = original  # type: ignore[method-assign]
+
+        inputs = [self.values[node] for node in external]
+        try:
+            with fx.traceback.preserve_node_meta():
+                traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+        except Exception as error:
+            bad = next((n for n in nodes if at and n.name == at[0].name), nodes[0])
+            self.failures.append(f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            where = nodes.index(bad)
+            if where:
+                self.retrace(nodes[:where])
+            new = self.copy(bad, bad.meta.get("example_value"))
+            new.meta["qsync_opaque"] = f"kept as Dynamo wrote it, since it cannot be re-traced ({type(error).__name__})"
+            if nodes[where + 1 :]:
+                self.retrace(nodes[where + 1 :])
+            return
+        self._inline(traced, external, results)
+
+    def _extract(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+        """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
+        inside = set(nodes)
+        needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside)
+        external = [used for used in needed if used.op != "get_attr"]
+        graph = fx.Graph()
+        local: dict[fx.Node, fx.Node] = {used: graph.placeholder(used.name) for used in external}
+        local.update((used, graph.node_copy(used)) for used in needed if used.op == "get_attr")
+        for node in nodes:
+            local[node] = graph.node_copy(node, lambda used: local[used])
+        results = [node for node in nodes if any(user not in inside for user in node.users)]
+        graph.output(tuple(local[node] for node in results))
+        return fx.GraphModule(self.module, graph), external, results
+
+    def _inline(self, traced: fx.GraphModule, external: list[fx.Node], results: list[fx.Node]) -> None:
+        leaves = pytree.tree_leaves([self.mapped[node] for node in external])
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        local: dict[fx.Node, Any] = dict(zip(placeholders, leaves, strict=True))
+        self.count += 1
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                out = fx.node.map_arg(node.args[0], lambda used: local[used])
+                values = fx.node.map_arg(node.args[0], lambda used: used.meta.get("val"))
+                for old, new, value in zip(results, out, values, strict=True):
+                    self.mapped[old], self.values[old] = new, value
+                return
+            new = self.graph.node_copy(node, lambda used: local[used])
+            if node.op == "get_attr":
+                name = f"piece{self.count}_{node.target}".replace(".", "_")
+                self.root[name] = _attribute(traced, str(node.target))
+                new.target = name
+                new.meta.setdefault("val", self.root[name])
+            local[node] = new
+
+    def finish(self) -> fx.GraphModule:
+        new = fx.GraphModule(self.root, self.graph, class_name="QSyncGraph")
+        # Inductor and AOTAutograd read Dynamo's own metadata of the module and its inputs.
+        new.meta.update(self.module.meta)
+        for name in ("compile_subgraph_reason", "_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
+            if hasattr(self.module, name):
+                setattr(new, name, getattr(self.module, name))
+        return new
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

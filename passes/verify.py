@@ -1,0 +1,205 @@
+"""The rules that a graph keeps, as one table.
+
+Invariant: a rule says from which pass on it holds, and is checked before and after every pass from there on. A rule looks and changes
+nothing. What breaks a rule is named with its operator, its line in the user's model and the pass that broke it.
+"""
+
+from __future__ import annotations
+
+import operator as py_operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from qsync_fx.errors import PassError
+from qsync_fx.graph import Note, Operator, PrecisionGraph, describe, is_float, tensors
+from qsync_fx.ops import Kind, row_for
+from qsync_fx.passes.inplace import in_place, writes
+
+Broken = tuple[fx.Node | None, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One invariant: what it says, the pass from which on it holds, and what finds the nodes that break it."""
+
+    says: str
+    since: str
+    check: Callable[[PrecisionGraph], Iterator[Broken]]
+
+
+def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
+    try:
+        graph.graph.lint()
+    except Exception as error:  # noqa: BLE001 - lint raises whatever it meets
+        yield None, str(error)
+
+
+def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta:
+            yield node, "it has no value; call graph.propagate(node) on nodes that a pass adds"
+
+
+def _keeps_ids(graph: PrecisionGraph) -> Iterator[Broken]:
+    seen: set[str] = set()
+    for operator in graph.own_operators():
+        if str(operator.id) in seen:
+            yield operator.node, f"two operators are called {operator.id}"
+        seen.add(str(operator.id))
+
+
+def _has_reasons(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        if not operator.reason:
+            yield operator.node, f"it is {operator.kind} without a reason"
+
+
+def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note = operator.note
+        if operator.kind is Kind.ADJUSTABLE and note.precision is None:
+            yield operator.node, "it is adjustable and has no precision"
+        if note.planned is not None and note.precision is not note.planned and str(note.planned) not in note.reason:
+            yield operator.node, f"{note.planned} is planned, {note.precision} runs, and the reason does not say why"
+
+
+def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note = operator.note
+        if operator.kind is Kind.DEPENDENT and note.precision is None and any(
+            is_float(t) for t in tensors(graph.value(operator.node))
+        ):
+            yield operator.node, "it depends on its inputs and has no precision"
+
+
+def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note, value = operator.note, graph.value(operator.node)
+        if note.kind is Kind.DEPENDENT and note.precision is not None and not in_place(operator.node):
+            for used in operator.node.all_input_nodes:
+                got = graph.value(used)
+                if is_float(got) and got.dim() > 0 and got.dtype is not note.precision.dtype:
+                    yield operator.node, f"it runs in {note.precision} and reads {describe(got)} from %{used.name}"
+        if note.output is not None and is_float(value) and not in_place(operator.node):
+            found = graph.value(_after_own_cast(operator.node))
+            if found.dtype is not note.output.dtype:
+                yield operator.node, f"its output should be {note.output} and is {describe(found)}"
+
+
+def _after_own_cast(node: fx.Node) -> fx.Node:
+    """The node that the operator's readers see: its own, or the one cast that all of them share."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].meta.get("qsync_output") else node
+
+
+def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    epoch = 0
+    for node in graph.nodes:
+        if writes(node) or getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            epoch += 1
+        if not node.meta.get("qsync_cast") or node.target is py_operator.getitem:
+            continue
+        if not node.users:
+            yield node, "nothing reads this cast"
+        if node.target is torch.ops.aten.to.dtype:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and graph.value(source).dtype is node.args[1]:
+                yield node, f"%{source.name} is {node.args[1]} already"
+        key = (node.target, *_key(node.args), epoch)
+        if key in seen:
+            yield node, f"%{seen[key].name} is the same cast"
+        seen[key] = node
+
+
+def _key(args: tuple[object, ...]) -> tuple[object, ...]:
+    """A cast's arguments without its random stream, which tells equal casts apart that should have been one."""
+    return tuple(tuple(a) if isinstance(a, list) else a for at, a in enumerate(args) if at != 2 or isinstance(a, (list, torch.dtype)))
+
+
+def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
+    """A cast copies. If its source is written to between the cast and a reader of the cast, the reader gets a stale value."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        for written in writes(node) if in_place(node) else ():
+            for user in written.users:
+                stale = user.meta.get("qsync_cast") and order[user] < order[node]
+                for reader in user.users if stale else ():
+                    if order[reader] > order[node]:
+                        yield reader, f"it reads %{user.name}, a cast of %{written.name} from before %{node.name} wrote to it"
+
+
+def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        row = row_for(operator.node.target)
+        if row is None or "loss" not in row.reason or row.kind is not Kind.FIXED:
+            continue
+        for used in operator.node.all_input_nodes:
+            value = graph.value(used)
+            if is_float(value) and value.dtype in (torch.bfloat16, torch.float16) and used.meta.get("qsync_cast"):
+                yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
+
+
+def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note, node, row = operator.note, operator.node, operator.row
+        if operator.kind is not Kind.ADJUSTABLE or note.precision is None:
+            continue
+        if not note.precision.plain:
+            if note.precision.name not in node.args:
+                yield node, f"{note.precision} is planned, and the node does not compute in it"
+        elif row is not None and not row.output_only:
+            for at in row.operands:
+                for used in _nodes(node.args[at] if at < len(node.args) else None):
+                    value = graph.value(used)
+                    if is_float(value) and value.dtype is not note.precision.dtype:
+                        yield node, f"{note.precision} is planned, and it reads {describe(value)} from %{used.name}"
+
+
+def _nodes(value: object) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, lambda used: found.append(used))  # type: ignore[arg-type]
+    return found
+
+
+RULES = (
+    Rule("the graph is well formed", "normalize", _is_a_graph),
+    Rule("every node has a value", "normalize", _has_values),
+    Rule("every operator has one id", "normalize", _keeps_ids),
+    Rule("every decision has a reason", "classify", _has_reasons),
+    Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
+    Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
+    Rule("types match", "insert_casts", _types_match),
+    Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
+    Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
+    Rule("losses read FP32", "insert_casts", _losses_are_wide),
+    Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
+)
+
+
+def verify(graph: PrecisionGraph, passed: tuple[str, ...], blame: str) -> None:
+    """Checks every rule that holds once the passes named in `passed` have run; `blame` names the pass that just ran or is about to.
+
+    Raises:
+        PassError: naming the rule, the operator and line, and the pass.
+    """
+    for part in graph.walk():
+        for rule in RULES:
+            if rule.since not in passed:
+                continue
+            for node, problem in rule.check(part):
+                raise PassError(
+                    f'after pass {blame!r} the graph breaks the rule "{rule.says}": {problem}',
+                    where=_where(part, node),
+                    do=f"correct the pass {blame!r}; qsync_fx.explain(...).graph({blame!r}) shows the graph after it",
+                )
+
+
+def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:
+    if node is None:
+        return None
+    note: Note | None = node.meta.get("qsync")
+    return f"node %{node.name}" + (f", {Operator(graph, node).where}" if note else "")

@@ -1,0 +1,86 @@
+"""What a device offers each number format.
+
+Invariant: one answer per (device, format), with a reason, and everybody asks here: the passes, the lowered operators, the report and
+`qsync doctor`. A format that this table does not name is simulated, exactly, so that a new format needs no line here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qsync_fx.errors import DeviceError
+from qsync_fx.precision import Precision, precision
+
+_CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
+"""Compute capability whose tensor cores first have the format (NVIDIA's architecture whitepapers)."""
+
+_EVERYWHERE = ("fp64", "fp32")
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a device runs a format.
+
+    Attributes:
+        how: "native": its own unit; "simulated": the format's exact numerics on another unit; "substituted": another format.
+        runs_as: the format that runs: the one asked for, unless substituted.
+        reason: one clause, for reports.
+    """
+
+    how: Literal["native", "simulated", "substituted"]
+    runs_as: Precision
+    reason: str
+
+
+@functools.cache
+def support(device: torch.device, fmt: Precision, exact: bool = False) -> Support:
+    """Returns how `device` runs `fmt`; `exact` forbids substitution.
+
+    Raises:
+        DeviceError: qsync_fx does not run on this type of device.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"qsync_fx does not run on device type {device.type!r}",
+            where=f"device {device}",
+            do="move the model to the CPU or to a CUDA device",
+        )
+    if fmt.name in _EVERYWHERE:
+        return Support("native", fmt, f"{fmt} runs everywhere")
+    return _cuda(device, fmt) if device.type == "cuda" else _cpu(fmt, exact)
+
+
+def default_precision(device: torch.device) -> Precision:
+    """Returns what runs when the user asks for nothing: BF16 where the device has it, else FP32."""
+    bf16 = precision("bf16")
+    return bf16 if support(device, bf16).how == "native" else precision("fp32")
+
+
+def _cpu(fmt: Precision, exact: bool) -> Support:
+    if fmt.name == "bf16":
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return Support("native", fmt, "this CPU computes BF16 through oneDNN")
+        return Support("simulated", fmt, "this CPU has no BF16 unit: PyTorch converts to FP32 and back")
+    if fmt.name == "fp16":
+        if exact:
+            return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")
+        return Support(
+            "substituted", precision("bf16"), "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)"
+        )
+    if fmt.name == "int8":
+        return Support("native", fmt, "this CPU multiplies INT8 through oneDNN; convolutions run exactly in BF16")
+    return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
+
+
+def _cuda(device: torch.device, fmt: Precision) -> Support:
+    since = _CUDA_SINCE.get(fmt.name)
+    major, minor = torch.cuda.get_device_capability(device)
+    if since is not None and (major, minor) >= since:
+        return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
+    return Support(
+        "simulated", fmt, f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}"
+    )

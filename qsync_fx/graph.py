@@ -1,0 +1,324 @@
+"""The precision DAG: a typed view over an fx.Graph.
+
+Invariant: the fx.Graph is the only truth. Each node's value is `meta["val"]` (fake tensors), each operator's note is
+`meta["qsync"]`, a frozen `Note`; a `PrecisionGraph` adds no state of its own beside the context of the compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from qsync_fx.errors import PassError, PrecisionError
+from qsync_fx.opid import OpId
+from qsync_fx.ops import Kind, OperatorRow, row_for
+from qsync_fx.options import Options
+from qsync_fx.plan import Plan
+from qsync_fx.precision import Precision, precision, precision_of
+from qsync_fx.resolve import resolve
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one operator costs in one forward pass; sizes may be sympy expressions of the graph's symbolic sizes.
+
+    Attributes:
+        flops: floating-point operations, 2 a multiply-add.
+        bytes: bytes read and written, each value at the width of its format.
+        saved_bytes: bytes kept for the backward pass.
+    """
+
+    flops: Any = 0
+    bytes: Any = 0
+    saved_bytes: Any = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the passes have found and decided about one operator.
+
+    Attributes:
+        id: identity, stable across graph splits, ranks and machines.
+        kind: who decides the precision.
+        reason: why the operator runs in `precision`, in words a user understands.
+        planned: the precision that the plan asks for; None where no plan speaks.
+        precision: the format it computes in; None until assigned. It differs from `planned` only for a reason in `reason`.
+        output: the format of its output; None until known, or for outputs that are no floating-point tensors.
+        autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
+        pinned: set by `Operator.assign`: later passes do not override it.
+        cost: filled in by annotate_cost.
+    """
+
+    id: OpId
+    kind: Kind
+    reason: str
+    planned: Precision | None = None
+    precision: Precision | None = None
+    output: Precision | None = None
+    autocast: str | None = None
+    pinned: bool = False
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's model."""
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Operator:
+    """A handle on one operator of the graph; it reads and writes the node's note."""
+
+    def __init__(self, graph: PrecisionGraph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+
+    @property
+    def note(self) -> Note:
+        note: Note = self.node.meta["qsync"]
+        return note
+
+    @property
+    def id(self) -> OpId:
+        return self.note.id
+
+    @property
+    def kind(self) -> Kind:
+        return self.note.kind
+
+    @property
+    def precision(self) -> Precision | None:
+        return self.note.precision
+
+    @property
+    def output(self) -> Precision | None:
+        return self.note.output
+
+    @property
+    def reason(self) -> str:
+        return self.note.reason
+
+    @property
+    def row(self) -> OperatorRow | None:
+        return row_for(self.node.target)
+
+    @property
+    def source(self) -> Source | None:
+        return source_of(self.node)
+
+    @property
+    def where(self) -> str:
+        """The operator's id and its line in the user's model, for error messages."""
+        source = self.source
+        return f"operator {self.id}" + (f", {source}: {source.code}" if source else "")
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the note."""
+        self.node.meta["qsync"] = dataclasses.replace(self.note, **changes)
+
+    def assign(self, name: str | Precision, reason: str) -> None:
+        """Gives the operator a precision, for a reason that reports show; it holds against the plan.
+
+        Raises:
+            PrecisionError: the precision is unknown, or the operator is not adjustable.
+        """
+        wanted = precision(name)
+        if self.kind is not Kind.ADJUSTABLE:
+            raise PrecisionError(
+                f"{self.id} is {self.kind}: no pass can assign {wanted} to it",
+                where=self.where,
+                do='choose among graph.operators(kind="adjustable"); dependent operators follow their inputs',
+            )
+        self.decide(wanted, reason, pinned=True)
+
+    def decide(self, planned: Precision, reason: str, pinned: bool = False) -> None:
+        """Notes what is planned, what the operator and the device make of it, and why."""
+        row = self.row
+        assert row is not None, "adjustable operators have rows"
+        context = self.graph.context
+        runs, but = resolve(row, planned, context.device, context.options.exact)
+        self.update(planned=planned, precision=runs, reason=f"{reason}; {but}" if but else reason, pinned=pinned)
+
+    def __repr__(self) -> str:
+        return f"<Operator {self.id} {self.kind} {self.precision or 'unassigned'}>"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a compilation knows beside the graph.
+
+    Attributes:
+        device: where the graph runs.
+        options: the backend's options.
+        plan: the plan in force: the user's, or the uniform one that the options ask for.
+        automatic: whether neither was given, so that the model's own autocast regions decide where there are any.
+        fake_mode: the mode of every fake tensor in the graph; None when the graph holds no tensors.
+        ambient: (enabled, dtype) of an autocast region around the whole graph; None when there is none.
+        training: whether gradients are recorded.
+        complete: whether the graph holds the whole model (no graph break, no split by DDP).
+        lowerings: how adjustable operators become `qsync::` operators, by row name.
+    """
+
+    device: torch.device
+    options: Options
+    plan: Plan
+    fake_mode: FakeTensorMode | None
+    automatic: bool = False
+    ambient: tuple[bool, torch.dtype] | None = None
+    training: bool = True
+    complete: bool = True
+    lowerings: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+class PrecisionGraph:
+    """One graph on its way through the passes.
+
+    Attributes:
+        module: the graph and the tensors it refers to. A pass may change it in place or replace it.
+        inputs: example inputs, fake tensors and SymInts.
+        context: what the compilation knows beside the graph.
+        parent: the graph that this one is the body of a higher-order operator in; None at the top.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: list[Any], context: Context, parent: PrecisionGraph | None = None
+    ) -> None:
+        self.module, self.inputs, self.context, self.parent = module, inputs, context, parent
+        self.unknown: dict[str, int] = {}
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.graph.nodes)
+
+    def own_operators(self) -> list[Operator]:
+        """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
+        return [Operator(self, node) for node in self.nodes if "qsync" in node.meta]
+
+    def operators(self, kind: Kind | str | None = None, pattern: str | None = None) -> list[Operator]:
+        """Returns the operators, those in bodies of higher-order operators included, by kind and by pattern of their id."""
+        wanted = Kind(kind) if kind is not None else None
+        return [
+            operator
+            for graph in self.walk()
+            for operator in graph.own_operators()
+            if (wanted is None or operator.kind is wanted) and (pattern is None or operator.id.matches(pattern))
+        ]
+
+    def walk(self) -> Iterator[PrecisionGraph]:
+        """Yields this graph and, depth first, the bodies of its higher-order operators that the passes rewrite."""
+        yield self
+        for node in self.nodes:
+            for body in node.meta.get("qsync_bodies", ()):
+                yield from body.walk()
+
+    def value(self, node: Any) -> Any:
+        """Returns the fake value of a node; anything that is no node is its own value."""
+        return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else node
+
+    def propagate(self, node: fx.Node) -> None:
+        """Computes a node's fake value anew from its arguments.
+
+        Raises:
+            PassError: the operator does not take these arguments.
+        """
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
+        try:
+            with _quiet(self.context):
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
+            shown = ", ".join(describe(self.value(a)) for a in node.args)
+            raise PassError(
+                f"{target_name(node)} does not take ({shown}): {error}", where=where, do="give it operands of matching formats"
+            ) from error
+
+
+class _quiet:
+    """Runs operators on fake tensors: no autocast, no gradients, the graph's own fake mode."""
+
+    def __init__(self, context: Context) -> None:
+        self._contexts: list[Any] = [torch.no_grad(), torch.autocast(context.device.type, enabled=False)]
+        if context.fake_mode is not None:
+            self._contexts.append(context.fake_mode)
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a tensor of a real floating-point type."""
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a node's value: one, several, or none."""
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def format_of(value: Any) -> Precision | None:
+    """Returns the format of a node's value, that of its first floating-point tensor; None where there is none."""
+    floats = [t for t in tensors(value) if is_float(t)]
+    return precision_of(floats[0].dtype) if floats else None
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """Returns the line of the user's model that a node comes from: the innermost frame of its stack trace."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    for at in range(len(lines) - 1, -1, -1):
+        if lines[at].startswith('File "') and '", line ' in lines[at]:
+            file, _, rest = lines[at].removeprefix('File "').partition('", line ')
+            code = lines[at + 1] if at + 1 < len(lines) and not lines[at + 1].startswith("File ") else ""
+            return Source(file, int(rest.partition(",")[0]), code)
+    return None
+
+
+def target_name(node: fx.Node) -> str:
+    """Returns a short name of what a node calls: "aten.linear.default" for operators, the function's name otherwise."""
+    if isinstance(node.target, str):
+        return node.target
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(
+        node.target, "__name__", str(node.target)
+    )
+
+
+def describe(value: Any) -> str:
+    """Returns the short text of a value: `f32[8, 16]`, `s0`, `(f32[8], i64[8])`."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(str(size) for size in value.shape)
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(describe(item) for item in value) + ")"
+    return str(value)
+
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "b1",
+}  # fmt: skip
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)

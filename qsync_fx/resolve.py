@@ -1,0 +1,26 @@
+"""From the precision that a plan asks for to the one that runs.
+
+Invariant: the answer differs from the plan only for a reason that is returned with it, so nothing is lost silently.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_fx.devices import support
+from qsync_fx.ops import OperatorRow
+from qsync_fx.precision import FORMATS, Precision
+
+
+def resolve(row: OperatorRow, planned: Precision, device: torch.device, exact: bool) -> tuple[Precision, str]:
+    """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is."""
+    runs, reasons = planned, []
+    if not runs.plain and not row.scaled:
+        # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
+        runs = FORMATS[planned.elsewhere]
+        reasons.append(f"{planned} is for products with a weight, {row.name} runs in {runs}")
+    found = support(device, runs, exact)
+    if found.runs_as is not runs:
+        runs = found.runs_as
+        reasons.append(found.reason)
+    return runs, "; ".join(reasons)
