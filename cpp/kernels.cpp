@@ -81,8 +81,8 @@ template <Rounding R> inline double rounded(double u, uint32_t counter) {
 template <Type T, Rounding R>
 void quantize(const void *source, int8_t *target, size_t n, float scale, float levels, uint32_t counter) {
     const auto *x = static_cast<const typename Element<T>::Stored *>(source);
-    for (size_t i = 0; i < n; ++i) {
-        float q = rounded<R>(Element<T>::value(x[i]) / scale, counter + static_cast<uint32_t>(i) * WEYL);
+    for (size_t i = 0; i < n; ++i, counter += WEYL) {
+        float q = rounded<R>(Element<T>::value(x[i]) / scale, counter);
         q = q > levels ? levels : q;
         q = q < -levels ? -levels : q;
         target[i] = static_cast<int8_t>(static_cast<int32_t>(q));
@@ -93,12 +93,12 @@ void quantize(const void *source, int8_t *target, size_t n, float scale, float l
 inline double power_of_two(int32_t exponent) { return bits_as<double>(static_cast<int64_t>(exponent + 1023) << 52); }
 
 template <Rounding R> void round_float(const float *source, float *target, size_t n, Grid grid, uint32_t counter) {
-    for (size_t i = 0; i < n; ++i) {
+    for (size_t i = 0; i < n; ++i, counter += WEYL) {
         const uint32_t bits = bits_as<uint32_t>(source[i]);
         const int32_t own = static_cast<int32_t>(bits >> 23 & 0xFFu) - 127;
         const int32_t exponent = own > grid.e_min ? own : grid.e_min;
         const double u = static_cast<double>(source[i]) * power_of_two(grid.mantissa_bits - exponent);
-        double y = rounded<R>(u, counter + static_cast<uint32_t>(i) * WEYL) * power_of_two(exponent - grid.mantissa_bits);
+        double y = rounded<R>(u, counter) * power_of_two(exponent - grid.mantissa_bits);
         y = y > grid.max ? grid.max : y;
         y = y < -grid.max ? -grid.max : y;
         // The sign comes from the source: -0.0 stays, and so does the sign of what becomes zero.

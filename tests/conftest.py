@@ -1,0 +1,21 @@
+"""What all tests share.
+
+Invariant: a test run is repeatable where it has to be (CI derandomizes hypothesis), and looks at new inputs everywhere else.
+"""
+
+import os
+
+# Before torch is imported: with tests on several processes each one compiles in itself, and a pool of compilers for each is too many.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import hypothesis
+import torch
+
+# No deadline: the first example of a test pays for compilation, and other processes share the machine.
+hypothesis.settings.register_profile("fresh", deadline=None)
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "fresh")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
