@@ -37,7 +37,7 @@ def rewrite(
     context = context_for(module, inputs, options)
     fakes = _fake(inputs, context.fake_mode)
     graph = PrecisionGraph(module, fakes, context)
-    passes = pipeline(options, operators.LOWERINGS, context.training)
+    passes = pipeline(options, operators.lowerings(), context.training)
     return run(graph, passes, instruments)
 
 
@@ -120,4 +120,3 @@ def _resumes() -> bool:
     except AttributeError:
         return True
     return code.co_name.startswith("torch_dynamo_resume_in")
-

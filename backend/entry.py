@@ -30,13 +30,15 @@ def qsync(
             )
         return compile_graph(module, inputs, Options.parse(options))
     except QSyncError as error:
-        raise _through_dynamo(error) from error.__cause__
+        raise through_dynamo(error) from error.__cause__
 
 
-def _through_dynamo(error: QSyncError) -> QSyncError:
+def through_dynamo(error: QSyncError) -> QSyncError:
     """Returns the same error, also of the class that Dynamo lets through unchanged."""
     kind = type(error)
-    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": Exception.__init__})
+    both = type(
+        kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": Exception.__init__}
+    )
     raised: QSyncError = both(error.what, error.where, error.do)
     raised.what, raised.where, raised.do = error.what, error.where, error.do
     raised.first_useful_frame = None  # type: ignore[attr-defined]

@@ -39,7 +39,9 @@ def _cost(graph: PrecisionGraph, operator: Operator) -> Cost:
     if operator.kind is Kind.ADJUSTABLE and row is not None and graph.context.training:
         operands = [node.args[at] for at in row.operands if at < len(node.args)]
         kept = operands[:2] if row.products else operands[:1]
-        saved = sum((_bytes(graph, used) for used in kept if isinstance(used, fx.Node) and used.op == "call_function"), start=0)
+        saved = sum(
+            (_bytes(graph, used) for used in kept if isinstance(used, fx.Node) and used.op == "call_function"), start=0
+        )
         if row.output_only:
             saved = 0
     return Cost(expression(flops), expression(read + written), expression(saved))
@@ -51,7 +53,9 @@ def _positional(node: fx.Node) -> tuple[Any, ...]:
         return node.args
     schema = node.target._schema.arguments
     return tuple(
-        node.args[at] if at < len(node.args) else node.kwargs.get(a.name, a.default_value if a.has_default_value() else None)
+        node.args[at]
+        if at < len(node.args)
+        else node.kwargs.get(a.name, a.default_value if a.has_default_value() else None)
         for at, a in enumerate(schema)
     )
 

@@ -45,4 +45,3 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
 def _narrower(own: Precision, planned: Precision) -> bool:
     """Whether a model that is kept in a narrow float would be widened by the plan."""
     return planned.plain and own.dtype is not planned.dtype and promoted(own, planned) is planned
-

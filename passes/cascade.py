@@ -138,4 +138,3 @@ def _too_large(node: fx.Node, fmt: Precision) -> float | None:
 
     fx.node.map_aggregate((node.args, node.kwargs), look)
     return scalars[0] if scalars else None
-

@@ -57,7 +57,10 @@ def identify(graph: PrecisionGraph, numbers: Numbering) -> None:
             identify(body, numbers)
         if node.op != "call_function" and node.op != "call_method":
             continue
-        if not any(is_float(t) for t in tensors(graph.value(node))) or getattr(node.target, "__name__", "") == "getitem":
+        if (
+            not any(is_float(t) for t in tensors(graph.value(node)))
+            or getattr(node.target, "__name__", "") == "getitem"
+        ):
             continue
         row = row_for(node.target)
         node.meta["qsync"] = Note(

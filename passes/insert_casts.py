@@ -100,7 +100,11 @@ class _Inserter:
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return
         changed = any(self.graph.value(used) is not self.values.get(used) for used in node.all_input_nodes)
-        if not (force or changed) or not isinstance(node.target, torch._ops.OpOverload) and node.target is not py_operator.getitem:
+        if (
+            not (force or changed)
+            or not isinstance(node.target, torch._ops.OpOverload)
+            and node.target is not py_operator.getitem
+        ):
             return
         self.graph.propagate(node)
 
@@ -270,4 +274,3 @@ class _Inserter:
 def _dtype(value: Any) -> torch.dtype | None:
     """The type of a floating-point tensor in a format that we know; None for everything else."""
     return value.dtype if is_float(value) and format_of(value) is not None else None
-

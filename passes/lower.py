@@ -46,7 +46,6 @@ class Lower:
         graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
         graph.module.recompile()
 
-
     def _emit(self, graph: PrecisionGraph, operator: Operator, stream: int) -> fx.Node | str:
         assert operator.row is not None
         lowering = self.lowerings.get(operator.row.name)
@@ -97,6 +96,7 @@ def _replace(graph: PrecisionGraph, operator: Operator, new: fx.Node) -> None:
     graph.propagate(new)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
+    new._rename(f"{old.name}_{operator.precision}")
 
 
 def _unround_others(new: fx.Node) -> None:

@@ -27,9 +27,7 @@ from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.verify import verify
 
 
-def pipeline(
-    options: Options, lowerings: Mapping[str, Lowering], training: bool = True
-) -> tuple[Pass, ...]:
+def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool = True) -> tuple[Pass, ...]:
     """Returns the passes in order, the user's own among them.
 
     Without gradients formats are rounded to nearest: stochastic rounding is there to keep gradients unbiased, and evaluation should be
@@ -59,7 +57,9 @@ def _customs(options: Options) -> Iterator[Pass]:
         found = _installed(given) if isinstance(given, str) else given
         if not isinstance(found, Pass):
             raise OptionError(
-                f"{found!r} is not a pass", where='option "passes"', do="decorate the function with @qsync_fx.graph_pass"
+                f"{found!r} is not a pass",
+                where='option "passes"',
+                do="decorate the function with @qsync_fx.graph_pass",
             )
         yield found
 

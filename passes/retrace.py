@@ -174,7 +174,9 @@ class _Builder:
                 traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:
             bad = next((n for n in nodes if at and n.name == at[0].name), nodes[0])
-            self.failures.append(f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            self.failures.append(
+                f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
             where = nodes.index(bad)
             if where:
                 self.retrace(nodes[:where])

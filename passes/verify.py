@@ -69,8 +69,10 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
 def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note = operator.note
-        if operator.kind is Kind.DEPENDENT and note.precision is None and any(
-            is_float(t) for t in tensors(graph.value(operator.node))
+        if (
+            operator.kind is Kind.DEPENDENT
+            and note.precision is None
+            and any(is_float(t) for t in tensors(graph.value(operator.node)))
         ):
             yield operator.node, "it depends on its inputs and has no precision"
 
@@ -117,7 +119,11 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _key(args: tuple[object, ...]) -> tuple[object, ...]:
     """A cast's arguments without its random stream, which tells equal casts apart that should have been one."""
-    return tuple(tuple(a) if isinstance(a, list) else a for at, a in enumerate(args) if at != 2 or isinstance(a, (list, torch.dtype)))
+    return tuple(
+        tuple(a) if isinstance(a, list) else a
+        for at, a in enumerate(args)
+        if at != 2 or isinstance(a, (list, torch.dtype))
+    )
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -129,7 +135,10 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
                 stale = user.meta.get("qsync_cast") and order[user] < order[node]
                 for reader in user.users if stale else ():
                     if order[reader] > order[node]:
-                        yield reader, f"it reads %{user.name}, a cast of %{written.name} from before %{node.name} wrote to it"
+                        yield (
+                            reader,
+                            f"it reads %{user.name}, a cast of %{written.name} from before %{node.name} wrote to it",
+                        )
 
 
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:

@@ -69,7 +69,9 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         if exact:
             return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")
         return Support(
-            "substituted", precision("bf16"), "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)"
+            "substituted",
+            precision("bf16"),
+            "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
         )
     if fmt.name == "int8":
         return Support("native", fmt, "this CPU multiplies INT8 through oneDNN; convolutions run exactly in BF16")
@@ -82,5 +84,7 @@ def _cuda(device: torch.device, fmt: Precision) -> Support:
     if since is not None and (major, minor) >= since:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
     return Support(
-        "simulated", fmt, f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}"
+        "simulated",
+        fmt,
+        f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}",
     )

@@ -244,7 +244,9 @@ class PrecisionGraph:
             where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
             shown = ", ".join(describe(self.value(a)) for a in node.args)
             raise PassError(
-                f"{target_name(node)} does not take ({shown}): {error}", where=where, do="give it operands of matching formats"
+                f"{target_name(node)} does not take ({shown}): {error}",
+                where=where,
+                do="give it operands of matching formats",
             ) from error
 
 
@@ -298,8 +300,10 @@ def target_name(node: fx.Node) -> str:
     """Returns a short name of what a node calls: "aten.linear.default" for operators, the function's name otherwise."""
     if isinstance(node.target, str):
         return node.target
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(
-        node.target, "__name__", str(node.target)
+    return (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
     )
 
 

@@ -1,0 +1,186 @@
+"""`explain`: what the backend would do to a model, and why.
+
+Invariant: explaining trains nothing and changes nothing. The model runs once, as written, to let Dynamo see what follows a graph break;
+its parameters, buffers, training mode and the random number generators are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.errors import OptionError, QSyncError, nearest
+from qsync_fx.files import write_text
+from qsync_fx.graph import Operator, PrecisionGraph, source_of
+from qsync_fx.options import Options
+from qsync_fx.ops import Kind
+from qsync_fx.passes.instruments import Snapshots, Timing
+from qsync_fx.plan import Plan
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One graph of the model: Dynamo gives one, or several when it breaks."""
+
+    graph: PrecisionGraph
+    snapshots: Snapshots
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend does to a model.
+
+    Attributes:
+        graphs: the graphs that the model makes, in the order they run.
+        breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
+    """
+
+    graphs: tuple[Explained, ...]
+    breaks: tuple[str, ...] = ()
+    _plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def operators(self) -> list[Operator]:
+        """Every operator of the model, in the order they run."""
+        return [operator for part in self.graphs for operator in part.graph.operators()]
+
+    @property
+    def passes(self) -> list[str]:
+        """The names of the passes, in the order they ran."""
+        return list(self.graphs[0].snapshots.texts) if self.graphs else []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time that each pass took, over all graphs."""
+        return {name: sum(part.timing.seconds.get(name, 0.0) for part in self.graphs) for name in self.passes}
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """The operators that the table does not know, and how often each occurs."""
+        found: dict[str, int] = {}
+        for part in self.graphs:
+            for graph in part.graph.walk():
+                for name, count in graph.unknown.items():
+                    found[name] = found.get(name, 0) + count
+        return found
+
+    def graph(self, name: str = "lower") -> str:
+        """Returns the graph after a pass, as text."""
+        self._known(name)
+        texts = [part.snapshots.texts[name] for part in self.graphs]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n\n".join(f"graph {at} of {len(texts)}\n{text}" for at, text in enumerate(texts, 1))
+
+    def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
+        """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
+        self._known(name)
+        return self.graphs[index].snapshots.modules[name]
+
+    def diff(self, first: str, second: str) -> str:
+        """Returns what changed between the graphs after two passes, as a unified diff."""
+        self._known(first)
+        self._known(second)
+        return "\n".join(part.snapshots.diff(first, second) for part in self.graphs)
+
+    def plan(self) -> Plan:
+        """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
+        named = {op.id: op.note.planned or op.precision for op in self.operators if op.kind is Kind.ADJUSTABLE}
+        return Plan(operators={key: value for key, value in named.items() if value is not None})
+
+    def save_dot(self, path: str | Path) -> None:
+        """Writes the operators and what flows between them as a Graphviz file."""
+        from qsync_fx.report.dot import dot
+
+        write_text(Path(path), dot(self))
+
+    def _known(self, name: str) -> None:
+        if name not in self.passes:
+            raise OptionError(f"no pass {name!r} has run", do=nearest(name, self.passes))
+
+    def __str__(self) -> str:
+        from qsync_fx.report.text import explanation_text
+
+        return explanation_text(self)
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | None = None, **kwargs: Any
+) -> Explanation:
+    """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
+
+    Args:
+        model: a module or function.
+        args, kwargs: inputs, as the model takes them.
+        options: the backend's options.
+
+    Raises:
+        QSyncError: as the backend would, and for patterns of the plan that match no operator of the whole model.
+    """
+    parsed = Options.parse(options)
+    collected: list[Explained] = []
+    model = getattr(model, "_orig_mod", model)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from qsync_fx.backend.compile import rewrite
+        from qsync_fx.backend.entry import through_dynamo
+
+        snapshots, timing = Snapshots(), Timing()
+        try:
+            graph = rewrite(module, inputs, parsed, (timing, snapshots))
+        except QSyncError as error:
+            raise through_dynamo(error) from error.__cause__
+        collected.append(Explained(graph, snapshots, timing))
+        return module.forward
+
+    with _nothing_changed(model), _own_cache() as breaks:
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    explanation = Explanation(tuple(collected), tuple(breaks()), parsed.plan)
+    if parsed.plan is not None:
+        parsed.plan.check([op.id for op in explanation.operators if op.kind is Kind.ADJUSTABLE], complete=True)
+    return explanation
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[Callable[[], list[str]]]:
+    """Lets Dynamo compile afresh however often the code was compiled before; yields what tells the graph breaks on the way."""
+    from torch._dynamo.utils import counters
+
+    before = dict(counters["graph_break"])
+
+    def breaks() -> list[str]:
+        return [text for text, count in counters["graph_break"].items() if count > before.get(text, 0)]
+
+    with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield breaks
+
+
+@contextlib.contextmanager
+def _nothing_changed(model: Callable[..., Any]) -> Iterator[None]:
+    """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
+    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
+    written = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
+    kept = [t.detach().clone() for t in written]
+    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(written, kept, strict=True):
+                tensor.copy_(value)
+
+
+def line_of(operator: Operator) -> str:
+    """Returns where an operator stands in the user's model, short: "model.py:42"."""
+    source = source_of(operator.node)
+    return f"{Path(source.file).name}:{source.line}" if source else ""

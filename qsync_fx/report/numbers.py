@@ -1,0 +1,19 @@
+"""Sizes as people read them; symbolic sizes stay formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_STEPS = ("", "K", "M", "G", "T", "P")
+
+
+def short(size: Any, unit: str = "") -> str:
+    """Returns 1536000 as "1.5M"; a sympy expression as itself; zero as "-"."""
+    if not isinstance(size, (int, float)):
+        return f"{size}{unit}"
+    if size == 0:
+        return "-"
+    value, step = float(size), 0
+    while abs(value) >= 1000 and step < len(_STEPS) - 1:
+        value, step = value / 1000, step + 1
+    return f"{value:.3g}{_STEPS[step]}{unit}"

@@ -1,0 +1,96 @@
+"""The table of an explanation.
+
+Invariant: plain text of the width that the terminal has (100 columns in a file), one operator a line, in the order they run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from qsync_fx.graph import Operator
+from qsync_fx.ops import Kind
+from qsync_fx.report.numbers import short
+
+if TYPE_CHECKING:
+    from qsync_fx.explain import Explanation
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """Returns the explanation as plain text."""
+    width = max(100, shutil.get_terminal_size((140, 24)).columns)
+    console = Console(width=width, no_color=True, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(explanation_table(explanation))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def explanation_table(explanation: Explanation) -> RenderableType:
+    """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("operator", "kind", "precision", "output", "flops", "bytes", "saved"):
+        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", overflow="fold")
+    table.add_column("reason", overflow="fold", ratio=2)
+    table.add_column("line", overflow="fold")
+    for operator in explanation.operators:
+        table.add_row(*_cells(operator))
+    return Group(table, *(Text(line) for line in _notes(explanation)))
+
+
+def _cells(operator: Operator) -> tuple[str, ...]:
+    from qsync_fx.explain import line_of
+
+    note = operator.note
+    cost = note.cost
+    precision = str(note.precision or "-")
+    if note.planned is not None and note.precision is not None and note.planned is not note.precision:
+        precision = f"{note.precision} (not {note.planned})"
+    return (
+        str(operator.id),
+        str(operator.kind),
+        precision,
+        str(note.output or "-"),
+        short(cost.flops) if cost else "",
+        short(cost.bytes, "B") if cost else "",
+        short(cost.saved_bytes, "B") if cost else "",
+        note.reason,
+        line_of(operator),
+    )
+
+
+def _notes(explanation: Explanation) -> list[str]:
+    adjustable = [op for op in explanation.operators if op.kind is Kind.ADJUSTABLE]
+    counts = Counter(str(op.precision) for op in adjustable)
+    parts = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    lines = [f"{len(adjustable)} adjustable operators{': ' + parts if parts else ''}"]
+    if explanation.graphs:
+        context = explanation.graphs[0].graph.context
+        lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
+        lines.append(f"device {context.device}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
+    lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]
+    lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
+    return lines
+
+
+def _simulated(explanation: Explanation) -> list[tuple[str, str]]:
+    from qsync_fx.devices import support
+
+    found: dict[str, str] = {}
+    for operator in explanation.operators:
+        context, fmt = operator.graph.context, operator.precision
+        if operator.kind is Kind.ADJUSTABLE and fmt is not None:
+            how = support(context.device, fmt, context.options.exact)
+            if how.how != "native":
+                found[str(fmt)] = f"{how.how}, {how.reason}"
+    return list(found.items())
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else text
