@@ -64,11 +64,11 @@ class OpId:
             raise PlanError("an operator id has no operator", do=_HOW_TO_WRITE_IDS)
         for path in (self.module, self.after):
             if path and "" in path.split("."):
-                raise PlanError(f"the module path {_shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS)
+                raise PlanError(f"the module path {shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS)
         if self.module and self.after:
             raise PlanError(
                 "an operator id has a module and an `after`",
-                where=f"module {_shown(self.module)}, after {_shown(self.after)}",
+                where=f"module {shown(self.module)}, after {shown(self.after)}",
                 do="give `after` only to operators outside modules",
             )
 
@@ -84,14 +84,14 @@ class OpId:
             raise PlanError(f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS)
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise PlanError(f"{_shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
+            raise PlanError(f"{shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
         try:
             module, operator, after = (_unescaped(part or "") for part in found.group(1, 2, 3))
         except UnicodeDecodeError:
-            raise PlanError(f"{_shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
+            raise PlanError(f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
         op_id = cls(module, operator, int(found[4] or 0), after)
         if str(op_id) != text:
-            raise PlanError(f"{_shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
+            raise PlanError(f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
         return op_id
 
     def matches(self, pattern: str) -> bool:
@@ -123,7 +123,7 @@ def _unescaped(part: str) -> str:
     return _ESCAPED.sub(lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Returns `text` quoted for an error message, cut where it is long: it may come from anywhere."""
     return repr(text) if len(text) <= 120 else f"{text[:100]!r}... ({len(text)} characters)"
 
@@ -137,15 +137,19 @@ _SEPARATOR = rf"(?:\.|{_END})"
 _ANY_SEGMENTS = rf"(?:{_CHARACTER}++{_SEPARATOR})*"
 
 
-@functools.lru_cache(maxsize=4096)
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
     if not isinstance(pattern, str):
-        raise PlanError(f"a pattern is text, not {type(pattern).__name__}")
+        raise PlanError(f"a pattern is text, not {type(pattern).__name__}", do='write one such as "encoder.*.output"')
+    return _compiled(pattern)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
     if len(pattern) > _LONGEST_PATTERN:
         raise PlanError(f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}")
     if not pattern.isprintable():
-        raise PlanError(f"{_shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
+        raise PlanError(f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
     module, slash, rest = pattern.partition("/")
     if not slash:
         if not module:
@@ -155,11 +159,11 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
     operator, at, after = rest.partition("@")
     if not operator or "/" in rest + index or "**" in operator:
         raise PlanError(
-            f"{_shown(pattern)} is not a pattern",
+            f"{shown(pattern)} is not a pattern",
             do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
         )
     if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
-        raise PlanError(f"{_shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
+        raise PlanError(f"{shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
     tail = rf"/(?>{_glob(operator, '[^@#]')}(?=[@#]|\Z))"
     tail += (rf"@{_path(after, pattern, whole=True)}" if after else "(?!@)") if at else "(?:@[^#]*+)?"
     tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
@@ -174,7 +178,7 @@ def _path(glob: str, pattern: str, whole: bool = False) -> str:
             blocks.append([])
         elif not segment or "**" in segment or "#" in segment or "@" in segment:
             raise PlanError(
-                f"{_shown(pattern)} is not a pattern",
+                f"{shown(pattern)} is not a pattern",
                 do='write segments between dots, "*" within a segment, "**" for any number of segments; "#" and "@" '
                 'come after "/"',
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from qsync_fx.errors import PlanError
 from qsync_fx.opid import OpId, pattern_regex
@@ -159,7 +158,7 @@ def test_malformed_patterns(pattern: str) -> None:
     assert pattern == "" or caught.value.do
 
 
-@pytest.mark.parametrize("pattern", [None, 3, b"a"])
+@pytest.mark.parametrize("pattern", [None, 3, b"a", []])
 def test_pattern_of_another_type(pattern: object) -> None:
     with pytest.raises(PlanError, match="a pattern is text"):
         OpId("a", "b").matches(pattern)  # type: ignore[arg-type]
