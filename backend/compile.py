@@ -52,8 +52,8 @@ def inner_compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compi
         return lambda module, inputs: module.forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    found: Callable[[fx.GraphModule, Sequence[Any]], Compiled] = lookup_backend(name)
-    return found
+    found: Any = lookup_backend(name)
+    return lambda module, inputs: found(module, list(inputs))
 
 
 def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Context:
@@ -95,7 +95,8 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        symbolic = tracing.tensor_to_context.get(value)
+        contexts: Any = tracing.tensor_to_context
+        symbolic = contexts.get(value)
         return mode.from_tensor(
             value,
             symbolic_context=symbolic,

@@ -34,7 +34,7 @@ def _cost(graph: PrecisionGraph, operator: Operator) -> Cost:
     flops: Any = 0
     if row is not None and row.flops is not None:
         args = fx.node.map_aggregate(_positional(node), graph.value)
-        flops = row.flops(args, graph.value(node))  # type: ignore[arg-type]
+        flops = row.flops(args, graph.value(node))
     saved: Any = 0
     if operator.kind is Kind.ADJUSTABLE and row is not None and graph.context.training:
         operands = [node.args[at] for at in row.operands if at < len(node.args)]

@@ -49,10 +49,11 @@ def _sweep(graph: PrecisionGraph) -> bool:
 def _passed_on(graph: PrecisionGraph, node: fx.Node, formats: Formats) -> Precision | None:
     """The format of a node that is no operator: what the model says, or that of the operator whose result it unpacks."""
     own = format_of(graph.value(node))
-    if getattr(node.target, "__name__", "") == "getitem" and isinstance(source := node.args[0], fx.Node):
-        if own is not None and own == format_of(graph.value(source)):
-            return formats.get(source, own)
-    return own
+    if getattr(node.target, "__name__", "") != "getitem" or own is None:
+        return own
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return formats.get(source, own) if own == format_of(graph.value(source)) else own
 
 
 def _decide(graph: PrecisionGraph, operator: Operator, formats: Formats) -> None:

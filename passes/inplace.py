@@ -80,10 +80,15 @@ def _returns_fresh(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     row = row_for(target)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+    if torch._C._dispatch_has_kernel_for_dispatch_key(_qualified_name(target), "CompositeImplicitAutograd"):
         # A composite operator may return its input without saying so (dropout in evaluation does).
         return row is not None and row.kind is Kind.ADJUSTABLE
     return all(result.alias_info is None for result in target._schema.returns)
+
+
+def _qualified_name(target: torch._ops.OpOverload) -> str:
+    schema = target._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
 def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:

@@ -9,6 +9,7 @@ switch of grad mode, across which it would hold a stale value or lose the gradie
 
 from __future__ import annotations
 
+import functools
 import operator as py_operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class _Inserter:
         elif row is not None and row.converts:
             pass
         elif note.kind is Kind.DEPENDENT and note.precision is not None:
-            self._map(node, lambda used: self._promote(node, used, note.precision))
+            self._map(node, functools.partial(self._promote, node, note.precision))
         else:
             self._map(node, lambda used: self.cast(node, used, self.own.get(used)))
         self._refresh(node, force=(node.args, node.kwargs) != before)
@@ -100,10 +101,8 @@ class _Inserter:
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return
         changed = any(self.graph.value(used) is not self.values.get(used) for used in node.all_input_nodes)
-        if (
-            not (force or changed)
-            or not isinstance(node.target, torch._ops.OpOverload)
-            and node.target is not py_operator.getitem
+        if not (force or changed) or (
+            not isinstance(node.target, torch._ops.OpOverload) and node.target is not py_operator.getitem
         ):
             return
         self.graph.propagate(node)
@@ -118,13 +117,13 @@ class _Inserter:
             return
         special: dict[int, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
-        args = list(node.args)
+        args: list[Any] = list(node.args)
         for at, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given = args[at] if at < len(args) else node.kwargs.get(argument.name)
+            given: Any = args[at] if at < len(args) else node.kwargs.get(argument.name)
             if given is None:
                 continue
             if at in special:
-                new = self._special(node, given, fmt, row, special[at], dtype)
+                new: Any = self._special(node, given, fmt, row, special[at], dtype)
             elif at in row.operands:
                 new = fx.node.map_arg(given, lambda used: self.cast(node, used, dtype))
             else:
@@ -135,7 +134,7 @@ class _Inserter:
                 node.kwargs = {**node.kwargs, argument.name: new}
         node.args = tuple(args)
 
-    def _promote(self, node: fx.Node, used: fx.Node, fmt: Precision) -> fx.Node:
+    def _promote(self, node: fx.Node, fmt: Precision, used: fx.Node) -> fx.Node:
         value = self.graph.value(used)
         return used if is_float(value) and value.dim() == 0 else self.cast(node, used, fmt.dtype)
 
@@ -260,12 +259,12 @@ class _Inserter:
             graph = self.graph.graph
             first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
             with graph.inserting_before(first):
-                keywords = {"dtype": torch.int64, "device": self.graph.context.device}
+                keywords: dict[str, Any] = {"dtype": torch.int64, "device": self.graph.context.device}
                 if self.options.rounding == "stochastic":
-                    target, args = torch.ops.aten.randint.default, (2**62, [1])
+                    drawn: Any = (torch.ops.aten.randint.default, (2**62, [1]))
                 else:
-                    target, args = torch.ops.aten.zeros.default, ([1],)
-                self.seed = graph.create_node("call_function", target, args, keywords, name="seed")
+                    drawn = (torch.ops.aten.zeros.default, ([1],))
+                self.seed = graph.create_node("call_function", *drawn, keywords, name="seed")
             self.seed.meta["qsync_cast"] = True
             self.graph.propagate(self.seed)
         return self.seed

@@ -1,7 +1,7 @@
 """The pipeline: the order of passes, where custom ones go, and the one runner.
 
-Invariant: every pass runs through `run`, with the instruments around it and the verifier between any two passes, so before and after each. A custom pass that fails
-or breaks a rule is named in the error.
+Invariant: every pass runs through `run`, with the instruments around it and the verifier between any two passes, so before and after
+each. A custom pass that fails or breaks a rule is named in the error.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class _Builder:
         try:
             with fx.traceback.preserve_node_meta():
                 traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
             bad = next((n for n in nodes if at and n.name == at[0].name), nodes[0])
             self.failures.append(
                 f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

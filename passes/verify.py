@@ -169,9 +169,9 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _nodes(value: object) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, lambda used: found.append(used))  # type: ignore[arg-type]
-    return found
+    if isinstance(value, (list, tuple)):
+        return [node for item in value for node in _nodes(item)]
+    return [value] if isinstance(value, fx.Node) else []
 
 
 RULES = (

@@ -18,10 +18,11 @@ from torch import fx
 from qsync_fx.errors import OptionError, QSyncError, nearest
 from qsync_fx.files import write_text
 from qsync_fx.graph import Operator, PrecisionGraph, source_of
-from qsync_fx.options import Options
 from qsync_fx.ops import Kind
+from qsync_fx.options import Options
 from qsync_fx.passes.instruments import Snapshots, Timing
 from qsync_fx.plan import Plan
+from qsync_fx.precision import FORMATS, Precision
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ class Explanation:
 
     def plan(self) -> Plan:
         """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
-        named = {op.id: op.note.planned or op.precision for op in self.operators if op.kind is Kind.ADJUSTABLE}
-        return Plan(operators={key: value for key, value in named.items() if value is not None})
+        return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
 
     def save_dot(self, path: str | Path) -> None:
         """Writes the operators and what flows between them as a Graphviz file."""
@@ -178,6 +178,13 @@ def _nothing_changed(model: Callable[..., Any]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(written, kept, strict=True):
                 tensor.copy_(value)
+
+
+def _plannable(operator: Operator) -> Precision:
+    """What a plan should say of an operator: what was planned, unless the operator runs elsewhere on every device."""
+    planned, row = operator.note.planned or operator.precision, operator.row
+    assert planned is not None and row is not None, f"{operator.id} was not assigned"
+    return planned if planned.plain or row.scaled else FORMATS[planned.elsewhere]
 
 
 def line_of(operator: Operator) -> str:

@@ -1,11 +1,11 @@
 """The table of an explanation.
 
-Invariant: plain text of the width that the terminal has (100 columns in a file), one operator a line, in the order they run.
+Invariant: one operator a line, in the order they run. Plain text is as wide as it needs, so that it can be searched and compared; a
+terminal's width is the concern of who prints the table there.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def explanation_text(explanation: Explanation) -> str:
     """Returns the explanation as plain text."""
-    width = max(100, shutil.get_terminal_size((140, 24)).columns)
-    console = Console(width=width, no_color=True, force_terminal=False, legacy_windows=False)
+    console = Console(width=1000, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(explanation_table(explanation))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -35,9 +34,9 @@ def explanation_table(explanation: Explanation) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("operator", "kind", "precision", "output", "flops", "bytes", "saved"):
-        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", overflow="fold")
-    table.add_column("reason", overflow="fold", ratio=2)
-    table.add_column("line", overflow="fold")
+        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", no_wrap=True)
+    table.add_column("line", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
     for operator in explanation.operators:
         table.add_row(*_cells(operator))
     return Group(table, *(Text(line) for line in _notes(explanation)))
@@ -59,8 +58,8 @@ def _cells(operator: Operator) -> tuple[str, ...]:
         short(cost.flops) if cost else "",
         short(cost.bytes, "B") if cost else "",
         short(cost.saved_bytes, "B") if cost else "",
-        note.reason,
         line_of(operator),
+        note.reason,
     )
 
 
