@@ -67,6 +67,7 @@ def identify(graph: PrecisionGraph, numbers: Numbering) -> None:
             id=numbers.number(module_path(node), row.name if row else _operator_name(node)),
             kind=row.kind if row else Kind.FIXED,
             reason="",
+            row=row,
         )
         node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(node.meta["qsync"].id)}
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from qsync_fx.backend.operators.lowering import Lowering, Role
 from qsync_fx.graph import Note, PrecisionGraph, format_of, is_float
-from qsync_fx.ops import Kind, OperatorRow, row_for
+from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.passes.retrace import is_switch
 from qsync_fx.precision import Precision, precision_of
@@ -76,7 +76,7 @@ class _Inserter:
         if note is None:
             self._refresh(node)
             return
-        row = row_for(node.target)
+        row = note.row
         before = (node.args, node.kwargs)
         if note.kind is Kind.ADJUSTABLE and row is not None:
             self._adjustable(node, note, row)
@@ -261,10 +261,10 @@ class _Inserter:
             with graph.inserting_before(first):
                 keywords: dict[str, Any] = {"dtype": torch.int64, "device": self.graph.context.device}
                 if self.options.rounding == "stochastic":
-                    drawn: Any = (torch.ops.aten.randint.default, (2**62, [1]))
+                    target, args = torch.ops.aten.randint.default, (2**62, [1])
                 else:
-                    drawn = (torch.ops.aten.zeros.default, ([1],))
-                self.seed = graph.create_node("call_function", *drawn, keywords, name="seed")
+                    target, args = torch.ops.aten.zeros.default, ([1],)  # type: ignore[assignment]
+                self.seed = graph.create_node("call_function", target, args, keywords, name="seed")
             self.seed.meta["qsync_cast"] = True
             self.graph.propagate(self.seed)
         return self.seed

@@ -15,7 +15,7 @@ from torch import fx
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Note, Operator, PrecisionGraph, describe, is_float, tensors
-from qsync_fx.ops import Kind, row_for
+from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import in_place, writes
 
 Broken = tuple[fx.Node | None, str]
@@ -143,7 +143,7 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
-        row = row_for(operator.node.target)
+        row = operator.row
         if row is None or "loss" not in row.reason or row.kind is not Kind.FIXED:
             continue
         for used in operator.node.all_input_nodes:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.opid import OpId
-from qsync_fx.ops import Kind, OperatorRow, row_for
+from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 from qsync_fx.precision import Precision, precision, precision_of
@@ -46,6 +46,7 @@ class Note:
     Attributes:
         id: identity, stable across graph splits, ranks and machines.
         kind: who decides the precision.
+        row: what the operator table says of it; None for an operator that the table does not know.
         reason: why the operator runs in `precision`, in words a user understands.
         planned: the precision that the plan asks for; None where no plan speaks.
         precision: the format it computes in; None until assigned. It differs from `planned` only for a reason in `reason`.
@@ -58,6 +59,7 @@ class Note:
     id: OpId
     kind: Kind
     reason: str
+    row: OperatorRow | None = None
     planned: Precision | None = None
     precision: Precision | None = None
     output: Precision | None = None
@@ -111,7 +113,7 @@ class Operator:
 
     @property
     def row(self) -> OperatorRow | None:
-        return row_for(self.node.target)
+        return self.note.row
 
     @property
     def source(self) -> Source | None:
