@@ -9,10 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
-_LIBRARY.define(
-    "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+from qsync_fx.backend.operators.library import define
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -20,4 +17,4 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (q.to(torch.float32) * scale).to(dtype)
 
 
-_LIBRARY.impl("dequantize", dequantize, "CompositeExplicitAutograd")
+define("dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor", {"CompositeExplicitAutograd": dequantize})

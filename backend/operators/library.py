@@ -1,0 +1,40 @@
+"""Registration of operators in the namespace `qsync`, typed.
+
+Invariant: an operator is registered once, by the module that holds it, when `qsync_fx.backend.operators` is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+_LIBRARY: Final = torch.library.Library("qsync", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(
+    schema: str, implementations: Mapping[str, Callable[..., Any]], fake: Callable[..., Any] | None = None
+) -> None:
+    """Registers an operator.
+
+    Args:
+        schema: its name and signature.
+        implementations: dispatch key -> function. A composite one alone is enough; others need `fake`.
+        fake: returns outputs without values, of the sizes, strides and types that the implementations give.
+    """
+    # Kernels number elements by their place in memory: with other strides than those traced the random numbers would be others.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    for key, implementation in implementations.items():
+        _LIBRARY.impl(name, implementation, key)  # type: ignore[no-untyped-call]
+    if fake is not None:
+        torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
+
+
+def differentiate(
+    name: str, backward: Callable[..., Any], remember: Callable[[Any, tuple[Any, ...], Any], None]
+) -> None:
+    """Gives an operator a backward function, `remember(ctx, inputs, output)` being called in the forward."""
+    torch.library.register_autograd(f"qsync::{name}", backward, setup_context=remember, lib=_LIBRARY)

@@ -1,0 +1,201 @@
+"""`qsync::linear`: the three products of a linear layer, output, input gradient and weight gradient.
+
+Why composite: the products are torch's own, and AOTAutograd and Inductor see them, so that conversions, scales and bias are fused
+with what surrounds the layer. The real tensors are there for autograd alone: arithmetic uses the quantized ones, which are also
+what is saved for the backward pass, at one byte a value (QSync, section IV-B: operator = forward and backward together).
+
+Invariant: no product sees anything but values of its format, and neither `x` nor `weight` is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.lowering import Lowering, Operands, Role, arguments, dimensions
+from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.precision import Precision, precision
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    xq: Tensor,
+    x_scale: Tensor | None,
+    wq: Tensor,
+    w_scale: Tensor | None,
+    seed: Tensor,
+    stream: int,
+    fmt: str,
+    rounding: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
+
+    Output: INT8 products are summed exactly in INT32 (in FP32 from 133,000 products an output on); formats with a carrier are
+    multiplied in it, summed in FP32, and rounded to the carrier. Then FP32: scale, bias, one rounding to `out_dtype`.
+
+    Gradients: the incoming one is rounded to the format's `gradient` (BF16 for INT8, scaled E5M2 for FP8, TF32 for TF32), multiplied
+    with the saved operand in the carrier, rounded to the carrier, and scaled in FP32. Where the saved operand has a scale per channel,
+    that lies along the contracted dimension: it is multiplied into the incoming gradient in FP32 before the gradient is rounded, and
+    each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
+
+    Args:
+        x: `[..., K]`, floating point; for autograd only.
+        weight: `[N, K]`, floating point; for autograd only.
+        bias: `[N]`, floating point, or None.
+        xq: `x` in the format, same shape.
+        x_scale: FP32, `[]` or `[..., 1]`; None for unscaled formats.
+        wq: `weight` in the format, same shape.
+        w_scale: FP32, `[]` or `[N, 1]`; None for unscaled formats.
+        seed: int64, `[1]` or `[]`, of the graph.
+        stream: tells operators of one graph apart; at least 0 and below 2**30.
+        fmt: name of the format.
+        rounding: how gradients are rounded to formats that are not plain.
+        out_dtype: the output's type.
+
+    Returns:
+        `[..., N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
+    """
+    found: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype
+    )
+    return found
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Returns `[..., K]` as `[M, K]`."""
+    return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
+
+
+def _per_row(scale: Tensor | None) -> Tensor | None:
+    return scale if scale is None or scale.dim() == 0 else scale.reshape(-1, 1)
+
+
+def _per_column(scale: Tensor | None) -> Tensor | None:
+    return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1)
+
+
+def _summed_exactly(xq: Tensor, wq: Tensor, row: Precision) -> bool:
+    """Whether the integer unit takes the product and INT32 holds every sum."""
+    inner = xq.shape[1]
+    if row.kind != "integer" or row.dtype != torch.int8 or inner * row.max**2 >= 2**31:
+        return False
+    # cuBLAS takes no other sizes.
+    return xq.device.type != "cuda" or (xq.shape[0] > 16 and inner % 8 == 0 and wq.shape[0] % 8 == 0)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        xq: Tensor,
+        x_scale: Tensor | None,
+        wq: Tensor,
+        w_scale: Tensor | None,
+        seed: Tensor,
+        stream: int,
+        fmt: str,
+        rounding: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        # With a frozen weight nothing needs the activation again, and the other way round.
+        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed)
+        ctx.shape = xq.shape
+        ctx.how = stream, fmt, rounding
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        row, rows = precision(fmt), _rows(xq)
+        if _summed_exactly(rows, wq, row):
+            product = torch._int_mm(rows, wq.t())
+        else:
+            # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
+            dtype = torch.promote_types(carrier(row), out_dtype)
+            product = rows.to(dtype) @ wq.to(dtype).t()
+        y = scaled(product, combined(_per_row(x_scale), _per_column(w_scale)), bias, out_dtype)
+        return y.view(*xq.shape[:-1], wq.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        xq, x_scale, wq, w_scale, seed = ctx.saved_tensors
+        stream, fmt, rounding = ctx.how
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dtype, rows = carrier(precision(fmt)), _rows(gradient)
+        # The input gradient contracts the output channels, the weight gradient the rows: the very dimensions that scales vary along.
+        folds: dict[Role, Tensor | None] = {}
+        if need_x:
+            folds["activation"] = None if uniform(w_scale) else _per_column(w_scale)
+        if need_weight:
+            folds["weight"] = None if uniform(x_scale) else _per_row(x_scale)
+        grad_x = grad_weight = grad_bias = None
+        rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
+        if need_x:
+            g, scale = rounded["activation"]
+            after = combined(scale, w_scale if uniform(w_scale) else None)
+            grad_x = scaled(g.to(dtype) @ wq.to(dtype), after, None, x_dtype).view(ctx.shape)
+        if need_weight:
+            g, scale = rounded["weight"]
+            after = combined(scale, x_scale if uniform(x_scale) else None)
+            grad_weight = scaled(g.to(dtype).t() @ _rows(xq).to(dtype), after, None, weight_dtype)
+        if need_bias:
+            grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, *[None] * 9
+
+
+define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
+    "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
+    {"CompositeImplicitAutograd": linear},
+)
+
+
+def _call(node: fx.Node, bias: Any, weight: tuple[Any, Any, Any], given: Operands) -> fx.Node:
+    x, xq, x_scale = given.operands[0]
+    w, wq, w_scale = weight
+    tensors = x, w, bias, xq, x_scale, wq, w_scale, given.seed
+    how = given.stream, given.fmt, given.rounding, given.out_dtype
+    return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, *how))
+
+
+def _emit_linear(node: fx.Node, given: Operands) -> fx.Node | str:
+    if dimensions(given.operands[1][0]) != 2:
+        return "its weight is a vector, so its output has no channels"
+    return _call(node, arguments(node)["bias"], given.operands[1], given)
+
+
+def _emit_addmm(node: fx.Node, given: Operands) -> fx.Node | str:
+    """`addmm(bias, x, weight)` has its weight as `[K, N]`."""
+    found, weight = arguments(node), given.operands[1]
+    if found["beta"] != 1 or found["alpha"] != 1:
+        return "it weighs its bias or its product, which a linear layer does not"
+    if tuple(found["self"].meta["val"].shape) != tuple(weight[0].meta["val"].shape[1:]):
+        return "it adds something else than a bias per output channel to its product"
+    w, wq, w_scale = (part and _transposed(part) for part in weight)
+    return _call(node, found["self"], (w, wq, w_scale), given)
+
+
+def _transposed(node: fx.Node) -> fx.Node:
+    new = node.graph.call_function(torch.ops.aten.t.default, (node,))
+    new.meta["val"] = node.meta["val"].t()
+    return new
+
+
+def _keep_linear(node: fx.Node, role: Role) -> list[int]:
+    return [0] if role == "weight" else list(range(dimensions(arguments(node)["input"]) - 1))
+
+
+def _keep_addmm(node: fx.Node, role: Role) -> list[int]:
+    return [1] if role == "weight" else [0]
+
+
+LOWERINGS = (Lowering("linear", _emit_linear, _keep_linear), Lowering("addmm", _emit_addmm, _keep_addmm))

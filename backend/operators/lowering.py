@@ -1,0 +1,75 @@
+"""How an adjustable ATen operator becomes a qsync operator.
+
+Invariant: a lowering states how to write one call and decides nothing. Which operators are lowered, to what, and which casts they
+share is the lower pass's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+Role = Literal["activation", "weight"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the lower pass has prepared for one operator.
+
+    Attributes:
+        operands: for activation and weight: the original node, the quantized or rounded node, and its scale's (None if unscaled).
+        seed: the node of the graph's seed, int64.
+        stream: tells this operator from the others of the graph; at least 0 and below 2**30.
+        fmt: the name of the format.
+        rounding: "stochastic", "nearest" or "floor".
+        out_dtype: type of the operator's output.
+    """
+
+    operands: tuple[tuple[fx.Node, fx.Node, fx.Node | None], tuple[fx.Node, fx.Node, fx.Node | None]]
+    seed: fx.Node
+    stream: int
+    fmt: str
+    rounding: str
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """The lowering of one operator.
+
+    Attributes:
+        name: name of its row in `qsync_fx.ops`.
+        emit: called with the graph's insertion point before the node; creates and returns the node that computes what the node
+            computes, or returns the reason why it cannot, and has then created nothing.
+        keep: called with the node and a role; returns the dimensions of the operand in that role that have a scale per index where
+            scales are per channel, `[]` where the operand has one scale even then.
+    """
+
+    name: str
+    emit: Callable[[fx.Node, Operands], fx.Node | str]
+    keep: Callable[[fx.Node, Role], list[int]]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns every argument of a node by its name in the operator's schema, defaults filled in."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload), node.format_node()
+    found: dict[str, Any] = {}
+    for at, argument in enumerate(target._schema.arguments):
+        if at < len(node.args):
+            found[argument.name] = node.args[at]
+        elif argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        else:
+            found[argument.name] = argument.default_value
+    return found
+
+
+def dimensions(node: fx.Node) -> int:
+    """Returns the number of dimensions of a node's tensor."""
+    value: torch.Tensor = node.meta["val"]
+    return value.dim()

@@ -1,0 +1,82 @@
+"""What the operators made of matrix products share: the carrier, the scales, and the rounding of incoming gradients.
+
+Invariant: a product sees only values of its formats. Operands go to the carrier, a float type in which each of their values is
+exact; scales are FP32 and applied to the result. The one exception is a scale that varies along the contracted dimension, which cannot
+be applied after the product: it is multiplied into the incoming gradient before the gradient is rounded (`round_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.operators.lowering import Role
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.backend.operators.round import round_to
+from qsync_fx.precision import FORMATS, Precision, precision
+
+BACKWARD_STREAMS: Final = 1 << 30
+"""Streams of the backward pass lie above this, so the streams that a graph hands out lie below."""
+
+_STREAMS: Final = {"shared": 1 * BACKWARD_STREAMS, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
+
+
+def carrier(row: Precision) -> torch.dtype:
+    """Returns the type that products of `row` are computed in. Their results are rounded to it, their sums are FP32."""
+    return FORMATS[row.carrier].dtype
+
+
+def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Returns the scale of a product of two tensors with these scales, None being 1."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second
+
+
+def scaled(product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns `product * scale + bias` as `dtype`, computed in FP32 and rounded once."""
+    if scale is not None:
+        product = product.float() * scale
+    if bias is not None:
+        product = product.float() + bias.float()
+    return product.to(dtype)
+
+
+def uniform(scale: Tensor | None) -> bool:
+    """Whether one scale serves the whole tensor."""
+    return scale is None or scale.dim() == 0
+
+
+def round_gradients(
+    gradient: Tensor, folds: Mapping[Role, Tensor | None], seed: Tensor, stream: int, fmt: str, rounding: str
+) -> dict[Role, tuple[Tensor, Tensor | None]]:
+    """Rounds an incoming gradient to the gradient format of `fmt`, for each product of the backward pass that it goes into.
+
+    Args:
+        gradient: floating point, any shape.
+        folds: for the gradient of each input that needs one, the scale of the product's other operand where that varies along the
+            contracted dimension, broadcast against `gradient`; None where nothing is to be multiplied in. All None share one rounding.
+        seed: of the graph.
+        stream: of the operator; each rounding here has one of its own.
+        fmt: the format of the operator.
+        rounding: how to round to formats that are not plain. Plain ones round to the nearest.
+
+    Returns:
+        The rounded gradient and its scale (`[]`, or None for unscaled formats) for each of `folds`.
+    """
+    row = precision(precision(fmt).gradient)
+
+    def rounded(value: Tensor, own: int) -> tuple[Tensor, Tensor | None]:
+        if row.scaled:
+            return quantize(value, seed, own, row.name, rounding, ())
+        return (value.to(row.dtype) if row.plain else round_to(value, seed, own, row.name, rounding)), None
+
+    found: dict[Role, tuple[Tensor, Tensor | None]] = {}
+    for role, fold in folds.items():
+        if fold is not None:
+            found[role] = rounded(gradient.float() * fold, stream + _STREAMS[role])
+    unfolded = [role for role, fold in folds.items() if fold is None]
+    return found | dict.fromkeys(unfolded, rounded(gradient, stream + _STREAMS["shared"])) if unfolded else found
