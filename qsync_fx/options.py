@@ -1,37 +1,125 @@
-"""The options of the backend (first cut, so that others can run; the engineer of plans and options replaces this file)."""
+"""The options of the backend: `torch.compile(model, backend="qsync", options={...})`.
+
+An option that is silently ignored costs a training run, so whatever is not understood raises before anything is compiled, and names
+what was probably meant. Invariant: an `Options` that exists is valid, and says what `DOCUMENTED` documents, option for option. Equal
+options compile to the same code.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from qsync_fx.errors import OptionError, nearest
+from qsync_fx.opid import shown
 from qsync_fx.plan import Plan
-from qsync_fx.precision import precision as find_precision
+from qsync_fx.plan_file import kind
+from qsync_fx.precision import FORMATS, Precision
+
+Inner = Literal["inductor", "aot_eager", "eager"]
+Rounding = Literal["stochastic", "nearest", "floor"]
+Scaling = Literal["tensor", "channel"]
+
+DOCUMENTED: Mapping[str, str] = MappingProxyType(
+    {
+        "precision": "the precision that every operator is trained in, by name; by default bf16 where the device has it, else fp32",
+        "plan": "a precision for each operator: a qsync_fx.Plan, or the path of one that was saved",
+        "inner": 'what compiles the rewritten graph: "inductor" (default), "aot_eager" to debug its operators one by one, '
+        '"eager" to debug it without autograd traced',
+        "rounding": 'how values are rounded to int8 and fp8: "stochastic" (default; keeps gradients unbiased), "nearest" or "floor"',
+        "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
+        "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
+        "one's numbers exactly, which is slower; False by default",
+        "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
+    }
+)
+"""What each option is, in the words that error messages, the command line and the documentation use."""
+
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"inner": get_args(Inner), "rounding": get_args(Rounding), "scaling": get_args(Scaling)}
+)
 
 
 @dataclass(frozen=True)
 class Options:
+    """Options of one compilation, as `DOCUMENTED` explains them; raises `OptionError` for a value that an option cannot take.
+
+    With neither `precision` nor `plan` the caller decides by the device.
+    """
+
     precision: str | None = None
     plan: Plan | None = None
-    inner: str = "inductor"
-    rounding: str = "stochastic"
-    scaling: str = "tensor"
+    inner: Inner = "inductor"
+    rounding: Rounding = "stochastic"
+    scaling: Scaling = "tensor"
     exact: bool = False
     passes: tuple[Any, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.precision is not None:
+            _one_of("precision", self.precision, FORMATS)
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
+        for name, choices in _CHOICES.items():
+            _one_of(name, getattr(self, name), choices)
+        if not isinstance(self.exact, bool):
+            raise _wrong("exact", self.exact, "give True or False")
+        if not isinstance(self.passes, tuple):
+            raise _wrong("passes", self.passes, "give a list, also for one pass: [my_pass]")
+        if self.precision is not None and self.plan is not None:
+            raise OptionError(
+                "precision and plan are both given, and each decides on every operator",
+                where='options "precision" and "plan"',
+                do=f'drop "precision" to train by the plan, which plan.with_precision(pattern, {self.precision!r}) can change; '
+                f'or drop "plan" for {self.precision} everywhere, which is Plan.uniform({self.precision!r})',
+            )
+
     @classmethod
     def parse(cls, mapping: Mapping[str, object] | None) -> Options:
-        given: dict[str, Any] = dict(mapping or {})
-        names = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise OptionError(f"unknown option {name!r}", do=nearest(name, names))
-        if isinstance(given.get("plan"), (str, os.PathLike)):
-            given["plan"] = Plan.load(given["plan"])
-        if given.get("precision") is not None:
-            given["precision"] = find_precision(given["precision"]).name
-        given["passes"] = tuple(given.get("passes", ()))
-        return cls(**given)
+        """Returns the options in a mapping, as users write them.
+
+        A plan may be given as the path of its file, a precision as `Precision`, passes as a list.
+
+        Raises:
+            OptionError: an unknown option, a value it cannot take, or both a precision and a plan.
+            PlanError: a plan file that cannot be read.
+        """
+        if mapping is None:
+            return cls()
+        if not isinstance(mapping, Mapping):
+            raise OptionError(
+                f"options are a dictionary, not {kind(mapping)}", do='write options={"precision": "int8"}'
+            )
+        for name in mapping:
+            if name not in DOCUMENTED:
+                what = shown(name) if isinstance(name, str) else kind(name)
+                raise OptionError(f"there is no option {what}", where="options", do=nearest(str(name)[:40], DOCUMENTED))
+        return cls(**{name: _converted(name, value) for name, value in mapping.items()})
+
+
+def _converted(name: str, value: object) -> Any:
+    """Returns the value of an option as its field keeps it, where users may write it in another way."""
+    match name, value:
+        case "plan", str() | os.PathLike():
+            return Plan.load(value)
+        case "precision", Precision():
+            return value.name
+        case "passes", list():
+            return tuple(value)
+        case _:
+            return value
+
+
+def _one_of(name: str, value: object, known: Iterable[str]) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, value, nearest("", known))
+    if value not in known:
+        raise _wrong(name, value, nearest(value[:40], known))
+
+
+def _wrong(name: str, value: object, do: str) -> OptionError:
+    given = shown(value) if isinstance(value, str) else kind(value)
+    return OptionError(f'the option "{name}" cannot be {given}', where=f'option "{name}": {DOCUMENTED[name]}', do=do)

@@ -39,7 +39,6 @@ def test_text_form(op_id: OpId, text: str) -> None:
     assert OpId.parse(text) == op_id
 
 
-@settings(deadline=None)
 @given(op_ids)
 def test_round_trip(op_id: OpId) -> None:
     text = str(op_id)
@@ -48,7 +47,6 @@ def test_round_trip(op_id: OpId) -> None:
     assert pickle.loads(pickle.dumps(op_id)) == op_id
 
 
-@settings(deadline=None)
 @given(op_ids, op_ids)
 @example(OpId("a/b", "c"), OpId("a", "b/c"))
 @example(OpId("", "b@a"), OpId("", "b", 0, "a"))
@@ -75,7 +73,6 @@ def test_malformed_text(text: str) -> None:
     assert str(caught.value).isprintable() or "\n  do:" in str(caught.value)
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("ab./#@%012*é\n\ud800"), max_size=12))
 def test_parse_reads_nothing_but_what_str_writes(text: str) -> None:
     try:
@@ -201,7 +198,7 @@ operator_globs = st.text("ab*", min_size=1, max_size=3).filter(is_glob)
 patterns = st.one_of(path_globs, st.builds("{}/{}".format, st.one_of(st.just(""), path_globs), operator_globs))
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @given(patterns, st.builds(OpId, short_paths, st.text("ab", min_size=1, max_size=3), st.integers(0, 2)))
 @example("**.a.**.b", OpId("a.a.b.b", "a"))
 @example("a.**.a*b/a", OpId("a.ab.aab.abb", "a"))
@@ -209,14 +206,12 @@ def test_patterns_against_the_reference(pattern: str, op_id: OpId) -> None:
     assert op_id.matches(pattern) == reference(pattern, op_id)
 
 
-@settings(deadline=None)
 @given(path_globs, short_paths)
 def test_after_is_matched_as_a_whole_path(pattern: str, after: str) -> None:
     expected = path(pattern.split("."), after.split(".")) and after != ""
     assert OpId("", "relu", 1, after).matches(f"/relu@{pattern}") == expected
 
 
-@settings(deadline=None)
 @given(op_ids)
 def test_an_id_is_a_pattern_of_itself(op_id: OpId) -> None:
     text = str(op_id)
@@ -227,7 +222,6 @@ def test_an_id_is_a_pattern_of_itself(op_id: OpId) -> None:
     ) == (op_id.index == 0)
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("ab./#@%012*(?[\\\n")))
 def test_patterns_raise_nothing_but_plan_errors(pattern: str) -> None:
     try:

@@ -53,7 +53,9 @@ def test_uniform() -> None:
 
 
 def test_operator_beats_pattern_beats_default() -> None:
-    plan = Plan("int8", [("encoder", "fp16"), ("encoder.layer.*.output", "bf16")], {str(NORM): "fp32", str(RELU): "tf32"})
+    plan = Plan(
+        "int8", [("encoder", "fp16"), ("encoder.layer.*.output", "bf16")], {str(NORM): "fp32", str(RELU): "tf32"}
+    )
     assert [plan.precision_for(op_id) for op_id in MODEL] == [
         Choice(FORMATS["fp16"], 'plan: pattern "encoder"'),
         Choice(FORMATS["bf16"], 'plan: pattern "encoder.layer.*.output"'),
@@ -72,7 +74,6 @@ def test_later_pattern_wins() -> None:
     assert narrow_last != wide_last
 
 
-@settings(deadline=None)
 @given(plans, op_ids, patterns, precisions)
 def test_what_is_said_last_wins(plan: Plan, op_id: OpId, pattern: str, precision: str) -> None:
     by_pattern = plan.with_precision(pattern, precision)
@@ -92,7 +93,6 @@ def _chosen(plan: Plan, op_id: OpId) -> str | None:
     return choice.precision.name if choice else None
 
 
-@settings(deadline=None)
 @given(plans)
 def test_round_trip(plan: Plan) -> None:
     text = plan.to_json()
@@ -110,7 +110,6 @@ def test_round_trip(plan: Plan) -> None:
     assert all(line.isprintable() for line in f"{plan}\n{plan!r}\n{text}".splitlines())
 
 
-@settings(deadline=None)
 @given(plans, st.randoms())
 def test_equal_by_content(plan: Plan, random: object) -> None:
     entries = list(plan.operators.items())
@@ -495,7 +494,7 @@ def raises_nothing_else(text: str | bytes) -> None:
     assert len(message.encode()) < 2000
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.one_of(st.binary(), st.text()))
 @example(b"\xef\xbb\xbf")
 @example("\ufeff{}")
@@ -521,13 +520,12 @@ almost_plans = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(values, almost_plans))
 def test_arbitrary_json(value: object) -> None:
     raises_nothing_else(json.dumps(value))
 
 
-@settings(deadline=None)
 @given(plans, st.data())
 def test_damaged_plans(plan: Plan, data: st.DataObject) -> None:
     text = plan.to_json().encode()

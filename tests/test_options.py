@@ -1,0 +1,169 @@
+"""Options of the backend: what is not understood raises, and says what was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from qsync_fx.errors import OptionError, PlanError, QSyncError
+from qsync_fx.options import _CHOICES, DOCUMENTED, Options
+from qsync_fx.plan import Plan
+from qsync_fx.precision import FORMATS
+
+
+def test_defaults() -> None:
+    expected = Options(None, None, "inductor", "stochastic", "tensor", False, ())
+    assert Options.parse(None) == Options.parse({}) == Options() == expected
+
+
+def test_every_option() -> None:
+    def custom(graph: object) -> None:
+        pass
+
+    given_options = {
+        "precision": "int8",
+        "inner": "eager",
+        "rounding": "floor",
+        "scaling": "channel",
+        "exact": True,
+        "passes": [custom, "x"],
+    }
+    assert Options.parse(given_options) == Options("int8", None, "eager", "floor", "channel", True, (custom, "x"))
+
+
+def test_a_plan_or_its_path(tmp_path: Path) -> None:
+    plan = Plan("int8", [("encoder", "bf16")])
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    for value in (plan, path, str(path)):
+        options = Options.parse({"plan": value})
+        assert options.plan == plan
+        assert options.precision is None
+        assert options == Options(plan=plan)
+        assert hash(options) == hash(Options(plan=plan))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_precisions(name: str) -> None:
+    assert Options.parse({"precision": name}) == Options.parse({"precision": FORMATS[name]}) == Options(precision=name)
+
+
+def test_equal_options_for_equal_mappings() -> None:
+    first = Options.parse({"precision": "int8", "passes": ["a"]})
+    second = Options.parse({"passes": ("a",), "precision": "int8"})
+    assert first == second
+    assert hash(first) == hash(second)
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert first != Options.parse({"precision": "int8"})
+
+
+def test_every_option_is_documented() -> None:
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    assert list(DOCUMENTED) == list(fields)
+    for name, choices in _CHOICES.items():
+        for choice in choices:
+            assert f'"{choice}"' in DOCUMENTED[name], "the text of an option names each value that it takes"
+        assert f'"{fields[name].default}" (default' in DOCUMENTED[name]
+    for name, field in fields.items():
+        if isinstance(field.default, str):
+            assert name in _CHOICES, "an option with a word for its default has a list of the words it takes"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "what", "do"),
+    [
+        ({"precison": "int8"}, "there is no option 'precison'", "did you mean 'precision'? known: exact, inner,"),
+        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: exact, inner,"),
+        ({3: 1}, "there is no option a value of type int", "known: exact, inner,"),
+        ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
+        ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
+        ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),
+        ({"plan": {"a/linear": "int8"}}, '"plan" cannot be an object', "give a Plan or a path"),
+        (
+            {"inner": "inducter"},
+            "\"inner\" cannot be 'inducter'",
+            "did you mean 'inductor'? known: aot_eager, eager, inductor",
+        ),
+        ({"inner": None}, '"inner" cannot be null', "known: aot_eager, eager, inductor"),
+        ({"rounding": "Nearest"}, "\"rounding\" cannot be 'Nearest'", "did you mean 'nearest'?"),
+        ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
+        ({"exact": 1}, '"exact" cannot be a value of type int', "give True or False"),
+        ({"exact": "true"}, "\"exact\" cannot be 'true'", "give True or False"),
+        ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "give a list"),
+        ({"passes": print}, '"passes" cannot be a value of type builtin_function_or_method', "give a list"),
+        ([("precision", "int8")], "options are a dictionary, not a list", "write options="),
+        ("int8", "options are a dictionary, not text", "write options="),
+    ],
+)
+def test_errors(mapping: Mapping[str, object], what: str, do: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse(mapping)
+    assert what in caught.value.what
+    assert caught.value.do is not None
+    assert caught.value.do.startswith(do)
+
+
+def test_a_wrong_value_comes_with_the_text_of_its_option() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({"scaling": "row"})
+    assert caught.value.where == f'option "scaling": {DOCUMENTED["scaling"]}'
+
+
+def test_precision_and_plan_say_which_to_drop(tmp_path: Path) -> None:
+    plan = Plan.uniform("bf16")
+    plan.save(tmp_path / "plan.json")
+    for value in (plan, tmp_path / "plan.json"):
+        with pytest.raises(OptionError) as caught:
+            Options.parse({"precision": "int8", "plan": value})
+        assert caught.value.do is not None
+        for advice in (
+            'drop "precision"',
+            "plan.with_precision(pattern, 'int8')",
+            'drop "plan"',
+            "Plan.uniform('int8')",
+        ):
+            assert advice in caught.value.do
+
+
+def test_a_plan_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.json"):
+        Options.parse({"plan": tmp_path / "none.json"})
+
+
+def test_fields_are_checked_without_parse_too() -> None:
+    for wrong in ({"precision": "int9"}, {"plan": "plan.json"}, {"inner": "x"}, {"passes": ["a"]}, {"exact": 0}):
+        with pytest.raises(OptionError):
+            Options(**wrong)
+
+
+values: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(),
+    st.binary(),
+    st.lists(st.text(), max_size=2),
+    st.sampled_from(["int8", "eager", "floor", "channel", Plan.uniform("int8"), FORMATS["fp8"]]),
+)
+
+
+@given(
+    st.dictionaries(
+        st.one_of(st.sampled_from(sorted(DOCUMENTED)), st.text(max_size=4), st.integers()), values, max_size=3
+    )
+)
+def test_anything_is_understood_or_a_qsync_error(mapping: dict[Any, Any]) -> None:
+    try:
+        options = Options.parse(mapping)
+    except QSyncError as error:
+        text = str(error)
+    else:
+        text = repr(options)
+        assert set(mapping) <= set(DOCUMENTED)
+    assert text
