@@ -1,0 +1,254 @@
+"""What this machine offers to qsync_fx, and how each format would run on it: the values behind `qsync doctor`.
+
+Invariant: it looks and changes nothing, and what cannot be found out is left empty, never guessed. How a format runs is
+`qsync_fx.devices.support`'s answer; doctor only asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qsync_fx import _C, __version__
+from qsync_fx.devices import Support, support
+from qsync_fx.errors import QSyncError
+from qsync_fx.precision import FORMATS, Precision
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_FEATURES = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f avx512bw avx512dq avx512vl",),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "bf16": ("avx512_bf16",),
+    "amx": ("amx_tile amx_int8 amx_bf16",),
+}
+"""Instruction sets by the flags of /proc/cpuinfo: all of one of the alternatives."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor.
+
+    Attributes:
+        model: as the system names it; empty if it does not.
+        features: of "avx2", "avx512", "vnni" (INT8 products), "bf16" and "amx", those it has.
+        cores: physical cores of the machine; None where the system does not say.
+        threads: threads that this process may use.
+    """
+
+    model: str
+    features: tuple[str, ...]
+    cores: int | None
+    threads: int
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `reason` saying why."""
+
+    path: str | None
+    available: tuple[str, ...]
+    openmp: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device; memory in bytes."""
+
+    device: torch.device
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that CUDA kernels are compiled with, and where it lies."""
+
+    version: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class FormatSupport:
+    """How one device runs one format."""
+
+    device: torch.device
+    precision: Precision
+    support: Support
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that `qsync doctor` says. `cuda` is what torch was built for; None for a CPU build."""
+
+    qsync_fx: str
+    torch: str
+    python: str
+    cuda: str | None
+    cpu: Cpu
+    quantizer: Quantizer
+    gpus: tuple[Gpu, ...]
+    nvcc: Tool | None
+    cutlass: Tool | None
+    formats: tuple[FormatSupport, ...]
+
+
+def doctor() -> Report:
+    """Looks this machine over; under a second."""
+    gpus = _gpus()
+    devices = (torch.device("cpu"), *(gpu.device for gpu in gpus))
+    return Report(
+        qsync_fx=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cuda=torch.version.cuda,
+        cpu=cpu(),
+        quantizer=_quantizer(),
+        gpus=gpus,
+        nvcc=_nvcc(),
+        cutlass=_cutlass(),
+        formats=tuple(
+            FormatSupport(device, fmt, support(device, fmt)) for device in devices for fmt in FORMATS.values()
+        ),
+    )
+
+
+def cpu(cpuinfo: str | None = None) -> Cpu:
+    """Returns the processor that a text like Linux's /proc/cpuinfo describes; this machine's by default."""
+    if cpuinfo is None:
+        cpuinfo = ""
+        with contextlib.suppress(OSError):
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    entries = [
+        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in entry.splitlines())}
+        for entry in cpuinfo.split("\n\n")
+        if entry.strip()
+    ]
+    first = entries[0] if entries else {}
+    flags = set(first.get("flags", first.get("Features", "")).split())
+    cores = {
+        (entry["physical id"], entry["core id"]) for entry in entries if {"physical id", "core id"} <= entry.keys()
+    }
+    return Cpu(
+        model=first.get("model name", platform.processor()),
+        features=tuple(name for name, ways in _FEATURES.items() if any(flags.issuperset(way.split()) for way in ways)),
+        cores=len(cores) or None,
+        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
+
+
+def _quantizer() -> Quantizer:
+    available = tuple(_C.available_isas())
+    try:
+        return Quantizer(_C.isa(), available, _C.openmp)
+    except QSyncError as error:
+        return Quantizer(None, available, _C.openmp, str(error))
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        found.append(Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory))
+    return tuple(found)
+
+
+def _nvcc() -> Tool | None:
+    homes = [Path(home) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    # The order in which torch.utils.cpp_extension looks.
+    for folder in (*homes, None, Path("/usr/local/cuda/bin")):
+        path = shutil.which("nvcc", path=None if folder is None else str(folder))
+        if path is None:
+            continue
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+            version = re.search(r"release [\d.]+, V([\d.]+)", said)
+            return Tool(version[1] if version else "", Path(path))
+    return None
+
+
+def _cutlass() -> Tool | None:
+    # The headers are all that is used of the wheel nvidia-cutlass; its Python package is not imported.
+    spec = importlib.util.find_spec("cutlass_library")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        include = Path(folder) / "source" / "include"
+        header = include / "cutlass" / "version.h"
+        if header.is_file():
+            text = header.read_text(encoding="utf-8", errors="replace")
+            numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+            return Tool(".".join(number[1] for number in numbers if number), include)
+    return None
+
+
+def render(report: Report) -> RenderableType:
+    """Returns the report as something that a `rich.console.Console` prints: what there is, then formats by device."""
+    from rich.console import Group
+
+    return Group(_machine(report), "", _formats(report))
+
+
+def _machine(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+
+    def line(name: str, value: str) -> None:
+        # Names of devices and paths are data: nothing in them is markup.
+        table.add_row(name, Text(value))
+
+    cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
+    line("qsync_fx", report.qsync_fx)
+    line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
+    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{report.cpu.threads} threads for this process")
+    line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
+    line("quantizer", _quantizer_text(report.quantizer))
+    for gpu in report.gpus:
+        major, minor = gpu.capability
+        line(str(gpu.device), f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB")
+    if not report.gpus:
+        line("cuda", "no device")
+    line("nvcc", _tool_text(report.nvcc, "not found: CUDA kernels cannot be compiled"))
+    line("CUTLASS", _tool_text(report.cutlass, "headers not found: pip install --no-deps nvidia-cutlass"))
+    return table
+
+
+def _quantizer_text(quantizer: Quantizer) -> str:
+    if quantizer.path is None:
+        return quantizer.reason
+    threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
+    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}"
+
+
+def _tool_text(tool: Tool | None, missing: str) -> str:
+    return f"{tool.version} in {tool.path}" if tool else missing
+
+
+def _formats(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("precision", "device", "how", "runs as", "why", header_style="bold", box=None, pad_edge=False)
+    styles = {"native": "green", "simulated": "yellow", "substituted": "magenta"}
+    for row in report.formats:
+        how = Text(row.support.how, styles[row.support.how])
+        table.add_row(row.precision.name, str(row.device), how, row.support.runs_as.name, Text(row.support.reason))
+    return table

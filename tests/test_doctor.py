@@ -1,0 +1,132 @@
+"""Doctor says what is there, for machines that this one is not, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from qsync_fx import _C, doctor as home
+from qsync_fx.devices import support
+from qsync_fx.precision import FORMATS
+
+XEON = """
+processor\t: {0}
+model name\t: Intel(R) Xeon(R) Platinum 8488C
+physical id\t: 0
+core id\t\t: {1}
+flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8
+"""
+
+
+def shown(report: home.Report, width: int = 140) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(home.render(report))
+    return out.getvalue()
+
+
+def test_every_format_on_every_device() -> None:
+    report = home.doctor()
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    assert [(row.device, row.precision) for row in report.formats] == [
+        (d, f) for d in devices for f in FORMATS.values()
+    ]
+    assert all(row.support == support(row.device, row.precision) for row in report.formats)
+    assert report.quantizer.path == _C.isa()
+    assert report.torch == torch.__version__
+    text = shown(report)
+    for row in report.formats:
+        assert any(row.precision.name in line and row.support.how in line for line in text.splitlines())
+
+
+def test_reads_the_processor() -> None:
+    # Two cores with two threads each.
+    cpu = home.cpu("\n".join(XEON.format(thread, thread % 2) for thread in range(4)))
+    assert cpu.model == "Intel(R) Xeon(R) Platinum 8488C"
+    assert cpu.features == ("avx2", "avx512", "vnni", "bf16", "amx")
+    assert cpu.cores == 2
+    assert home.cpu(XEON.format(0, 0).replace("avx512bw", "").replace("512_vnni", "_vnni")).features == (
+        "avx2",
+        "vnni",
+        "bf16",
+        "amx",
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n\n\n", "no colon here", "flags", "flags: ", "core id: 3", "model name:\x00\ufffd"]
+)
+def test_an_odd_cpuinfo_is_no_error(text: str) -> None:
+    cpu = home.cpu(text)
+    assert cpu.features == ()
+    assert cpu.cores is None
+    assert cpu.threads >= 1
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="torch's answer is compared with Linux's /proc/cpuinfo"
+)
+def test_agrees_with_torch_and_the_kernels() -> None:
+    assert ("avx2" in home.cpu().features) == ("avx2" in _C.available_isas())
+    assert ("avx512" in home.cpu().features) == ("avx512" in _C.available_isas())
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda home"))
+    found = home.doctor().nvcc
+    assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
+
+
+def test_a_broken_nvcc_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "bin/nvcc", "exit 3")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = home.doctor().nvcc
+    assert found is None or found.path == Path("/usr/local/cuda/bin/nvcc")
+
+
+def test_finds_the_headers_of_cutlass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    include = tmp_path / "cutlass_library/source/include"
+    (include / "cutlass").mkdir(parents=True)
+    (tmp_path / "cutlass_library/__init__.py").write_text(
+        "raise RuntimeError('the headers are wanted, not the package')\n"
+    )
+    (include / "cutlass/version.h").write_text(
+        "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert home.doctor().cutlass == home.Tool("4.2.0", include)
+
+
+def test_what_is_shown_is_data_not_markup() -> None:
+    report = home.doctor()
+    gpu = home.Gpu(torch.device("cuda", 0), "[bold]Card[/] [/nothing]", (9, 0), 80 * 2**30)
+    nvcc = home.Tool("13.0.88", Path("/opt/[red]/nvcc"))
+    odd = dataclasses.replace(report, gpus=(gpu,), nvcc=nvcc, cutlass=None, cuda="13.0")
+    text = shown(odd)
+    assert "[bold]Card[/] [/nothing], compute capability 9.0, 80.0 GiB" in text
+    assert "13.0.88 in /opt/[red]/nvcc" in text
+    assert "headers not found" in text
+
+
+def test_a_wrong_path_is_reported_not_raised() -> None:
+    code = "from qsync_fx.doctor import *; print(doctor().quantizer.reason)"
+    environment = os.environ | {"QSYNC_CPU_ISA": "quantum"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert "QSYNC_CPU_ISA" in done.stdout, done.stderr
