@@ -1,0 +1,94 @@
+"""What torch.autocast does with each operator.
+
+Invariant: an operator whose arguments are converted as `policy` says, and that is then run outside of autocast, gives what
+it gives under autocast, to the last bit. The autocast pass relies on that when it turns regions into explicit casts.
+
+Whether autocast has a kernel for an operator is asked of the dispatcher, so that a new torch needs no new list here. Only
+the operators that it lowers or promotes are declared, since every other kernel of its is FP32. An operator that torch
+composes of others has no such kernel: autocast acts on what it calls. Those are declared too, in `_COMPOSED`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+Policy = Literal["lower", "fp32", "promote", "inside"]
+"""What happens to arguments of floating point, FP64 apart, which autocast never touches.
+
+lower: they are converted to autocast's own type. fp32: to FP32. promote: to the widest type among them. inside: autocast
+converts values that only the operator itself sees, so nothing but running the operator under autocast gives the same.
+"""
+
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in text.split())
+
+
+_LOWER = {
+    "cpu": _names(
+        "_addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc "
+        "conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm prelu "
+        "scaled_dot_product_attention"
+    ),
+    "cuda": _names(
+        "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr "
+        "baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
+        "convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear "
+        "lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"
+    ),
+}
+_PROMOTE = {
+    "cpu": _names("cat index_copy stack"),
+    "cuda": _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"),
+}
+_COMPOSED: Mapping[str, Mapping[Policy, frozenset[str]]] = {
+    "cpu": {
+        "lower": _names("chain_matmul linalg_matmul linalg_multi_dot"),
+        "fp32": _names("nll_loss_nd"),
+        "inside": _names(
+            "bilinear corrcoef cov einsum gru gru_cell inner linalg_matrix_power linalg_pinv lstm lstm_cell matrix_power "
+            "pinverse rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell tensordot"
+        ),
+    },
+    "cuda": {
+        "lower": _names("conv1d.padding conv2d.padding conv3d.padding linalg_matmul"),
+        "fp32": _names(
+            "cross_entropy_loss linalg_norm nll_loss_nd square _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec "
+            "_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_bicubic2d.vec "
+            "upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec "
+            "upsample_nearest3d.vec upsample_trilinear3d.vec"
+        ),
+        "promote": _names("inner"),
+        "inside": _names(
+            "corrcoef cov cumulative_trapezoid gru linalg_lstsq linalg_matrix_power linalg_pinv lstm matrix_power "
+            "pairwise_distance pinverse rnn_relu rnn_tanh sum_to_size trapezoid trapz"
+        ),
+    },
+}
+
+
+@functools.cache
+def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
+    """Returns what autocast on `device_type` does with the arguments of `target`; None where it leaves them alone."""
+    if device_type not in _KEYS:
+        return None
+    name = target._schema.name
+    full = f"{name}.{target._schema.overload_name}".removesuffix(".")
+    if not torch._C._dispatch_has_kernel(full):
+        return None  # An overload on plain numbers, which the dispatcher does not know.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
+        return _composed(name, full, device_type) if not any(a.is_out for a in target._schema.arguments) else None
+    if name in _LOWER[device_type]:
+        return "lower"
+    return "promote" if name in _PROMOTE[device_type] else "fp32"
+
+
+def _composed(name: str, full: str, device_type: str) -> Policy | None:
+    found = (kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names)
+    return next(found, None)

@@ -1,0 +1,81 @@
+"""Calls of ATen operators as the passes see them, from the samples of PyTorch's own operator database.
+
+Invariant: every call is one node of a pre-dispatch trace of one sample, with the values that reach it, so composite
+operators are whole and nothing depends on how a Python function reaches its operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator and the values it is called with."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+# These read values of tensors while they are traced, or need a device or storage that a trace cannot hold.
+UNTRACEABLE = frozenset(
+    "item allclose equal sparse.sampled_addmm sparse.mm jiterator_unary jiterator_binary jiterator_4inputs_with_extra_args "
+    "jiterator_binary_return_by_ref jiterator_2inputs_2outputs nn.functional.gaussian_nll_loss".split()
+)
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.calls: list[Call] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.OpOverload):
+            self.calls.append(Call(target, args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+@functools.cache
+def calls(samples: int) -> tuple[Call, ...]:
+    """Returns the calls that the first `samples` FP32 CPU samples of every entry make."""
+    found: list[Call] = []
+    # A generator of samples that is left open switches autograd when it is collected, be it in the midst of a trace.
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for entry in op_db:
+                if entry.name in UNTRACEABLE or torch.float32 not in entry.supported_dtypes("cpu"):
+                    continue
+                torch.manual_seed(0)
+                for sample in list(itertools.islice(entry.sample_inputs("cpu", torch.float32), samples)):
+                    found += _calls(entry, sample)
+    finally:
+        gc.enable()
+    return tuple(found)
+
+
+def _calls(entry: Any, sample: Any) -> list[Call]:
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+    def run(*values: torch.Tensor) -> Any:
+        filled = dict(zip(tensors, values, strict=True))
+        first, args, kwargs = tree_unflatten([filled.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+        return entry(first, *args, **kwargs)
+
+    recorder = _Recorder(make_fx(run, pre_dispatch=True)(*tensors.values()))
+    recorder.run(*tensors.values())
+    return recorder.calls
