@@ -92,7 +92,10 @@ def _wants_wide(user: fx.Node) -> bool:
         return user.op == "output"
     if note.kind is Kind.ADJUSTABLE:
         return note.precision is not None and note.precision.plain and note.precision.bits >= 32
-    return note.kind is Kind.FIXED
+    if note.kind is Kind.DEPENDENT:
+        # Known from the second sweep on: another of its inputs makes it wide, whatever this operator gives.
+        return note.precision is not None and note.precision.bits >= 32
+    return True
 
 
 def _conversion(graph: PrecisionGraph, node: fx.Node, formats: Formats, own: Precision | None) -> Precision | None:

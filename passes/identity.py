@@ -22,7 +22,7 @@ from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, row_for
 
 _SUBSCRIPT = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WRAPPERS = {"_parameters", "_buffers", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass
@@ -88,6 +88,18 @@ def clean_path(path: str) -> str:
     path = _SUBSCRIPT.sub(r".\1", path)
     parts = [part for part in path.split(".") if part and part not in ("_modules", *_WRAPPERS)]
     return ".".join(parts)
+
+
+def name_inputs(graph: fx.Graph) -> None:
+    """Names inputs as the model does: `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`."""
+    for node in graph.nodes:
+        source = getattr(node, "_dynamo_source", None)
+        if node.op != "placeholder" or source is None:
+            continue
+        text = source.name() if callable(source.name) else source.name
+        name = re.sub(r"\W+", "_", clean_path(text) or text.partition("[")[2]).strip("_")
+        if name and not name[0].isdigit():
+            node._rename(name)
 
 
 def _operator_name(node: fx.Node) -> str:

@@ -15,7 +15,7 @@ from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.ops import Kind, row_for
-from qsync_fx.passes.retrace import is_switch
+from qsync_fx.passes.retrace import switches_grad
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
@@ -39,7 +39,7 @@ def in_place(node: fx.Node) -> bool:
 
 def without_needless_writes(graph: PrecisionGraph) -> None:
     """Replaces in-place operators by plain ones where the invariant allows it."""
-    if any(is_switch(node) for node in graph.nodes):
+    if any(switches_grad(node) for node in graph.nodes):
         # Under no_grad a write in place keeps the tensor's history, which a plain operator would cut.
         return
     order = {node: at for at, node in enumerate(graph.nodes)}

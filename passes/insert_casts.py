@@ -219,8 +219,11 @@ class _Inserter:
                 return rounded
             quantized, scale = self.made[key]
             if (key, dtype) not in self.made:
-                self.made[key, dtype] = graph.call_function(
-                    torch.ops.qsync.dequantize.default, (quantized, scale, dtype)
+                self.made[key, dtype] = graph.create_node(
+                    "call_function",
+                    torch.ops.qsync.dequantize.default,
+                    (quantized, scale, dtype),
+                    name=f"{source.name}_{fmt}_{precision_of(dtype)}",
                 )
                 self._describe(self.made[key, dtype], source)
         dequantized: fx.Node = self.made[key, dtype]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.identity import identify, numbering
+from qsync_fx.passes.identity import identify, name_inputs, numbering
 from qsync_fx.passes.inplace import without_needless_writes
 from qsync_fx.passes.retrace import rebuild
 
@@ -62,6 +62,7 @@ def _normalize(graph: PrecisionGraph) -> None:
     for failure in failures:
         graph.unknown[failure] = graph.unknown.get(failure, 0) + 1
     without_needless_writes(graph)
+    name_inputs(graph.graph)
     graph.module.recompile()
 
 

@@ -64,6 +64,11 @@ def is_switch(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
 
 
+def switches_grad(node: fx.Node) -> bool:
+    """Whether a node changes whether gradients are recorded."""
+    return is_switch(node) and "autocast" not in getattr(node.target, "__name__", "")
+
+
 def _stays(node: fx.Node) -> bool:
     return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
@@ -107,6 +112,16 @@ def rebuild(
     return builder.finish(), builder.failures
 
 
+class _Tracking(fx.Interpreter):
+    """Knows the name of the node that it runs, so that a failure can be laid at its door."""
+
+    at = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n.name
+        return super().run_node(n)
+
+
 class _Builder:
     """Builds the new graph; `values` and `mapped` tell each old node's fake value and its nodes in the new graph."""
 
@@ -130,7 +145,7 @@ class _Builder:
         if node.op == "output":
             return new
         if hasattr(node, "_dynamo_source"):
-            new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = node._dynamo_source
         self.values[node], self.mapped[node] = value, new
         new.meta["val"] = value
         return new
@@ -152,28 +167,17 @@ class _Builder:
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
         """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
         piece, external, results = self._extract(nodes)
-        interpreter = fx.Interpreter(piece)
-        at: list[fx.Node] = []
+        interpreter = _Tracking(piece)
 
         def run(*args: Any) -> Any:
-            original = interpreter.run_node
-
-            def run_node(node: fx.Node) -> Any:
-                at[:] = [node]
-                return original(node)
-
-            interpreter.run_node = run_node  # type: ignore[method-assign]
-            try:
-                return interpreter.run(*args)
-            finally:
-                interpreter.run_node = original  # type: ignore[method-assign]
+            return interpreter.run(*args)
 
         inputs = [self.values[node] for node in external]
         try:
             with fx.traceback.preserve_node_meta():
                 traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
-            bad = next((n for n in nodes if at and n.name == at[0].name), nodes[0])
+            bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
             self.failures.append(
                 f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )

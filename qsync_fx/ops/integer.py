@@ -23,7 +23,7 @@ ROWS = (
     ),
     *fixed(
         "it finds or counts positions",
-        "nonzero nonzero_numpy nonzero_static argwhere count_nonzero",
+        "nonzero nonzero_numpy nonzero_static argwhere count_nonzero where.default hash_tensor",
     ),
     *fixed(
         "its result is a number of the program, no tensor of the model",

@@ -39,7 +39,7 @@ ROWS = (
     ),
     *fixed(
         "a remainder, rounded, is another remainder",
-        "remainder fmod floor_divide",
+        "remainder fmod floor_divide div.Tensor_mode div.Scalar_mode divide.Tensor_mode divide.Scalar_mode",
     ),
     *fixed(
         "a special function, which torch computes in FP32 or wider",

@@ -48,6 +48,7 @@ class OperatorRow:
         output_only: adjustable only: converting the result gives the same values as converting the operands, and is
             cheaper (an embedding gathers few rows of a large table).
         products: whether it is made of matrix products: formats like TF32 exist only inside products.
+        converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
     """
 
@@ -59,6 +60,7 @@ class OperatorRow:
     scaled: tuple[int, ...] = ()
     output_only: bool = False
     products: bool = False
+    converts: bool = False
     flops: Flops | None = None
 
 
