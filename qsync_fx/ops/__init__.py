@@ -7,6 +7,7 @@ target.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -48,8 +49,17 @@ def table() -> Mapping[str, OperatorRow]:
 
 def row_for(target: Any) -> OperatorRow | None:
     """Returns the row of a graph node's target; None for an operator that the table does not know."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
+    return _row_of(target) if isinstance(target, torch._ops.OpOverload) else None
+
+
+@functools.cache
+def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
+    name, overload, rows = target._schema.name, target._overloadname, table()
     # An in-place operator is the same operator: `relu_` decides as `relu` does.
-    name, rows = target._schema.name, table()
-    return rows.get(f"{name}.{target._schema.overload_name}") or rows.get(name) or rows.get(name.removesuffix("_"))
+    plain = name.removesuffix("_")
+    names = (f"{name}.{overload}", name, f"{plain}.{overload}", plain)
+    row = next((rows[known] for known in names if known in rows), None)
+    if row is None or not any(argument.is_out for argument in target._schema.arguments):
+        return row
+    reason = "it writes into a tensor that already has a type"
+    return dataclasses.replace(row, kind=Kind.FIXED, reason=reason, operands=(), scaled=(), output_only=False)

@@ -11,7 +11,7 @@ ROWS = (
     ),
     *dependent(
         "it puts values in place, so it takes the precision of its inputs",
-        "masked_fill masked_scatter index_put _unsafe_index_put _unsafe_masked_index_put_accumulate index_fill index_copy index_add scatter scatter_add "
-        "select_scatter slice_scatter diagonal_scatter put fill_diagonal",
+        "masked_fill masked_scatter index_put _unsafe_index_put _unsafe_masked_index_put_accumulate index_fill "
+        "index_copy index_add scatter scatter_add select_scatter slice_scatter diagonal_scatter put fill_diagonal",
     ),
 )

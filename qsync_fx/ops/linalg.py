@@ -22,6 +22,9 @@ ROWS = (
         "fft_fftfreq fft_rfftfreq stft istft",
     ),
     *fixed(
+        "sparse tensors stay as they are", "to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense"
+    ),
+    *fixed(
         "complex numbers have no narrow format",
         "complex real imag angle conj _conj _conj_copy conj_physical _conj_physical view_as_complex "
         "view_as_complex_copy view_as_real view_as_real_copy",

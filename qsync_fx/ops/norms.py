@@ -15,7 +15,13 @@ def row(name: str, *targets: str) -> OperatorRow:
 ROWS = (
     row("layer_norm", "native_layer_norm"),
     row("group_norm", "native_group_norm"),
-    row("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_batch_norm_with_update"),
+    row(
+        "batch_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_with_update",
+    ),
     row("instance_norm"),
     row("rms_norm", "_fused_rms_norm"),
     *fixed(

@@ -66,9 +66,14 @@ class OperatorRow:
 
 def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
     """Returns a row for each of `names`, ATen operators parted by spaces, whose precision their inputs decide."""
-    return tuple(OperatorRow(name, (f"aten::{name}",), Kind.DEPENDENT, reason) for name in names.split())
+    return _rows(Kind.DEPENDENT, reason, names)
 
 
 def fixed(reason: str, names: str) -> tuple[OperatorRow, ...]:
     """Returns a row for each of `names`, ATen operators parted by spaces, that stay as the model wrote them."""
-    return tuple(OperatorRow(name, (f"aten::{name}",), Kind.FIXED, reason) for name in names.split())
+    return _rows(Kind.FIXED, reason, names)
+
+
+def _rows(kind: Kind, reason: str, names: str) -> tuple[OperatorRow, ...]:
+    # The row of one overload carries the name of its operator: ids and plans know no overloads.
+    return tuple(OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason) for name in names.split())

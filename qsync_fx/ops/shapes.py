@@ -16,13 +16,13 @@ ROWS = (
     *dependent(
         "it copies values, so it takes the precision of its inputs",
         "clone contiguous alias detach detach_copy alias_copy lift_fresh lift_fresh_copy lift cat concat concatenate "
-        "stack _stack _chunk_cat hstack vstack dstack column_stack row_stack block_diag repeat tile repeat_interleave roll flip "
-        "fliplr flipud rot90 tril triu view_copy _reshape_copy expand_copy permute_copy transpose_copy t_copy "
-        "squeeze_copy unsqueeze_copy select_copy slice_copy narrow_copy unbind_copy split_copy split_with_sizes_copy "
-        "diagonal_copy unfold_copy pin_memory pad_sequence cartesian_prod combinations channel_shuffle "
-        "native_channel_shuffle pixel_shuffle pixel_unshuffle im2col constant_pad_nd pad _pad_enum _pad_circular "
-        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
-        "resolve_conj resolve_neg",
+        "stack _stack _chunk_cat hstack vstack dstack column_stack row_stack block_diag repeat tile repeat_interleave "
+        "roll flip fliplr flipud rot90 tril triu view_copy _reshape_copy expand_copy permute_copy transpose_copy "
+        "t_copy squeeze_copy unsqueeze_copy select_copy slice_copy narrow_copy unbind_copy split_copy "
+        "split_with_sizes_copy diagonal_copy unfold_copy pin_memory pad_sequence cartesian_prod combinations "
+        "channel_shuffle native_channel_shuffle pixel_shuffle pixel_unshuffle im2col constant_pad_nd pad _pad_enum "
+        "_pad_circular reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+        "replication_pad3d resolve_conj resolve_neg",
     ),
     *fixed(
         "it reads memory by its layout, which a conversion would change",
