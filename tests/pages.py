@@ -1,0 +1,152 @@
+"""Pages of the documentation as programs: their code blocks, files and outputs.
+
+Invariant: what a page shows is what happens. The first line of a fenced block says what becomes of it:
+
+    ```python run              runs; all such blocks of a page share one namespace. name=train.py is its file name in reports
+    ```bash run                runs in a shell
+    ```text output             is what the block before it printed
+    ```python file=PATH        is a whole new file of the tree
+    ```diff file=PATH          changes a file of the tree: hunks without line numbers, parted by lines of "@@"
+    ```python package=PATH     is a file of an installed package, whose pyproject.toml is another such block
+
+Text between `<!-- generated: NAME -->` and `<!-- end -->` is made by the tests. This module runs the blocks of a page as a program of
+its own, in a new process: `python pages.py PAGE OUTPUTS.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import linecache
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_FENCE = re.compile(r"^```(\w+)([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(r"(<!-- generated: ([^\n]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: language, flags ("run") and values ("file") of its first line, its text, and where that stands in the page."""
+
+    language: str
+    flags: frozenset[str]
+    values: Mapping[str, str]
+    text: str
+    start: int
+    end: int
+
+    @property
+    def runs(self) -> bool:
+        return "run" in self.flags
+
+    @property
+    def is_output(self) -> bool:
+        return "output" in self.flags
+
+
+def blocks(page: str) -> list[Block]:
+    """Returns the fenced blocks of a page."""
+    found = []
+    for match in _FENCE.finditer(page):
+        words = match[2].split()
+        values = dict(word.split("=", 1) for word in words if "=" in word)
+        flags = frozenset(word for word in words if "=" not in word)
+        found.append(Block(match[1], flags, values, match[3], match.start(3), match.end(3)))
+    return found
+
+
+def apply(page: str, tree: Path) -> None:
+    """Makes the changes to a tree that a page asks for."""
+    for block in blocks(page):
+        if "file" not in block.values:
+            continue
+        path = tree / block.values["file"]
+        if block.language == "diff":
+            path.write_text(patched(path.read_text(), block.text))
+        else:
+            assert not path.exists(), f"{path} is not a new file"
+            path.write_text(block.text)
+
+
+def patched(text: str, diff: str) -> str:
+    """Returns a file's text with the hunks of a diff applied, each at the one place that it fits."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = [line or " " for line in hunk.splitlines()]
+        assert all(line[0] in " +-" for line in lines), f"no diff:\n{hunk}"
+        old = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+        assert text.count(old) == 1, f"the hunk fits {text.count(old)} places:\n{hunk}"
+        text = text.replace(old, new)
+    return text
+
+
+def install(page: str, site: Path) -> None:
+    """Puts the package that a page shows into `site`, as pip does: its modules, and its entry points in a .dist-info."""
+    files = {block.values["package"]: block.text for block in blocks(page) if "package" in block.values}
+    for path, text in files.items():
+        (site / path).write_text(text)
+    if "pyproject.toml" in files:
+        project = tomllib.loads(files["pyproject.toml"])["project"]
+        info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        groups = project["entry-points"].items()
+        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def with_outputs(page: str, outputs: list[str]) -> str:
+    """Returns the page with the outputs that it should show: one for each block that runs, in order."""
+    printed, parts, at = iter(outputs), [], 0
+    last = ""
+    for block in blocks(page):
+        if block.runs:
+            last = next(printed)
+        elif block.is_output:
+            parts += [page[at : block.start], last.strip("\n") + "\n"]
+            at = block.end
+    return "".join([*parts, page[at:]])
+
+
+def with_generated(page: str, make: Callable[[str], str]) -> str:
+    """Returns the page with what `make` gives for the name of each generated part."""
+    return _GENERATED.sub(lambda match: f"{match[1]}\n{make(match[2]).strip()}\n\n{match[4]}", page)
+
+
+def generated(page: str) -> list[str]:
+    """Returns the names of the generated parts of a page."""
+    return [match[2] for match in _GENERATED.finditer(page)]
+
+
+def run(page: Path) -> list[str]:
+    """Runs the blocks of a page in the current folder; returns what each printed. Raises what a block raises."""
+    # A module, not just a dictionary: Dynamo looks up the globals of what it compiles by module name.
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    outputs = []
+    for number, block in enumerate(block for block in blocks(page.read_text()) if block.runs):
+        if block.language == "bash":
+            done = subprocess.run(["bash", "-euc", block.text], stdout=subprocess.PIPE, text=True, check=False)
+            assert done.returncode == 0, f"status {done.returncode}:\n{block.text}\n{done.stdout}"
+            outputs.append(done.stdout)
+            continue
+        name = block.values.get("name", f"{page.stem}_{number}.py")
+        linecache.cache[name] = (len(block.text), None, block.text.splitlines(keepends=True), name)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(block.text, name, "exec"), module.__dict__)
+        outputs.append(printed.getvalue())
+    return outputs
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(run(Path(sys.argv[1]))))
