@@ -40,7 +40,7 @@ def through_dynamo(error: QSyncError) -> QSyncError:
         kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": Exception.__init__}
     )
     raised: QSyncError = both(error.what, error.where, error.do)
-    raised.what, raised.where, raised.do = error.what, error.where, error.do
+    raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = None  # type: ignore[attr-defined]
     raised.__traceback__ = error.__traceback__
     return raised

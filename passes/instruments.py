@@ -17,11 +17,13 @@ from qsync_fx.passes.text import graph_text
 
 
 class Instrument(Protocol):
-    """Called around every pass."""
+    """Called around every pass: before it, after it, and once the verifier has found nothing."""
 
     def before(self, name: str, graph: PrecisionGraph) -> None: ...
 
     def after(self, name: str, graph: PrecisionGraph) -> None: ...
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None: ...
 
 
 @dataclass
@@ -37,6 +39,9 @@ class Timing:
     def after(self, name: str, graph: PrecisionGraph) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._started
 
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
+        pass
+
 
 @dataclass
 class Snapshots:
@@ -49,6 +54,9 @@ class Snapshots:
         pass
 
     def after(self, name: str, graph: PrecisionGraph) -> None:
+        pass
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
         self.texts[name] = graph_text(graph)
         copied = fx.Graph()
         output = copied.graph_copy(graph.graph, {}, return_output_node=True)

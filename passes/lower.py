@@ -103,7 +103,9 @@ def _unround_others(new: fx.Node) -> None:
     """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
 
     def original(used: fx.Node) -> fx.Node:
-        narrowing = used.target is torch.ops.aten.to.dtype and used.meta.get("qsync_cast")
+        narrowing = used.meta.get("qsync_cast") and used.target is torch.ops.aten.to.dtype
+        # An operator's own output cast is no such narrowing: its result is the narrow one.
+        narrowing = narrowing and not used.meta.get("qsync_output")
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)

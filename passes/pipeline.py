@@ -112,6 +112,8 @@ def run(graph: PrecisionGraph, passes: Sequence[Pass], instruments: Sequence[Ins
             instrument.after(step.name, graph)
         passed = (*passed, step.name)
         verify(graph, passed, step.name)
+        for instrument in instruments:
+            instrument.verified(step.name, graph)
     return graph
 
 

@@ -17,6 +17,7 @@ from qsync_fx.errors import PassError
 from qsync_fx.graph import Note, Operator, PrecisionGraph, describe, is_float, tensors
 from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import in_place, writes
+from qsync_fx.passes.text import graph_text
 
 Broken = tuple[fx.Node | None, str]
 
@@ -200,11 +201,13 @@ def verify(graph: PrecisionGraph, passed: tuple[str, ...], blame: str) -> None:
             if rule.since not in passed:
                 continue
             for node, problem in rule.check(part):
-                raise PassError(
+                error = PassError(
                     f'after pass {blame!r} the graph breaks the rule "{rule.says}": {problem}',
                     where=_where(part, node),
-                    do=f"correct the pass {blame!r}; qsync_fx.explain(...).graph({blame!r}) shows the graph after it",
+                    do=f"correct the pass {blame!r}; the error's attribute `graph` has the text of the graph after it",
                 )
+                error.graph = graph_text(graph)
+                raise error
 
 
 def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:

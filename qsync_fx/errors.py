@@ -45,7 +45,13 @@ class PlanError(QSyncError):
 
 
 class PassError(QSyncError):
-    """A pass that failed or broke an invariant of the graph."""
+    """A pass that failed or broke an invariant of the graph.
+
+    Attributes:
+        graph: the text of the graph as the pass left it; "" where there is none.
+    """
+
+    graph: str = ""
 
 
 class DeviceError(QSyncError):

@@ -316,7 +316,8 @@ def describe(value: Any) -> str:
         return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(describe(item) for item in value) + ")"
-    return str(value)
+    # Other objects print their address, which differs from run to run.
+    return str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
 
 
 _SHORT = {

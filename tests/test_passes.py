@@ -1,0 +1,208 @@
+"""Custom passes: where they run, what they may do, and how the verifier catches what they must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.errors import OptionError, PassError
+from qsync_fx.passes.verify import RULES
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.classifier = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.relu(self.body(x)))
+
+
+def explain(*passes: object, precision: str = "bf16") -> qsync_fx.Explanation:
+    return qsync_fx.explain(Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)})
+
+
+@qsync_fx.graph_pass(after="assign")
+def keep_head_fp32(graph: qsync_fx.PrecisionGraph) -> None:
+    for op in graph.operators(kind="adjustable"):
+        if op.id.module.endswith("classifier"):
+            op.assign("fp32", reason="the head stays in FP32")
+
+
+def test_a_custom_pass_decides() -> None:
+    found = {str(op.id): op for op in explain(keep_head_fp32, precision="int8").operators}
+    assert str(found["classifier/linear"].precision) == "fp32"
+    assert found["classifier/linear"].reason == "the head stays in FP32"
+    assert str(found["body/linear"].precision) == "int8"
+
+
+def test_a_custom_pass_trains() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    compiled = torch.compile(
+        model, backend="qsync", options={"precision": "int8", "inner": "aot_eager", "passes": [keep_head_fp32]}
+    )
+    compiled(torch.randn(2, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_custom_passes_run_where_they_say_in_the_order_given() -> None:
+    @qsync_fx.graph_pass(after="cascade")
+    def first(graph: qsync_fx.PrecisionGraph) -> None: ...
+
+    @qsync_fx.graph_pass(after="cascade")
+    def second(graph: qsync_fx.PrecisionGraph) -> None: ...
+
+    @qsync_fx.graph_pass(before="lower")
+    def third(graph: qsync_fx.PrecisionGraph) -> None: ...
+
+    names = explain(third, first, second).passes
+    assert names[names.index("cascade") + 1 :] == ["first", "second", "insert_casts", "annotate_cost", "third", "lower"]
+
+
+def test_a_pass_has_one_place() -> None:
+    with pytest.raises(OptionError, match="one place"):
+        qsync_fx.graph_pass(after="assign", before="lower")
+
+
+def test_an_assignment_outlives_the_plan() -> None:
+    @qsync_fx.graph_pass(before="assign")
+    def early(graph: qsync_fx.PrecisionGraph) -> None:
+        for op in graph.operators(kind="adjustable", pattern="body"):
+            op.assign("fp32", reason="before the plan speaks")
+
+    found = {str(op.id): str(op.precision) for op in explain(early).operators}
+    assert found["body/linear"] == "fp32"
+    assert found["classifier/linear"] == "bf16"
+
+
+def narrow_a_linear(graph: qsync_fx.PrecisionGraph) -> None:
+    """Undoes a cast: the linear then reads FP32 where BF16 is planned."""
+    for node in graph.nodes:
+        if node.meta.get("qsync_cast"):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
+def double_a_cast(graph: qsync_fx.PrecisionGraph) -> None:
+    cast = next(node for node in graph.nodes if node.meta.get("qsync_cast"))
+    (reader,) = cast.users
+    with graph.graph.inserting_after(cast):
+        again = graph.graph.node_copy(cast)
+    reader.args = (cast, again, *reader.args[2:])
+
+
+def leave_a_cast_unread(graph: qsync_fx.PrecisionGraph) -> None:
+    cast = next(node for node in graph.nodes if node.meta.get("qsync_cast"))
+    with graph.graph.inserting_after(cast):
+        graph.graph.node_copy(cast)
+
+
+def forget_a_value(graph: qsync_fx.PrecisionGraph) -> None:
+    del next(op.node for op in graph.operators() if op.kind == "adjustable").meta["val"]
+
+
+def forget_a_reason(graph: qsync_fx.PrecisionGraph) -> None:
+    graph.operators()[0].update(reason="")
+
+
+def forget_a_precision(graph: qsync_fx.PrecisionGraph) -> None:
+    graph.operators("adjustable")[0].update(precision=None)
+
+
+def change_silently(graph: qsync_fx.PrecisionGraph) -> None:
+    graph.operators("adjustable")[0].update(precision=qsync_fx.FORMATS["fp32"], reason="just so")
+
+
+def share_an_id(graph: qsync_fx.PrecisionGraph) -> None:
+    first, second, *_ = graph.operators("adjustable")
+    second.update(id=first.id)
+
+
+def read_before_it_is_written(graph: qsync_fx.PrecisionGraph) -> None:
+    first, *_, last = graph.operators("adjustable")
+    first.node.replace_input_with(first.node.all_input_nodes[0], last.node)
+
+
+def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
+    graph.operators("dependent")[0].update(precision=None)
+
+
+@pytest.mark.parametrize(
+    ("after", "breaks", "rule"),
+    [
+        ("normalize", forget_a_value, "every node has a value"),
+        ("normalize", share_an_id, "every operator has one id"),
+        ("normalize", read_before_it_is_written, "the graph is well formed"),
+        ("classify", forget_a_reason, "every decision has a reason"),
+        ("assign", forget_a_precision, "every adjustable operator has a precision"),
+        ("assign", change_silently, "says why"),
+        ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
+        ("insert_casts", leave_a_cast_unread, "every cast is needed"),
+        ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
+        ("lower", narrow_a_linear, "planned precision"),
+    ],
+)
+def test_the_verifier_names_pass_node_and_rule(
+    after: str, breaks: Callable[[qsync_fx.PrecisionGraph], None], rule: str
+) -> None:
+    with pytest.raises(PassError, match=rule) as caught:
+        explain(qsync_fx.graph_pass(after=after)(breaks))
+    assert breaks.__name__ in str(caught.value)
+    assert "linear" in caught.value.graph
+    if breaks is not read_before_it_is_written:
+        assert "node %" in (caught.value.where or "")
+
+
+def test_every_rule_says_when_it_holds() -> None:
+    names = [*explain().passes]
+    assert all(rule.since in names and rule.says for rule in RULES)
+
+
+def test_no_cast_outlives_a_write() -> None:
+    """`x` is written to between two readers: each needs its own cast."""
+
+    def model(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        x = x.clone()
+        view = x[0:1]
+        first = nn.functional.linear(x, weight)
+        view.mul_(2)
+        second = nn.functional.linear(x, weight)
+        return first + second + other
+
+    inputs = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(4, 8)]
+    text = qsync_fx.explain(model, *inputs, options={"precision": "bf16"}).graph()
+    compiled = torch.compile(model, backend="qsync", options={"precision": "bf16", "inner": "aot_eager"})
+    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=0.05, atol=0.2)
+    assert text.count("aten.to.dtype(%clone, bfloat16)") == 2
+
+
+def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+
+    for precision, cast in (("bf16", "aten.to.dtype(%x, bfloat16)"), ("int8", "qsync.quantize(%x,")):
+        text = qsync_fx.explain(Attention(), torch.randn(2, 4, 8), options={"precision": precision}).graph()
+        assert text.count(cast) == 1
+
+
+def test_inverse_casts_cancel() -> None:
+    """Autocast's BF16 cast in front of an operator planned in FP32 leaves no trace."""
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.linear(x, weight)
+
+    explanation = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "fp32"})
+    assert "to.dtype(%x" in explanation.graph("autocast")
+    assert "bfloat16)" not in explanation.graph("insert_casts").partition("linear")[0]
