@@ -1,0 +1,170 @@
+"""When compiled code is reused and when it is not: batch sizes, plans, models.
+
+Counts the graphs that the backend is given; nothing here looks at numbers but to see that reused code still computes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import Convolutional, Counting, Perceptron, build, compiled
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan
+
+torch.set_num_threads(1)
+
+PRECISIONS = ["fp32", "bf16", "int8", "fp8"]
+BATCHES = (4, 8, 6, 5, 12, 3)  # below 16: torch itself tells convolutions of larger batches apart
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def _train(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    return loss
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_batch_size_marked_dynamic_compiles_once(precision: str) -> None:
+    backend = Counting()
+    model = backend.compile(build(Convolutional), precision=precision)
+    for batch in BATCHES:
+        x = torch.randn(batch, 1, 8, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        _train(model, x)
+    assert len(backend.graphs) == 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_changing_batch_sizes_compile_twice(precision: str) -> None:
+    """Dynamo takes the first size for a constant, learns from the second one, and that is all."""
+    backend = Counting()
+    model = backend.compile(build(Convolutional), precision=precision)
+    for batch in BATCHES:
+        _train(model, torch.randn(batch, 1, 8, 8))
+    assert len(backend.graphs) == 2
+
+
+def test_changing_sequence_lengths_compile_twice() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(20, 16)
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embedding(tokens))
+
+    backend = Counting()
+    model = backend.compile(build(Attention), precision="int8")
+    for batch, length in ((2, 5), (3, 7), (4, 6), (6, 11), (5, 9)):
+        _train(model, torch.randint(20, (batch, length)))
+    assert len(backend.graphs) == 2
+
+
+def test_a_dynamic_batch_computes_what_a_static_one_does() -> None:
+    x = torch.randn(7, 1, 8, 8)
+    static = compiled(build(Convolutional), precision="int8", rounding="nearest")(x)
+    torch._dynamo.reset()
+    backend = Counting()
+    model = build(Convolutional)
+    dynamic = backend.compile(model, precision="int8", rounding="nearest")
+    dynamic(torch.randn(5, 1, 8, 8))
+    dynamic(torch.randn(6, 1, 8, 8))
+    model.load_state_dict(build(Convolutional).state_dict())  # the statistics of the batch norm have moved
+    assert torch.equal(dynamic(x), static)
+    assert len(backend.graphs) == 2
+
+
+def test_equal_plans_share_code_and_others_compile_once() -> None:
+    """Plans are equal by content: which object, what notes and what order they were made in does not matter."""
+    backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
+
+    def run(plan: Plan) -> int:
+        before = len(backend.graphs)
+        backend.compile(model, plan=plan)(x).sum().backward()
+        return len(backend.graphs) - before
+
+    assert run(Plan.uniform("int8")) == 1
+    assert run(Plan.uniform("int8")) == 0
+    assert run(Plan("int8", notes={"made by": "a test"})) == 0
+    assert run(Plan.from_json(Plan.uniform("int8").to_json())) == 0
+    assert run(Plan.uniform("int8").with_precision("head", "bf16")) == 1
+    assert run(Plan("int8", patterns=[("head", "bf16")])) == 0
+    assert run(Plan.uniform("bf16")) == 1
+    assert run(Plan.uniform("int8")) == 0, "the code of an earlier plan is still there"
+
+
+def test_other_options_compile_again_and_equal_ones_do_not() -> None:
+    backend, model, x = Counting(), build(Perceptron), torch.randn(4, 16)
+
+    def run(**options: object) -> int:
+        before = len(backend.graphs)
+        backend.compile(model, **options)(x).sum().backward()
+        return len(backend.graphs) - before
+
+    def head_in_fp32(graph: qsync_fx.PrecisionGraph) -> None:
+        for operator in graph.operators("adjustable", "head"):
+            operator.assign("fp32", reason="a test")
+
+    assert run(precision="int8") == 1
+    assert run(precision="int8", rounding="nearest") == 1
+    assert run(precision="int8", rounding="nearest") == 0
+    assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 1
+    assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 0, "the same function at the same place"
+
+
+def test_a_plan_takes_effect_when_the_model_is_compiled_again() -> None:
+    model, x = build(Perceptron), torch.randn(64, 16)
+    exact = compiled(model, precision="fp32")(x)
+    rounded = compiled(model, precision="int8", rounding="nearest")(x)
+    assert torch.equal(exact, model(x))
+    assert 1e-4 < (rounded - exact).abs().max() < 0.1
+    assert torch.equal(compiled(model, precision="fp32")(x), exact)
+
+
+def test_two_models_in_one_process() -> None:
+    """Two instances of one class share their code, so each must still be planned by itself."""
+    x = torch.randn(32, 16)
+    first, second = build(Perceptron, 1), build(Perceptron, 2)
+    one, other = compiled(first, precision="fp32"), compiled(second, precision="int8", rounding="nearest")
+    for _ in range(2):
+        assert torch.equal(one(x), first(x))
+        error = (other(x) - second(x)).abs().max()
+        assert 1e-4 < error < 0.1
+    one(x).sum().backward()
+    assert all(p.grad is None for p in second.parameters())
+    other(x).sum().backward()
+    assert all(p.grad is not None for p in (*first.parameters(), *second.parameters()))
+
+
+def test_switching_between_training_and_evaluation_compiles_each_once() -> None:
+    backend, model = Counting(), build(lambda: Perceptron(0.5))
+    fast, x = backend.compile(model, precision="int8"), torch.randn(4, 16)
+    for _ in range(3):
+        model.train()
+        fast(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            fast(x)
+    assert len(backend.graphs) == 2
+
+
+def test_model_compile() -> None:
+    model = build(Perceptron)
+    keys = list(model.state_dict())
+    wanted = model(torch.ones(4, 16))
+    model.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    assert torch.equal(model(torch.ones(4, 16)), wanted)
+    assert list(model.state_dict()) == keys
+    model.compile(backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner": "aot_eager"})
+    found = model(torch.ones(4, 16))
+    assert not torch.equal(found, wanted)
+    assert torch.allclose(found, wanted, atol=0.1)
