@@ -149,7 +149,7 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
             continue
         for used in operator.node.all_input_nodes:
             value = graph.value(used)
-            if is_float(value) and value.dtype in (torch.bfloat16, torch.float16) and used.meta.get("qsync_cast"):
+            if is_float(value) and value.dtype.itemsize < 4 and used.meta.get("qsync_cast"):
                 yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
 
 
