@@ -1,0 +1,138 @@
+"""What every benchmark shares: arguments, interleaved timing, a table, a JSON file.
+
+Invariant: the cases of one comparison take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
+the ratios within a turn, not a ratio of two medians. One row a case; the file is replaced whole or left alone.
+
+    options = arguments(__doc__)
+    times = measure({"ours": ours, "theirs": theirs}, repeats=5 if options.quick else 31)
+    rows = [{"case": "1536x768", "name": name, "seconds": times.median(name), "to_theirs": times.ratio(name, "theirs")} for name in times]
+    finish(options, rows)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qsync_fx
+from qsync_fx import _C
+from qsync_fx.doctor import cpu
+from qsync_fx.files import write_text
+
+Row = Mapping[str, Any]
+
+_SHORTEST = 1e-3  # seconds a sample lasts at the least: calls are repeated within it
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds a call, by case, one sample a turn."""
+
+    samples: Mapping[str, Sequence[float]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.samples)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.samples[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        """Returns the median over all turns of the time of `name` divided by that of `to`."""
+        return statistics.median(a / b for a, b in zip(self.samples[name], self.samples[to], strict=True))
+
+
+def measure(cases: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> Times:
+    """Times the cases in turns, each turn beginning with another case."""
+    calls = {}
+    for name, case in cases.items():
+        for _ in range(warmup):
+            case()
+        calls[name] = max(1, round(_SHORTEST / max(_time(case, 1), 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for turn in range(repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(_time(cases[name], calls[name]))
+    return Times(samples)
+
+
+def _time(case: Callable[[], object], calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        case()
+    return (time.perf_counter() - begin) / calls
+
+
+def arguments(description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]) -> argparse.Namespace:
+    """Reads --quick, --json PATH and --threads N, which it sets; `more` are further options with argparse's keywords."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases and repeats: shows that it works, measures nothing"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch (%(default)s)")
+    for name, keywords in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    return options
+
+
+def finish(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Prints the rows as a table, and writes them where --json says."""
+    show(rows)
+    if options.json:
+        write_json(options.json, rows, quick=options.quick)
+        print(f"written: {options.json}")
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints rows, whose keys may differ, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def write_json(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
+    """Replaces the file at `path` by the rows and what they were measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    processor = cpu()
+    content = {
+        "machine": {
+            "cpu": processor.model,
+            "cores": processor.cores,
+            "threads": torch.get_num_threads(),
+            "isa": list(processor.features),
+            "kernels": _C.isa(),
+            "cuda": device,
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "qsync_fx": qsync_fx.__version__},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,97 @@
+"""The models of the benchmarks: real architectures at sizes that two CPU cores train in seconds, with random weights and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the loss of one training step.
+
+    Attributes:
+        build: makes the model; "sdpa" or "eager" attention where it has any.
+        loss: runs a step's forward pass on fixed inputs.
+        attention: whether `build` makes a difference between the two.
+    """
+
+    build: Callable[[str], nn.Module]
+    loss: Loss
+    attention: bool
+
+
+def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
+    from transformers import BertConfig, BertModel
+
+    ids = torch.randint(30000, (batch, length))
+    target = torch.randn(batch, length, 768)
+
+    def build(attention: str) -> nn.Module:
+        return BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))
+
+    def loss(model: nn.Module) -> Tensor:
+        return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
+
+    return Case(build, loss, attention=True)
+
+
+def gpt2_block(batch: int = 4, length: int = 256) -> Case:
+    from transformers import GPT2Config, GPT2Model
+
+    states = torch.randn(batch, length, 768)
+    target = torch.randn(batch, length, 768)
+
+    def build(attention: str) -> nn.Module:
+        # The table of tokens is not the block: one word keeps it out of the way.
+        return GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))
+
+    def loss(model: nn.Module) -> Tensor:
+        return nn.functional.mse_loss(model(inputs_embeds=states).last_hidden_state.float(), target)
+
+    return Case(build, loss, attention=True)
+
+
+def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: int = 16, size: int = 96) -> Case:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    widths = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
+
+    def build(attention: str) -> nn.Module:
+        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)
+        return ResNetForImageClassification(config)
+
+    return _classifier(build, batch, size, lambda model, images: model(images).logits)
+
+
+def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
+    """VGG-16 with batch norms (Simonyan and Zisserman, configuration D), one linear layer for a head."""
+
+    def build(attention: str) -> nn.Module:
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+            if width == 0:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            channels = width
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+
+    return _classifier(build, batch, size, lambda model, images: model(images))
+
+
+def _classifier(
+    build: Callable[[str], nn.Module], batch: int, size: int, logits: Callable[[nn.Module, Tensor], Tensor]
+) -> Case:
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(100, (batch,))
+
+    def loss(model: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(logits(model, images).float(), labels)
+
+    return Case(build, loss, attention=False)

@@ -1,0 +1,120 @@
+"""Whole training steps: qsync in FP32, BF16 and INT8 against Inductor in FP32 and autocast in BF16, eager and compiled.
+
+Forward, backward, SGD. All variants of a model take turns in one process. `to_peer` is the ratio to the fastest peer: Inductor for
+"fp32", the fastest of all autocast variants (fused and math attention, eager and compiled) for the others. Peak memory is what torch's
+allocator holds at most during a step beyond what it held before (the optimizer keeps no state), from the profiler's memory events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _harness import Row, Times, arguments, finish, measure
+from _models import Case, bert, gpt2_block, resnet, vgg16_bn
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: attention, autocast, and what compiles (None: nothing)."""
+
+    attention: str = "sdpa"
+    autocast: bool = False
+    compiler: dict[str, Any] | None = None
+
+
+INDUCTOR: dict[str, Any] = {"backend": "inductor"}
+FP32_PEER = "inductor fp32"
+
+
+def variants(case: Case) -> dict[str, Variant]:
+    found = {FP32_PEER: Variant(compiler=INDUCTOR)}
+    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
+        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
+        found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
+        found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
+    for precision in ("fp32", "bf16", "int8"):
+        found[f"qsync {precision}"] = Variant(compiler={"backend": "qsync", "options": {"precision": precision}})
+    return found
+
+
+def step(case: Case, variant: Variant) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = case.build(variant.attention).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if variant.compiler is not None:
+        model.compile(**variant.compiler)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
+            loss = case.loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def peak_memory(run: Callable[[], None]) -> int:
+    """Bytes that torch's CPU allocator holds at most while `run` runs, beyond those held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def rows_of(name: str, times: Times, peaks: dict[str, int]) -> list[Row]:
+    peers = [variant for variant in times if variant.startswith("autocast")]
+    fastest = min(peers, key=times.median)
+    rows: list[Row] = []
+    for variant in times:
+        peer = FP32_PEER if "fp32" in variant else fastest
+        rows.append(
+            {
+                "case": name,
+                "variant": variant,
+                "seconds": times.median(variant),
+                "peer": peer,
+                "to_peer": times.ratio(variant, peer),
+                "peak_mb": peaks[variant] / 1e6,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = arguments(__doc__, only={"help": "one case: bert, gpt2, resnet, vgg"})
+    torch.manual_seed(0)
+    if options.quick:
+        cases = {"GPT-2 block, 1 x 32 tokens": gpt2_block(1, 32)}
+    else:
+        cases = {
+            "BERT 4 layers, 12 x 128 tokens": bert(),
+            "GPT-2 block, 4 x 256 tokens": gpt2_block(),
+            "ResNet-18, 16 x 96 x 96": resnet(),
+            "VGG-16-BN, 16 x 64 x 64": vgg16_bn(),
+        }
+    rows: list[Row] = []
+    for name, case in cases.items():
+        if options.only and not name.lower().startswith(options.only.lower()):
+            continue
+        steps = {}
+        for variant, how in variants(case).items():
+            print(f"{name}: {variant}", flush=True)
+            steps[variant] = step(case, how)
+            steps[variant]()
+        times = measure(steps, repeats=3 if options.quick else 11)
+        rows += rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
+        torch._dynamo.reset()
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()
