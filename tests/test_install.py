@@ -1,0 +1,142 @@
+"""The package installs as people install it, from a folder with a space in its name: as a wheel, and editable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+import qsync_fx
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = sysconfig.get_path("platlib")
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def python(code: str, target: Path) -> str:
+    # Without `site` nothing of the environment's own installation of qsync_fx is in the way; torch is taken from there.
+    before = f"import site, sys; sys.path.append({SITE!r}); site.addsitedir({str(target)!r}); "
+    before += f"sys.path.insert(0, {str(target)!r}); "
+    return run(sys.executable, "-S", "-c", before + code, cwd=target)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a clone holds."""
+    copy = tmp_path_factory.mktemp("install") / "a clone"
+    unwanted = ignore_patterns("__pycache__", "*.so", ".*_cache", ".hypothesis")
+    copy.mkdir()
+    for name in ("qsync_fx", "passes", "backend", "cpp"):
+        copytree(ROOT / name, copy / name, symlinks=True, ignore=unwanted)
+    for path in ROOT.glob("*"):
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", ".", cwd=tree
+    )
+    (found,) = (tree / "out").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    target = wheel.parent.parent.parent / "some place"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(target),
+        str(wheel),
+        cwd=wheel.parent,
+    )
+    return target
+
+
+def distribution(target: Path) -> Distribution:
+    (found,) = distributions(path=[str(target)])
+    return found
+
+
+def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {"qsync_fx", f"qsync_fx-{qsync_fx.__version__}.dist-info"}
+    for folder, home in (("qsync_fx", "qsync_fx"), ("passes", "qsync_fx/passes"), ("backend", "qsync_fx/backend")):
+        sources = {f"{home}/{path.relative_to(tree / folder).as_posix()}" for path in (tree / folder).rglob("*.py*")}
+        assert sources
+        assert sources <= names
+    assert {"qsync_fx/py.typed", "qsync_fx/_C.pyi"} <= names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert sum(name.startswith("qsync_fx/_C.") and name.endswith(".so") for name in names) == 1
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".pyc"))]
+
+
+def test_the_wheel_says_what_it_is(installed: Path) -> None:
+    package = distribution(installed)
+    assert package.name == "qsync-fx"
+    assert package.version == qsync_fx.__version__
+    needed = {requirement.split(";")[0].strip() for requirement in package.requires or () if "extra" not in requirement}
+    assert needed == {"torch<2.14,>=2.11", "numpy", "networkx", "sympy", "rich"}
+    entries = {(entry.group, entry.name): entry.value for entry in package.entry_points}
+    assert entries == {
+        ("torch_dynamo_backends", "qsync"): "qsync_fx.backend.entry:qsync",
+        ("console_scripts", "qsync"): "qsync_fx.cli:main",
+    }
+
+
+def test_the_wheel_imports(installed: Path) -> None:
+    code = (
+        "import qsync_fx, qsync_fx.passes, qsync_fx.backend, qsync_fx._C as native; "
+        "from importlib.metadata import entry_points; "
+        "(entry,) = entry_points(group='torch_dynamo_backends', name='qsync'); "
+        "print(qsync_fx.__file__, qsync_fx.passes.__file__, qsync_fx.backend.__file__, native.__file__, sep='\\n'); "
+        "print(native.isa(), callable(entry.load()))"
+    )
+    *files, last = python(code, installed).splitlines()
+    assert len(files) == 4
+    assert all(file.startswith(str(installed / "qsync_fx")) for file in files)
+    assert last.endswith("True")
+
+
+def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
+    # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After `wheel`, whose build it shares.
+    target = tree.parent / "editable place"
+    build = "import sys; from scikit_build_core.build import build_editable; print(build_editable(sys.argv[1]))"
+    name = run(sys.executable, "-c", build, str(target), cwd=tree).splitlines()[-1]
+    zipfile.ZipFile(target / name).extractall(target)
+    files = "import qsync_fx, qsync_fx.passes, qsync_fx._C as native; print(qsync_fx.__file__, native.__file__, sep='\\n'); "
+    ours, native = python(files, target).splitlines()
+    assert ours == str(tree / "qsync_fx/__init__.py")
+    assert native.startswith(str(target))
+    (tree / "passes/made_later.py").write_text("from qsync_fx.passes.made_later_too.inner import VALUE\n")
+    (tree / "passes/made_later_too").mkdir()
+    (tree / "passes/made_later_too/__init__.py").touch()
+    (tree / "passes/made_later_too/inner.py").write_text("VALUE = 41\n")
+    assert python("from qsync_fx.passes.made_later import VALUE; print(VALUE)", target) == "41\n"
+
+
+def test_import_is_light() -> None:
+    code = "import qsync_fx, sys; print(*sorted({name.split('.')[0] for name in sys.modules}), *sys.modules)"
+    loaded = set(run(sys.executable, "-c", code, cwd=ROOT).split())
+    assert "qsync_fx" in loaded
+    assert not loaded & {"torch._inductor", "torch._dynamo", "transformers", "networkx", "rich", "sklearn", "scipy"}
+    assert not [name for name in loaded if name.startswith("qsync_fx.passes")]
