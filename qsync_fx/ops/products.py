@@ -16,8 +16,8 @@ ACTIVATIONS = "a product of two activations: the plan chooses among the float pr
 
 
 def last_dimension(args: tuple[Any, ...], output: Any) -> Any:
-    """Operations of a product that contracts the last dimension of its first argument."""
-    return 2 * output.numel() * args[0].shape[-1]
+    """Operations of a product that contracts the last dimension of its first argument, if it has one (`inner`)."""
+    return 2 * output.numel() * math.prod(args[0].shape[-1:])
 
 
 def added(args: tuple[Any, ...], output: Any) -> Any:
@@ -40,38 +40,13 @@ def grouped(args: tuple[Any, ...], output: Any) -> Any:
 
 def chain(args: tuple[Any, ...], output: Any) -> Any:
     """A product of several matrices, from left to right. torch picks the cheapest order: this is an upper bound."""
-    left, *rest = args[0]
-    rows, inner, total = left.numel() // left.shape[-1], left.shape[-1], 0
+    first, *rest = args[0]
+    # The first and the last may be vectors: a row, and a column.
+    rows = first.shape[0] if first.dim() == 2 else 1
+    inner, total = first.shape[-1], 0
     for matrix in rest:
-        columns = matrix.numel() // inner
+        columns = matrix.shape[1] if matrix.dim() == 2 else 1
         total, inner = total + 2 * rows * inner * columns, columns
-    return total
-
-
-def contraction(args: tuple[Any, ...], output: Any) -> Any:
-    """`einsum`, from left to right: each step multiplies once for every combination of the labels it holds."""
-    equation, operands = args[0].replace(" ", ""), list(args[1])
-    inputs, _, result = equation.partition("->")
-    labels: list[list[str]] = []
-    sizes: dict[str, Any] = {}
-    for term, operand in zip(inputs.split(","), operands, strict=True):
-        free = operand.dim() - len(term.replace("...", ""))
-        # Broadcast dimensions are aligned at their ends, so they are named from there.
-        names = list(term.partition("...")[0]) + [f".{i}" for i in range(free, 0, -1)] + list(term.partition("...")[2])
-        labels.append(names)
-        for name, size in zip(names, operand.shape, strict=True):
-            if name not in sizes or name.startswith("."):
-                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    every = [name for names in labels for name in names]
-    explicit = "->" in equation
-    kept = {name for name in every if (name in result if explicit else every.count(name) == 1) or name.startswith(".")}
-    held, total = set(labels[0]), 0
-    for position, names in enumerate(labels[1:], 2):
-        later = kept.union(*labels[position:])
-        # A label of one operand alone is summed away before the product.
-        held = {name for name in held | set(names) if name in later or (name in held and name in names)}
-        total = total + 2 * math.prod([sizes[name] for name in held])
-        held &= later
     return total
 
 
@@ -119,7 +94,6 @@ ROWS = (
     ),
     two("chain_matmul", chain, (0,)),
     two("linalg_multi_dot", chain, (0,)),
-    two("einsum", contraction, (1,)),
     two("tensordot", tensor_dot),
     two("bilinear", bilinear, (0, 1, 2, 3)),
     *dependent("an outer product works value by value, so it takes the precision of its inputs", "outer ger kron addr"),
