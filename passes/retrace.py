@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import active_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -131,16 +132,14 @@ class _Builder:
         self.root: dict[str, Any] = {}
         self.values: dict[fx.Node, Any] = {}
         self.mapped: dict[fx.Node, Any] = {}
+        self.constants: dict[str, Any] = {}
         self.failures: list[str] = []
         self.count = 0
 
     def copy(self, node: fx.Node, value: Any) -> fx.Node:
         """Copies a node, its metadata and the attribute that it names, as it is."""
         for used in node.all_input_nodes:
-            if used.op == "get_attr" and used not in self.mapped:
-                self.copy(used, _attribute(self.module, str(used.target)))
-        if node.op == "get_attr":
-            self.root[str(node.target)] = value
+            self.fetch(used)
         new = self.graph.node_copy(node, lambda used: self.mapped[used])
         if node.op == "output":
             return new
@@ -149,6 +148,16 @@ class _Builder:
         self.values[node], self.mapped[node] = value, new
         new.meta["val"] = value
         return new
+
+    def fetch(self, node: fx.Node) -> None:
+        """Copies a node that names an attribute, once."""
+        if node.op != "get_attr" or node in self.mapped:
+            return
+        value = self.root[str(node.target)] = _attribute(self.module, str(node.target))
+        mode = active_fake_mode()
+        if isinstance(value, torch.Tensor) and mode is not None:
+            value = mode.from_tensor(value, static_shapes=True)
+        self.copy(node, value)
 
     def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None]) -> None:
         if is_switch(node):
@@ -172,6 +181,8 @@ class _Builder:
         def run(*args: Any) -> Any:
             return interpreter.run(*args)
 
+        for used in external:
+            self.fetch(used)
         inputs = [self.values[node] for node in external]
         try:
             with fx.traceback.preserve_node_meta():
@@ -195,10 +206,11 @@ class _Builder:
         """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
         inside = set(nodes)
         needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside)
-        external = [used for used in needed if used.op != "get_attr"]
+        bodies = [used for used in needed if _is_body(self.module, used)]
+        external = [used for used in needed if used not in bodies]
         graph = fx.Graph()
         local: dict[fx.Node, fx.Node] = {used: graph.placeholder(used.name) for used in external}
-        local.update((used, graph.node_copy(used)) for used in needed if used.op == "get_attr")
+        local.update((used, graph.node_copy(used)) for used in bodies)
         for node in nodes:
             local[node] = graph.node_copy(node, lambda used: local[used])
         results = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -222,19 +234,27 @@ class _Builder:
             new = self.graph.node_copy(node, lambda used: local[used])
             if node.op == "get_attr":
                 name = f"piece{self.count}_{node.target}".replace(".", "_")
-                self.root[name] = _attribute(traced, str(node.target))
+                self.constants[name] = _attribute(traced, str(node.target))
                 new.target = name
-                new.meta.setdefault("val", self.root[name])
+                new.meta.setdefault("val", self.constants[name])
             local[node] = new
 
     def finish(self) -> fx.GraphModule:
-        new = fx.GraphModule(self.root, self.graph, class_name="QSyncGraph")
+        new = fx.GraphModule({**self.root, **self.constants}, self.graph, class_name="QSyncGraph")
+        for name in self.constants:
+            # What `torch.tensor([1, 2])` and `x[[0, 2]]` write down. As buffers AOTAutograd would take them for the user's and miss their
+            # source; as attributes it copies their values into its own graph.
+            new.__dict__[name] = new._buffers.pop(name)
         # Inductor and AOTAutograd read Dynamo's own metadata of the module and its inputs.
         new.meta.update(self.module.meta)
         for name in ("compile_subgraph_reason", "_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
             if hasattr(self.module, name):
                 setattr(new, name, getattr(self.module, name))
         return new
+
+
+def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(_attribute(module, str(node.target)), torch.nn.Module)
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:
