@@ -1,0 +1,389 @@
+"""Small models of many architectures, from configurations and seeds alone.
+
+Invariant: building a case twice gives equal weights and inputs, a forward pass draws no random numbers (dropout is off), and the loss is
+one FP32 number. Sizes are the smallest at which every operator of the architecture still does something: several heads, several
+tokens, more than one expert, odd images where strides allow them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Inputs = dict[str, Tensor]
+VOCABULARY = 67
+TOKENS = 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture.
+
+    Attributes:
+        name: what test ids call it.
+        build: returns the model, and the keyword arguments of its forward.
+        graphs: how many graphs Dynamo makes of it; more than one where the model's code breaks graphs.
+    """
+
+    name: str
+    build: Callable[[], tuple[nn.Module, Inputs]]
+    graphs: int = 1
+
+
+def make(case: Case) -> tuple[nn.Module, Inputs]:
+    """Builds a case, in training mode, from a fixed seed."""
+    torch.manual_seed(0)
+    model, inputs = case.build()
+    return model.train(), inputs
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the loss in a model's output: its own, or a smooth function of the output that gives every value its own weight."""
+    if isinstance(output, Tensor):
+        if output.dim() == 0:
+            return output
+        return F.mse_loss(output.float(), torch.linspace(-1, 1, output.numel()).view(output.shape))
+    loss: Tensor = output.loss
+    return loss
+
+
+# Language models.
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "use_cache": False,
+    # Attention that is not uniform, so that an error in it shows.
+    "initializer_range": 0.1,
+}
+
+
+def tokens(batch: int = 3, length: int = TOKENS) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length))
+
+
+def language(name: str, padded: bool = False, **changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
+    """A masked or causal language model: `hf.<name>`, whose configuration gets those of `_SMALL` that it knows, and `changes`."""
+
+    def build() -> tuple[nn.Module, Inputs]:
+        model_class = getattr(hf, name)
+        config = model_class.config_class(**{**_SMALL, **changes})
+        inputs = {"input_ids": tokens(), "labels": tokens()}
+        if padded:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            inputs["attention_mask"][0, -3:] = 0
+        return model_class(config), inputs
+
+    return build
+
+
+def speaking_both_ways(name: str, **changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
+    """A model with an encoder and a decoder."""
+    small = {
+        **_SMALL,
+        "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0, "encoder_layers": 1,
+        "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "decoder_start_token_id": 1,
+    }  # fmt: skip
+
+    def build() -> tuple[nn.Module, Inputs]:
+        model_class = getattr(hf, name)
+        model = model_class(model_class.config_class(**{**small, **changes}))
+        return model, {"input_ids": tokens(length=7), "labels": tokens()}
+
+    return build
+
+
+def whisper() -> tuple[nn.Module, Inputs]:
+    config = hf.WhisperConfig(
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=11,
+        max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, use_cache=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+    )  # fmt: skip
+    return hf.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 22), "labels": tokens(2)}
+
+
+# Vision models.
+
+
+def vision(name: str, size: int = 32, **config: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
+    def build() -> tuple[nn.Module, Inputs]:
+        model_class = getattr(hf, name)
+        model = model_class(model_class.config_class(num_labels=5, **config))
+        return model, {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(5, (4,))}
+
+    return build
+
+
+def clip() -> tuple[nn.Module, Inputs]:
+    half = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.CLIPConfig(
+        text_config={**half, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1},
+        vision_config={**half, "image_size": 20, "patch_size": 10},
+        projection_dim=24,
+    )
+    model = hf.CLIPModel(config)
+
+    class Contrasting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip = model
+
+        def forward(self, **inputs: Tensor) -> Any:
+            return self.clip(**inputs, return_loss=True)
+
+    return Contrasting(), {"input_ids": tokens(4), "pixel_values": torch.randn(4, 3, 20, 20)}
+
+
+# Models of torch.nn.
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.downsample(x)
+        result: Tensor = self.relu(out)
+        return result
+
+
+def resnet() -> tuple[nn.Module, Inputs]:
+    stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    return _Classifier(nn.Sequential(stem, Residual(8, 8, 1), Residual(8, 16, 2), head)), _images(33)
+
+
+def vgg() -> tuple[nn.Module, Inputs]:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.MaxPool2d(2, 2)]
+
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 24), nn.ReLU(True), nn.Dropout(0.0), nn.Linear(24, 5)]
+    return _Classifier(nn.Sequential(*block(3, 8), *block(8, 16), *head)), _images(16)
+
+
+def _images(size: int) -> Inputs:
+    return {"x": torch.randn(6, 3, size, size), "labels": torch.randint(5, (6,))}
+
+
+class _Classifier(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x), labels)
+
+
+class UNet(nn.Module):
+    """Down and up again, with a transposed convolution, a skip connection, group norm and interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+        self.down = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.LeakyReLU(0.1))
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.last = nn.Conv2d(16, 8, 3, padding=1, groups=2)
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        first = self.first(x)
+        up = self.up(self.down(first))
+        y = F.gelu(self.last(torch.cat([first, up], dim=1)))
+        return F.cross_entropy(self.head(F.interpolate(y, scale_factor=2, mode="bilinear")), labels)
+
+
+def unet() -> tuple[nn.Module, Inputs]:
+    return UNet(), {"x": torch.randn(2, 3, 12, 12), "labels": torch.randint(4, (2, 24, 24))}
+
+
+class Signals(nn.Module):
+    """Convolutions over one and three dimensions, transposed ones among them, with the other norms and paddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Sequential(
+            nn.Conv1d(2, 8, 5, padding=2, padding_mode="circular"), nn.InstanceNorm1d(8, affine=True), nn.PReLU(8),
+            nn.Conv1d(8, 8, 3, dilation=2, groups=8), nn.ELU(), nn.ConvTranspose1d(8, 4, 4, stride=2), nn.AvgPool1d(3),
+        )  # fmt: skip
+        self.space = nn.Sequential(
+            nn.Conv3d(1, 6, 3, padding="same"), nn.BatchNorm3d(6), nn.Softplus(), nn.MaxPool3d(2),
+            nn.ConvTranspose3d(6, 4, 2, stride=2, bias=False), nn.Hardswish(),
+        )  # fmt: skip
+        self.mix = nn.Bilinear(4, 4, 6)
+
+    def forward(self, line: Tensor, space: Tensor) -> Tensor:
+        first, second = self.line(line).mean(-1), self.space(space).mean((2, 3, 4))
+        mixed: Tensor = self.mix(first, second)
+        return mixed
+
+
+def signals() -> tuple[nn.Module, Inputs]:
+    return Signals(), {"line": torch.randn(3, 2, 17), "space": torch.randn(3, 1, 4, 6, 5)}
+
+
+class Transformer(nn.Module):
+    """torch.nn's own encoder, whose attention is torch's multi-head attention, after an embedding that shares the head's weight."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=first) for first in (True, False)
+        )
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(layer, x, None, mask, use_reentrant=False)
+            else:
+                x = layer(x, src_key_padding_mask=mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def transformer(checkpointed: bool = False) -> tuple[nn.Module, Inputs]:
+    mask = torch.zeros(3, TOKENS, dtype=torch.bool)
+    mask[1, -2:] = True
+    return Transformer(checkpointed), {"ids": tokens(), "labels": tokens(), "mask": mask}
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a GRU, which stay in FP32, between products that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.lstm = nn.LSTM(16, 12, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(24, 12, num_layers=2)
+        self.head = nn.Linear(12, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, (hidden, _) = self.lstm(self.embedding(ids))
+        y, _ = self.gru(x.transpose(0, 1))
+        out: Tensor = self.head(y[-1] + hidden[0])
+        return out
+
+
+def recurrent() -> tuple[nn.Module, Inputs]:
+    return Recurrent(), {"ids": tokens()}
+
+
+class Perceptron(nn.Module):
+    """Layers written as functions: products of matrices without modules, an einsum, writes in place and a mixture by weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(20, 24) / 5)
+        self.bias = nn.Parameter(torch.randn(24))
+        self.experts = nn.Parameter(torch.randn(3, 24, 16) / 5)
+        self.gate = nn.Linear(24, 3)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.addmm(self.bias, x, self.first)
+        h.clamp_(min=-1.0).mul_(1.5)
+        h[:, ::2] += 0.25
+        weights = self.gate(h).softmax(-1)
+        mixed: Tensor = torch.einsum("be,eio,bi->bo", weights, self.experts, h)
+        return self.norm(mixed) @ mixed.t()
+
+
+def perceptron() -> tuple[nn.Module, Inputs]:
+    return Perceptron(), {"x": torch.randn(7, 20)}
+
+
+def recomputing(name: str) -> Callable[[], tuple[nn.Module, Inputs]]:
+    """A language model of two layers that keeps the layers' inputs alone and recomputes the rest in the backward pass."""
+
+    def build() -> tuple[nn.Module, Inputs]:
+        model, inputs = language(name, num_hidden_layers=2)()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model, inputs
+
+    return build
+
+
+_FEW_HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+
+CASES = (
+    Case("bert", language("BertForMaskedLM", padded=True)),
+    Case("roberta", language("RobertaForMaskedLM", padded=True)),
+    Case("deberta", language("DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4)),
+    Case("electra", language("ElectraForMaskedLM", embedding_size=16)),
+    Case("distilbert", language("DistilBertForMaskedLM", dim=32, n_layers=1, n_heads=4, hidden_dim=48)),
+    Case("albert", language("AlbertForMaskedLM", embedding_size=16)),
+    Case("gpt2", language("GPT2LMHeadModel", n_embd=32, n_layer=1, n_head=4, n_positions=32)),
+    Case("llama", language("LlamaForCausalLM", padded=True, **_FEW_HEADS)),
+    Case("opt", language("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32)),
+    Case("gpt_neox", language("GPTNeoXForCausalLM")),
+    Case("bloom", language("BloomForCausalLM", n_head=4, n_layer=1)),
+    Case("falcon", language("FalconForCausalLM")),
+    Case("qwen2", language("Qwen2ForCausalLM", num_key_value_heads=2)),
+    Case("mistral", language("MistralForCausalLM", sliding_window=4, **_FEW_HEADS)),
+    Case("gemma", language("GemmaForCausalLM", **_FEW_HEADS)),
+    Case("phi", language("PhiForCausalLM")),
+    Case("mixtral", language("MixtralForCausalLM", num_local_experts=3, num_experts_per_tok=2, **_FEW_HEADS)),
+    Case("qwen2_moe", language("Qwen2MoeForCausalLM", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24,
+                               shared_expert_intermediate_size=40, num_key_value_heads=2)),
+    Case("mamba", language("MambaForCausalLM", state_size=4)),
+    Case("mamba2", language("Mamba2ForCausalLM", num_heads=4, head_dim=16, state_size=4, n_groups=2, chunk_size=4)),
+    Case("t5", speaking_both_ways("T5ForConditionalGeneration")),
+    Case("bart", speaking_both_ways("BartForConditionalGeneration")),
+    Case("whisper", whisper),
+    Case("vit", vision("ViTForImageClassification", 24, image_size=24, patch_size=8, **{k: _SMALL[k] for k in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0)),
+    Case("swin", vision("SwinForImageClassification", 16, image_size=16, patch_size=2, embed_dim=16, depths=[2, 1],
+                        num_heads=[2, 4], window_size=4, drop_path_rate=0.0)),
+    Case("convnext", vision("ConvNextForImageClassification", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
+                            drop_path_rate=0.0, layer_scale_init_value=0.5)),
+    Case("resnet_hf", vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1])),
+    Case("clip", clip),
+    Case("resnet", resnet),
+    Case("vgg", vgg),
+    Case("unet", unet),
+    Case("signals", signals),
+    Case("transformer", transformer),
+    Case("recurrent", recurrent),
+    Case("perceptron", perceptron),
+    Case("bert_recomputing", recomputing("BertForMaskedLM")),
+    Case("llama_recomputing", recomputing("LlamaForCausalLM")),
+    Case("transformer_recomputing", lambda: transformer(checkpointed=True)),
+)  # fmt: skip
