@@ -16,7 +16,7 @@ from torch import fx
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.identity import identify, name_inputs, numbering
 from qsync_fx.passes.inplace import without_needless_writes
-from qsync_fx.passes.retrace import rebuild
+from qsync_fx.passes.retrace import current, rebuild
 
 _REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "checkpoint")
 """Higher-order operators that just call their body: the other passes rewrite it as if it stood in the graph."""
@@ -43,7 +43,8 @@ def _normalize(graph: PrecisionGraph) -> None:
             body = _attribute(module, used)
             if not isinstance(body, fx.GraphModule):
                 continue
-            values = [p.meta.get("example_value", p.meta.get("val")) for p in body.graph.nodes if p.op == "placeholder"]
+            noted = [p.meta.get("example_value", p.meta.get("val")) for p in body.graph.nodes if p.op == "placeholder"]
+            values = [current(value) for value in noted]
             inner = PrecisionGraph(body, values, graph.context, parent=graph)
             if any(value is None for value in values):
                 continue

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -113,6 +114,18 @@ def rebuild(
     return builder.finish(), builder.failures
 
 
+def current(value: Any) -> Any:
+    """Returns what Dynamo noted for a node as values of the fake mode that is active: Dynamo hands a graph on with a fresh one."""
+    mode = active_fake_mode()
+
+    def convert(fake: Any) -> Any:
+        if not isinstance(fake, FakeTensor) or fake.fake_mode is mode or fake.layout is not torch.strided:
+            return fake
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+    return value if mode is None else pytree.tree_map(convert, value)
+
+
 class _Tracking(fx.Interpreter):
     """Knows the name of the node that it runs, so that a failure can be laid at its door."""
 
@@ -165,7 +178,7 @@ class _Builder:
             args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
             self.copy(node, node.target(*args))  # type: ignore[operator]
             return
-        new = self.copy(node, node.meta.get("example_value"))
+        new = self.copy(node, current(node.meta.get("example_value")))
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             keep(new, self.module)
             for used in new.all_input_nodes:
@@ -195,7 +208,7 @@ class _Builder:
             where = nodes.index(bad)
             if where:
                 self.retrace(nodes[:where])
-            new = self.copy(bad, bad.meta.get("example_value"))
+            new = self.copy(bad, current(bad.meta.get("example_value")))
             new.meta["qsync_opaque"] = f"kept as Dynamo wrote it, since it cannot be re-traced ({type(error).__name__})"
             if nodes[where + 1 :]:
                 self.retrace(nodes[where + 1 :])
