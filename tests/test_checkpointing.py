@@ -1,0 +1,101 @@
+"""Activation checkpointing: the same gradients with and without, to the last bit, stochastic rounding included.
+
+The recomputed forward pass must see the random numbers of the first one. With the same seed a checkpointed model then trains exactly as
+it does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_equal, build, compiled, gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import qsync_fx
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, checkpointed: bool, dropout: float = 0.0, **how: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+        self.checkpointed, self.how = checkpointed, {"use_reentrant": False, **how}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.how) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def _save_everything() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+
+def _gradients(make: Callable[[], nn.Module], **options: Any) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = build(make)
+    fast = compiled(model, **options)
+    for step in range(2):
+        torch.manual_seed(step)
+        model.zero_grad()
+        fast(torch.randn(8, 16)).square().mean().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_fp32_gradients_are_those_without_checkpointing(dropout: float) -> None:
+    with_it = _gradients(lambda: Stack(True, dropout), precision="fp32")
+    assert_equal(with_it, _gradients(lambda: Stack(False, dropout), precision="fp32"))
+    plain = build(lambda: Stack(True, dropout))
+    torch.manual_seed(1)
+    torch.compile(plain, backend="aot_eager")(torch.randn(8, 16)).square().mean().backward()
+    assert_equal(with_it, gradients(plain))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8"])
+def test_what_is_recomputed_equals_what_could_have_been_saved(precision: str, dropout: float) -> None:
+    """The reference is the same region with every value saved instead of recomputed."""
+    recomputed = _gradients(lambda: Stack(True, dropout), precision=precision)
+    saved = _gradients(lambda: Stack(True, dropout, context_fn=_save_everything), precision=precision)
+    assert_equal(recomputed, saved)
+
+
+def test_recomputed_under_inductor() -> None:
+    first = _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor")
+    assert_equal(first, _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor"))
+    saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision="int8", inner="inductor")
+    assert_equal(first, saved)
+
+
+def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
+    def precisions(checkpointed: bool) -> dict[str, str]:
+        found = qsync_fx.explain(Stack(checkpointed), torch.randn(8, 16), options={"plan": plan}).operators
+        return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
+
+    plan = qsync_fx.Plan.uniform("int8").with_precision("blocks.1.down", "bf16")
+    assert precisions(True) == precisions(False)
+    assert precisions(True)["blocks.1.down/linear"] == "bf16"
+    assert precisions(True)["blocks.0.down/linear"] == "int8"
