@@ -6,7 +6,7 @@ STAMP := $(VENV)/.qsync-installed
 WORKERS ?= 2
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
-PIP := $(PYTHON) -m pip --disable-pip-version-check --quiet
+PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -16,6 +16,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv, build the native module, install qsync_fx into it (editable); quick when nothing changed
+	@:
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
 	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import sys
@@ -128,6 +129,7 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
             "isa": list(processor.features),
             "kernels": _C.isa(),
             "cuda": device,
+            "load": os.getloadavg()[0],
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "qsync_fx": qsync_fx.__version__},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
