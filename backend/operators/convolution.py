@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
@@ -110,7 +111,9 @@ class _Convolution(torch.autograd.Function):
         ndim = wq.dim()
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(carrier(precision(fmt)), out_dtype)
-        product = torch.ops.aten.convolution.default(_batched(xq, ndim).to(dtype), wq.to(dtype), None, *geometry)
+        product = torch.ops.aten.convolution.default(
+            carry(_batched(xq, ndim), dtype), carry(wq, dtype), None, *geometry
+        )
         added = None if bias is None else bias.reshape(-1, *[1] * (ndim - 2))
         y = scaled(product, combined(x_scale, _per_channel(w_scale, ndim)), added, out_dtype)
         return y if xq.dim() == ndim else y.squeeze(0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
@@ -86,6 +87,9 @@ def _summed_exactly(xq: Tensor, wq: Tensor, row: Precision) -> bool:
     inner = xq.shape[1]
     if row.kind != "integer" or row.dtype != torch.int8 or inner * row.max**2 >= 2**31:
         return False
+    if xq.device.type == "cpu":
+        # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
+        return inner != 1
     # cuBLAS takes no other sizes.
     return xq.device.type != "cuda" or (xq.shape[0] > 16 and inner % 8 == 0 and wq.shape[0] % 8 == 0)
 
@@ -119,7 +123,7 @@ class _Linear(torch.autograd.Function):
         else:
             # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
             dtype = torch.promote_types(carrier(row), out_dtype)
-            product = rows.to(dtype) @ wq.to(dtype).t()
+            product = carry(rows, dtype) @ carry(wq, dtype).t()
         y = scaled(product, combined(_per_row(x_scale), _per_column(w_scale)), bias, out_dtype)
         return y.view(*xq.shape[:-1], wq.shape[0])
 

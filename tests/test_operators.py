@@ -1,0 +1,532 @@
+"""`qsync::linear` and `qsync::convolution`: forward and gradients against FP64, and everything that training asks of an operator."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings, strategies as st
+from products_in_fp64 import SEED, Operand, Product, operand
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.precision import FORMATS
+
+FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
+every_format = pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+STREAM = 5
+OUT = {name: FORMATS[FORMATS[name].output].dtype for name in FORMATS_OF_PRODUCTS}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The arguments of a convolution."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool = False
+    output_padding: list[int] = field(default_factory=lambda: [0])
+    groups: int = 1
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        padding = self.output_padding * (len(self.stride) if len(self.output_padding) == 1 else 1)
+        return self.stride, self.padding, self.dilation, self.transposed, padding, self.groups
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in a format: `geometry` is None for linear."""
+
+    fmt: str
+    geometry: Geometry | None = None
+    channel: bool = False
+    rounding: str = "stochastic"
+    out_dtype: torch.dtype | None = None
+
+    def operands(self, x: Tensor, weight: Tensor, seed: Tensor = SEED) -> tuple[Operand, Operand]:
+        keep_x, keep_weight = self.keep(x, weight) if self.channel else ([], [])
+        return (
+            operand(x, self.fmt, self.rounding, keep_x, 0, seed),
+            operand(weight, self.fmt, self.rounding, keep_weight, 1, seed),
+        )
+
+    def keep(self, x: Tensor, weight: Tensor) -> tuple[list[int], list[int]]:
+        if self.geometry is None:
+            return list(range(x.dim() - 1)), [0]
+        keep_x = [0] if x.dim() == weight.dim() else []
+        if self.geometry.transposed:
+            return keep_x, [1] if self.geometry.groups == 1 else []
+        return keep_x, [0]
+
+    def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED) -> tuple[Any, ...]:
+        a, b = self.operands(x, weight, seed)
+        geometry = () if self.geometry is None else self.geometry.arguments
+        out_dtype = self.out_dtype or OUT[self.fmt]
+        return (
+            x,
+            weight,
+            bias,
+            a.q,
+            a.scale,
+            b.q,
+            b.scale,
+            seed,
+            STREAM,
+            *geometry,
+            self.fmt,
+            self.rounding,
+            out_dtype,
+        )
+
+    @property
+    def operator(self) -> Any:
+        return (torch.ops.qsync.linear if self.geometry is None else torch.ops.qsync.convolution).default
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED) -> Tensor:
+        found: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
+        return found
+
+
+def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Asserts that output and gradients are what FP64 gives for the operands in the format."""
+    y = layer(x, weight, bias)
+    row, inputs = FORMATS[layer.fmt], [t for t in (x, weight, bias) if t is not None]
+    assert y.dtype == (layer.out_dtype or OUT[layer.fmt])
+    gradient = torch.randn_like(y)
+    found = torch.autograd.grad(y, inputs, gradient)
+    assert [t.dtype for t in found] == [t.dtype for t in inputs]
+    a, b = layer.operands(x, weight)
+    carrier = torch.promote_types(FORMATS[row.carrier].dtype, y.dtype)
+    narrow = None if row.dtype == torch.int8 and layer.geometry is None else carrier
+    forward, to_x, to_weight, spread = products(layer, x, weight)
+    shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
+    Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
+
+    # A scale that varies does so along the contracted dimension, and is in the rounded gradient then.
+    folds: dict[Any, Tensor | None] = {
+        "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
+        "weight": spread(a.scale, "activation") if a.scale is not None and a.scale.dim() else None,
+    }
+    rounded = round_gradients(gradient, folds, SEED, STREAM, layer.fmt, layer.rounding)
+    into = {role: Operand(*pair).value for role, pair in rounded.items()}
+    for_x = b.value if folds["activation"] is None else b.q.double()
+    for_weight = a.value if folds["weight"] is None else a.q.double()
+    carrier = FORMATS[row.carrier].dtype
+    Product.of(to_x, into["activation"], for_x).assert_met(found[0], carrier)
+    Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], carrier)
+    if bias is not None:
+        every = [
+            d for d in range(y.dim()) if d != (y.dim() - 1 if layer.geometry is None else y.dim() - weight.dim() + 1)
+        ]
+        ones = torch.ones((), dtype=torch.float64)
+        total = functools.partial(torch.sum, dim=every) if every else torch.clone
+        Product.of(lambda g, one: total(g * one), gradient.double(), ones).assert_met(found[2], None)
+
+
+def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
+    """Returns the three products of a layer in FP64, and how a scale is spread over the output."""
+    geometry = layer.geometry
+    if geometry is None:
+        return (
+            F.linear,
+            lambda g, w: g @ w,
+            lambda g, x: torch.einsum("...n,...k->nk", g, x),
+            lambda scale, role: scale.reshape(-1) if role == "weight" else scale,
+        )
+    ndim, arguments = weight.dim(), geometry.arguments
+
+    def batched(t: Tensor) -> Tensor:
+        return t if t.dim() == ndim else t[None]
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        y = torch.ops.aten.convolution(batched(a), b, None, *arguments)
+        return y if a.dim() == ndim else y[0]
+
+    def to_x(g: Tensor, b: Tensor) -> Tensor:
+        like = batched(torch.empty_like(x, dtype=torch.float64))
+        mask = [True, False, False]
+        return torch.ops.aten.convolution_backward(batched(g), like, b, None, *arguments, mask)[0].view(x.shape)
+
+    def to_weight(g: Tensor, a: Tensor) -> Tensor:
+        like, mask = torch.empty_like(weight, dtype=torch.float64), [False, True, False]
+        return torch.ops.aten.convolution_backward(batched(g), batched(a), like, None, *arguments, mask)[1]
+
+    return (
+        forward,
+        to_x,
+        to_weight,
+        lambda scale, role: scale.reshape(-1, *[1] * (ndim - 2)) if role == "weight" else scale,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_numbers() -> None:
+    print(f"torch.manual_seed({torch.seed()})")
+
+
+def leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()
+
+
+# Against FP64.
+
+
+@every_format
+@settings(max_examples=60)
+@given(
+    leading=st.lists(st.integers(0, 5), max_size=3),
+    inner=st.integers(0, 40),
+    channels=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    biased=st.booleans(),
+    channel=st.booleans(),
+    rounding=st.sampled_from(["stochastic", "nearest", "floor"]),
+    wide=st.booleans(),
+    across=st.booleans(),
+    turned=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_linear(
+    fmt: str,
+    leading: list[int],
+    inner: int,
+    channels: int,
+    dtype: torch.dtype,
+    biased: bool,
+    channel: bool,
+    rounding: str,
+    wide: bool,
+    across: bool,
+    turned: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(inner, *leading).movedim(0, -1) if turned else torch.randn(*leading, inner)
+    weight = torch.randn(inner, channels).t() if across else torch.randn(channels, inner)
+    bias = leaf(torch.randn(channels)) if biased else None
+    layer = Layer(fmt, None, channel, rounding, torch.float32 if wide else None)
+    assert_right(layer, leaf(x.to(dtype)), leaf(weight), bias)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
+    """Draws a geometry, input, weight, and the number of output channels."""
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    spatial, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    transposed = draw(st.booleans())
+
+    def each(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=spatial, max_size=spatial))
+
+    kernel, stride, padding, dilation, size = each(1, 3), each(1, 3), each(0, 2), each(1, 2), each(1, 7)
+    # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight gradients up in BF16.
+    output_padding = [draw(st.integers(0, step - 1)) for step in stride]
+    geometry = Geometry(stride, padding, dilation, transposed, output_padding if transposed else [0], groups)
+    inputs, outputs = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
+    shape = (inputs, outputs // groups) if transposed else (outputs, inputs // groups)
+    batch = draw(st.sampled_from([(), (0,), (1,), (3,)]))
+    x, weight = torch.randn(*batch, inputs, *size), torch.randn(*shape, *kernel)
+    for n, k, s, p, d, more in zip(size, kernel, stride, padding, dilation, output_padding, strict=True):
+        assume((n - 1) * s - 2 * p + d * (k - 1) + more + 1 > 0 if transposed else n + 2 * p - d * (k - 1) > 0)
+    if spatial == 2 and batch and draw(st.booleans()):
+        x = x.to(memory_format=torch.channels_last)
+    return geometry, x, weight, outputs
+
+
+@every_format
+@settings(max_examples=40)
+@given(
+    convolution=convolutions(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    biased=st.booleans(),
+    channel=st.booleans(),
+    rounding=st.sampled_from(["stochastic", "nearest", "floor"]),
+    wide=st.booleans(),
+)
+def test_convolution(
+    fmt: str,
+    convolution: tuple[Geometry, Tensor, Tensor, int],
+    dtype: torch.dtype,
+    biased: bool,
+    channel: bool,
+    rounding: str,
+    wide: bool,
+) -> None:
+    geometry, x, weight, outputs = convolution
+    bias = leaf(torch.randn(outputs)) if biased else None
+    layer = Layer(fmt, geometry, channel, rounding, torch.float32 if wide else None)
+    assert_right(layer, leaf(x.to(dtype)), leaf(weight), bias)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(65, 96, 33), (64, 768, 128)])
+@pytest.mark.parametrize("channel", [False, True])
+def test_linear_of_a_common_size(fmt: str, shape: tuple[int, int, int], channel: bool) -> None:
+    rows, inner, channels = shape
+    x, weight, bias = leaf(torch.randn(rows, inner)), leaf(torch.randn(channels, inner)), leaf(torch.randn(channels))
+    assert_right(Layer(fmt, channel=channel), x, weight, bias)
+
+
+@every_format
+@pytest.mark.parametrize("groups", [1, 16])
+def test_convolution_of_a_common_size(fmt: str, groups: int) -> None:
+    x = leaf(torch.randn(2, 16, 15, 13).to(memory_format=torch.channels_last))
+    geometry = Geometry([2, 2], [1, 1], [1, 1], groups=groups)
+    assert_right(Layer(fmt, geometry), x, leaf(torch.randn(32, 16 // groups, 3, 3)), leaf(torch.randn(32)))
+
+
+@pytest.mark.parametrize(("inner", "unit"), [(133_143, True), (133_144, True), (133_145, False), (200_000, False)])
+def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit: bool) -> None:
+    x, weight = torch.ones(1, inner), torch.ones(2, inner)
+    assert (inner * 127**2 < 2**31) == unit
+    with recorded() as calls:
+        y = Layer("int8", out_dtype=torch.float32)(x, weight)
+    assert ("aten::_int_mm" in calls) == unit
+    # Integers are summed exactly; FP32 loses up to half a last place with each of the equal summands.
+    torch.testing.assert_close(y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0)
+
+
+# Values that are no ordinary numbers.
+
+
+@every_format
+def test_zeros_give_the_bias(fmt: str) -> None:
+    x, weight, bias = torch.zeros(3, 4, 5), torch.randn(2, 5), torch.randn(2).to(OUT[fmt])
+    assert torch.equal(Layer(fmt)(x, weight, bias), bias.expand(3, 4, 2))
+    assert torch.equal(Layer(fmt)(torch.randn(7, 5), torch.zeros(2, 5), bias), bias.expand(7, 2))
+    geometry = Geometry([1], [0], [1])
+    assert torch.equal(Layer(fmt, geometry)(x, torch.randn(2, 4, 3), bias), bias[:, None].expand(3, 2, 3))
+
+
+@every_format
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen(fmt: str, bad: float) -> None:
+    x, weight = leaf(torch.randn(4, 6)), leaf(torch.randn(3, 6))
+    spoilt = x.detach().clone()
+    spoilt[2, 1] = bad
+    for layer in (Layer(fmt), Layer(fmt, channel=True)):
+        y = layer(spoilt, weight)
+        assert not y[2].isfinite().any()
+        # A row with a scale of its own is spoilt alone, and so is every one where there are no scales.
+        alone = layer.channel or not FORMATS[fmt].scaled
+        assert y[[0, 1, 3]].isfinite().all() == alone
+        good = layer(x, weight)
+        gradient = torch.ones_like(good)
+        gradient[1, 0] = bad
+        for found in torch.autograd.grad(good, (x, weight), gradient):
+            assert not found.isfinite().all()
+    image, kernel = torch.randn(2, 3, 5), leaf(torch.randn(4, 3, 3))
+    image[0, 0, 0] = bad
+    y = Layer(fmt, Geometry([1], [0], [1]))(image, kernel)
+    assert not y[0, :, 0].isfinite().any()
+
+
+# What training asks.
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Yields the operators that are called, by name."""
+    calls: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield calls
+
+
+@every_format
+def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
+    x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
+    roundings = {"fp8": "qsync::quantize", "fp8_e5m2": "qsync::quantize", "tf32": "qsync::round"}.get(fmt)
+    for channel, needed in itertools.product((False, True), itertools.product((False, True), repeat=3)):
+        if not any(needed):
+            continue
+        inputs = [t.clone().requires_grad_(need) for t, need in zip((x, weight, bias), needed, strict=True)]
+        layer = Layer(fmt, channel=channel)
+        y = layer(*inputs)
+        with recorded() as calls:
+            y.backward(torch.randn_like(y))
+        assert [t.grad is not None for t in inputs] == list(needed)
+        assert calls.count("aten::mm") == sum(needed[:2])
+        # One rounding serves both products, unless each has a scale of its own multiplied in.
+        each = channel and FORMATS[fmt].scaled
+        expected = sum(needed[:2]) if each else min(1, sum(needed[:2]))
+        assert roundings is None or calls.count(roundings) == expected
+
+
+def test_a_convolution_computes_both_gradients_in_one_call() -> None:
+    x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
+    for channel, needed in itertools.product((False, True), ((True, True), (True, False), (False, True))):
+        inputs = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
+        y = Layer("int8", Geometry([1], [0], [1]), channel)(*inputs)
+        with recorded() as calls:
+            y.backward(torch.randn_like(y))
+        assert [t.grad is not None for t in inputs] == list(needed)
+        assert calls.count("aten::convolution_backward") == (2 if channel and all(needed) else 1)
+
+
+def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Returns the bytes that `call` keeps for the backward pass, and its result."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    return sum(storages.values()), result
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+@pytest.mark.parametrize("partitioner", [None, "aot_eager", "aot_eager_decomp_partition"])
+def test_operands_are_saved_in_their_format(fmt: str, partitioner: str | None) -> None:
+    """The last one chooses what to save as Inductor does."""
+    x, weight = leaf(torch.randn(64, 128)), leaf(torch.randn(32, 128))
+    image, kernel = leaf(torch.randn(4, 16, 9, 9)), leaf(torch.randn(8, 16, 3, 3))
+    small = 128  # bytes for scales and seed
+    for layer, a, b in ((Layer(fmt), x, weight), (Layer(fmt, Geometry([1, 1], [1, 1], [1, 1])), image, kernel)):
+        run = torch.compile(layer.__call__, backend=partitioner, fullgraph=True) if partitioner else layer
+        saved, y = saved_bytes(functools.partial(run, a, b))
+        assert a.numel() + b.numel() <= saved <= a.numel() + b.numel() + small
+        y.sum().backward()
+    frozen, _ = saved_bytes(lambda: Layer(fmt)(x, weight.detach()))
+    assert frozen <= weight.numel() + small
+    frozen, _ = saved_bytes(lambda: Layer(fmt)(x.detach(), weight))
+    assert frozen <= x.numel() + small
+
+
+@every_format
+def test_channels_last_stays(fmt: str) -> None:
+    x = leaf(torch.randn(2, 8, 7, 5).to(memory_format=torch.channels_last))
+    y = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]))(x, leaf(torch.randn(16, 8, 3, 3)))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
+@every_format
+def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
+    x, weight = leaf(torch.randn(5, 8)), leaf(torch.randn(8, 8))
+
+    def block(x: Tensor) -> Tensor:
+        return Layer(fmt)(F.gelu(Layer(fmt)(x, weight)), weight)
+
+    expected = torch.autograd.grad(block(x).float().square().sum(), (x, weight))
+    found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).float().square().sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight = leaf(torch.randn(5, 8)), leaf(torch.randn(3, 8))
+    (gradient,) = torch.autograd.grad(Layer("int8")(x, weight).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+# torch.compile.
+
+# The schema check compares inputs before and after with `allclose`, which torch does not have for FP8. The schema is the same for all.
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+
+
+@every_format
+@pytest.mark.parametrize(("rounding", "channel"), [("stochastic", False), ("nearest", True)])
+def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
+    checks = CHECKS if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float" else ("test_schema", *CHECKS)
+    transposed = Geometry([2], [1], [1], True, [1], 2)
+    cases = (
+        (Layer(fmt, None, channel, rounding), (5, 6), (7, 6)),
+        (Layer(fmt, None, channel, rounding), (2, 3, 6), (7, 6)),
+        (Layer(fmt, Geometry([2, 1], [1, 0], [1, 2]), channel, rounding), (2, 4, 7, 6), (6, 4, 3, 2)),
+        (Layer(fmt, transposed, channel, rounding), (3, 4, 5), (4, 3, 3)),
+    )
+    for layer, shape, weight_shape in cases:
+        x, weight, outputs = torch.randn(shape), torch.randn(weight_shape), 7 if layer.geometry is None else 6
+        arguments = layer.arguments(
+            x.requires_grad_(), weight.requires_grad_(), torch.randn(outputs, requires_grad=True)
+        )
+        torch.library.opcheck(layer.operator, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_carry_is_a_conversion_that_torch_accepts(dtype: torch.dtype) -> None:
+    q = torch.randint(-7, 8, (2, 3, 4, 5)).to(dtype).to(memory_format=torch.channels_last)
+    found = torch.ops.qsync.carry.default(q, torch.bfloat16)
+    assert torch.equal(found, q.to(torch.bfloat16))
+    assert found.stride() == q.stride()
+    torch.library.opcheck(torch.ops.qsync.carry.default, (q, torch.bfloat16), test_utils=CHECKS)
+
+
+def network(fmt: str, channel: bool, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
+    y = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel)(x, kernel, None, seed)
+    return Layer(fmt, None, channel)(F.relu(y).mean((2, 3)), weight, bias, seed)
+
+
+def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    y = run(*inputs)
+    return [y, *torch.autograd.grad(y.float().square().sum(), [t for t in inputs if t.requires_grad])]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "channel", "inner"),
+    [
+        *((fmt, channel, "aot_eager") for fmt in FORMATS_OF_PRODUCTS for channel in (False, True)),
+        ("int8", False, "inductor"),
+    ],
+)
+def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(inner)
+    plain = functools.partial(network, fmt, channel)
+    run = torch.compile(plain, backend=counter, fullgraph=True)
+    parameters = [leaf(torch.randn(shape)) for shape in ((6, 4, 3, 3), (5, 6), (5,))]
+    for batch in (4, 7, 2, 9):
+        x = leaf(torch.randn(batch, 4, 8, 8).to(memory_format=torch.channels_last))
+        torch._dynamo.mark_dynamic(x, 0)
+        seed = torch.randint(2**62, [1])
+        found, expected = (step(f, (x, *parameters, seed)) for f in (run, plain))
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert one.stride() == other.stride()
+            if inner == "aot_eager":
+                assert torch.equal(one, other)
+            else:
+                # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.
+                torch.testing.assert_close(one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item())
+    assert counter.frame_count == 1
+
+
+# CUDA takes the integer unit only for some sizes. Shapes and types can be followed without a device.
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "channels", "unit"), [(32, 16, 8, True), (16, 16, 8, False), (32, 12, 8, False)]
+)
+def test_cublas_gets_no_integer_product_that_it_refuses(rows: int, inner: int, channels: int, unit: bool) -> None:
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
+        xq, wq = torch.empty(rows, inner, dtype=torch.int8), torch.empty(channels, inner, dtype=torch.int8)
+        x, weight, scale = torch.empty(rows, inner), torch.empty(channels, inner), torch.empty(())
+        seed = torch.empty(1, dtype=torch.int64)
+        with recorded() as calls:
+            torch.ops.qsync.linear.default(
+                x, weight, None, xq, scale, wq, scale, seed, 0, "int8", "nearest", torch.bfloat16
+            )
+    assert ("aten::_int_mm" in calls) == unit
+    assert ("aten::mm" in calls) != unit

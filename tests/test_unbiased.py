@@ -1,0 +1,133 @@
+"""Stochastic rounding is unbiased through whole operators: the mean over many roundings is what FP32 gives (QSync, section IV-A).
+
+The mean of N results lies within a few standard errors of its expectation, so `z = (mean - exact) / standard error` is what is tested.
+What is rounded to a 16-bit carrier is rounded to the nearest, and that error need not average out. Where products are exact in
+the carrier nothing of it is there; elsewhere it is allowed on top: one unit of the product, and where a scale per channel is multiplied
+into a gradient that is then rounded to BF16, one unit of each summand. Random numbers are the same in each run: a test of this kind would
+else fail by chance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products_in_fp64 import operand, unit
+from torch import Tensor
+
+from qsync_fx.precision import FORMATS
+
+FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
+ROUNDINGS = 250
+LARGEST_Z = 5.0
+
+Run = Callable[..., Tensor]
+
+
+def greatest_z(draws: Iterable[Tensor], exact: Tensor, allowed: Tensor | float = 0.0) -> float:
+    """Returns the largest distance of the mean from `exact`, less what is allowed, in standard errors."""
+    values = torch.stack([draw.double() for draw in draws])
+    error = (values.mean(0) - exact).abs() - allowed
+    # Values that are never rounded differ from the exact ones by FP32's rounding only.
+    least = 2.0**-20 * exact.abs().max()
+    return (error / (values.std(0) / len(values) ** 0.5).clamp(min=least)).max().item()
+
+
+def seeds() -> list[Tensor]:
+    return [torch.tensor([seed]) for seed in range(ROUNDINGS)]
+
+
+def linear(fmt: str, rounding: str, channel: bool) -> Run:
+    def run(x: Tensor, weight: Tensor, seed: Tensor) -> Tensor:
+        a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
+        b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
+        how = fmt, rounding, torch.float32
+        y: Tensor = torch.ops.qsync.linear.default(x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how)
+        return y
+
+    return run
+
+
+def convolution(fmt: str, rounding: str, channel: bool) -> Run:
+    def run(x: Tensor, weight: Tensor, seed: Tensor) -> Tensor:
+        a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
+        b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
+        how = [2], [1], [1], False, [0], 1, fmt, rounding, torch.float32
+        y: Tensor = torch.ops.qsync.convolution.default(x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how)
+        return y
+
+    return run
+
+
+def strided(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv1d(x, weight, None, 2, 1)
+
+
+LAYERS = {"linear": (linear, F.linear, (6, 9), (4, 9)), "convolution": (convolution, strided, (3, 4, 7), (5, 4, 3))}
+
+
+def results(layer: str, fmt: str, rounding: str, channel: bool) -> list[tuple[list[Tensor], Tensor, Tensor]]:
+    """Returns for output and both gradients: one for each seed, what they are in FP64, and what carriers may add."""
+    make, plain, shape, weight_shape = LAYERS[layer]
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(weight_shape, requires_grad=True)
+    run = make(fmt, rounding, channel)
+    # Exact in BF16.
+    gradient = torch.randn(plain(x, weight).shape).bfloat16().float()
+
+    exact = all_of(plain, x.double(), weight.double(), gradient.double())
+    magnitude = all_of(plain, x.double().abs(), weight.double().abs(), gradient.double().abs())
+    row = FORMATS[fmt]
+    one = unit(FORMATS[row.carrier].dtype)
+    allowed = [
+        one * (m if channel and FORMATS[row.gradient].plain else e.abs()) for m, e in zip(magnitude, exact, strict=True)
+    ]
+    # The output is FP32 here, and so is what it is computed in.
+    allowed[0] = torch.zeros_like(exact[0])
+    found = [all_of(functools.partial(run, seed=seed), x, weight, gradient) for seed in seeds()]
+    return [(list(draws), e, a) for draws, e, a in zip(zip(*found, strict=True), exact, allowed, strict=True)]
+
+
+def all_of(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
+    y = layer(x, weight)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), gradient)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+@pytest.mark.parametrize("channel", [False, True])
+def test_output_and_gradients_are_right_on_average(layer: str, fmt: str, channel: bool) -> None:
+    for draws, exact, allowed in results(layer, fmt, "stochastic", channel):
+        assert greatest_z(draws, exact, allowed) < LARGEST_Z
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+def test_the_test_sees_a_bias(layer: str, fmt: str) -> None:
+    for draws, exact, allowed in results(layer, fmt, "floor", False):
+        assert greatest_z(draws, exact, allowed) > 3 * LARGEST_Z
+
+
+def test_gradients_that_are_exact_in_the_carrier_have_no_bias_left() -> None:
+    torch.manual_seed(0)
+    # Products of levels with 1 and -1, two or three of them: whole numbers that BF16 holds, and FP8 times E5M2 has seven bits.
+    x, weight = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5, requires_grad=True)
+    gradient = torch.tensor([[1.0, -1.0], [1.0, 0.0]])
+    exact = torch.autograd.grad(F.linear(x.double(), weight.double()), (x, weight), gradient.double())
+    run = linear("int8", "stochastic", False)
+    draws = [torch.autograd.grad(run(x, weight, seed), (x, weight), gradient) for seed in seeds()]
+    for found, expected in zip(zip(*draws, strict=True), exact, strict=True):
+        assert greatest_z(found, expected.double()) < LARGEST_Z
+
+
+def test_a_gradient_in_fp8_has_no_bias_left_where_the_product_is_exact() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 5, requires_grad=True), torch.randn(1, 5, requires_grad=True)
+    gradient = torch.randn(8, 1)
+    exact = gradient.double() @ weight.detach().double()
+    run = linear("fp8", "stochastic", False)
+    draws = [torch.autograd.grad(run(x, weight, seed), x, gradient)[0] for seed in seeds()]
+    assert greatest_z(draws, exact) < LARGEST_Z
