@@ -1,0 +1,164 @@
+"""The images that the demo trains on: files in MNIST's format, or the digits that scikit-learn ships.
+
+Invariant: whatever is wrong with a file raises before a process is started, and the error names the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qsync_fx.errors import QSyncError
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts it."""
+
+_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_SMALLEST, _LARGEST = 8, 128
+
+
+class DataError(QSyncError):
+    """A file or folder of images that is missing, damaged or of another format."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images and labels.
+
+    Attributes:
+        name: what they are, for reports.
+        train, test: images, uint8 of shape (number, 1, height, width), and labels, int64 of shape (number,).
+        epochs, batch: how long to train on them, and the batch of each rank, unless the user says otherwise.
+    """
+
+    name: str
+    train: tuple[torch.Tensor, torch.Tensor]
+    test: tuple[torch.Tensor, torch.Tensor]
+    epochs: int
+    batch: int
+
+    @property
+    def classes(self) -> int:
+        return int(max(self.train[1].max(), self.test[1].max())) + 1
+
+    def normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Returns images as float32 with the mean 0 and the standard deviation 1 of the training images."""
+        mean, deviation = self._statistics
+        return images.float().sub_(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
+
+    @functools.cached_property
+    def _statistics(self) -> tuple[float, float]:
+        counts = torch.bincount(self.train[0].flatten(), minlength=256).double()
+        levels = torch.arange(256, dtype=torch.float64)
+        mean = float((counts * levels).sum() / counts.sum())
+        variance = float((counts * (levels - mean) ** 2).sum() / counts.sum())
+        return mean, max(math.sqrt(variance), 1.0)
+
+    def subset(self, samples: int, seed: int) -> Data:
+        """Returns the data with `samples` of the training images, drawn at random."""
+        chosen = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed))[:samples]
+        return Data(self.name, (self.train[0][chosen], self.train[1][chosen]), self.test, self.epochs, self.batch)
+
+
+def load(source: str | None) -> Data:
+    """Reads the images.
+
+    Args:
+        source: a folder with the four files of MNIST's format, plain or .gz; "digits"; None for Fashion-MNIST where it is
+            installed, else the digits.
+
+    Raises:
+        DataError: there is no such data, or it cannot be read.
+    """
+    if source == "digits" or (source is None and not FASHION_MNIST.is_dir()):
+        return _digits()
+    folder = FASHION_MNIST if source is None else Path(source)
+    files = _found(folder)
+    train, test = _pair(files[0], files[1]), _pair(files[2], files[3])
+    if train[0].shape[1:] != test[0].shape[1:]:
+        raise DataError(
+            "training and test images are of different sizes", where=str(folder), do="take files of one set"
+        )
+    name = "Fashion-MNIST" if folder.name.lower() == "fashion-mnist" else folder.resolve().name
+    return Data(name, train, test, epochs=4, batch=128)
+
+
+def _digits() -> Data:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise DataError(
+            "neither Fashion-MNIST nor scikit-learn is installed",
+            where=str(FASHION_MNIST),
+            do="apt-get install dataset-fashion-mnist, or make setup, or give --data PATH",
+        ) from error
+    found = load_digits()
+    images = torch.from_numpy((found.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
+    labels = torch.from_numpy(found.target.astype(np.int64))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[len(order) // 5 :], order[: len(order) // 5]
+    name = "scikit-learn's digits"
+    return Data(name, (images[train], labels[train]), (images[test], labels[test]), epochs=20, batch=32)
+
+
+def _found(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise DataError("there is no such folder", where=str(folder), do="give a folder, or --data digits")
+    files: list[Path] = []
+    for name in _FILES:
+        either = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
+        if not either:
+            raise DataError(
+                f"the folder has no {name}[.gz]",
+                where=str(folder),
+                do=f"give a folder with the four files of MNIST's format: {', '.join(_FILES)}",
+            )
+        files.append(either[0])
+    return files
+
+
+def _pair(images_file: Path, labels_file: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = _idx(images_file, 3), _idx(labels_file, 1)
+    if len(images) != len(labels) or not len(labels):
+        raise DataError(
+            f"{len(images)} images have {len(labels)} labels",
+            where=f"{images_file}, {labels_file.name}",
+            do="take both files from one set",
+        )
+    if not all(_SMALLEST <= size <= _LARGEST for size in images.shape[1:]):
+        raise DataError(
+            f"the images are {images.shape[1]} x {images.shape[2]}",
+            where=str(images_file),
+            do=f"give images of {_SMALLEST} to {_LARGEST} pixels a side",
+        )
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+
+
+def _idx(path: Path, dimensions: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Reads an array of bytes: two zeros, the type 8, the number of dimensions, the big-endian sizes, the values."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path), do="fetch it again") from error
+    start = 4 + 4 * dimensions
+    if content[:4] != bytes((0, 0, 8, dimensions)) or len(content) < start:
+        raise DataError(
+            f"the file does not begin as MNIST's format does, with {dimensions} dimensions of bytes",
+            where=str(path),
+            do="fetch it again, or give another folder",
+        )
+    sizes = [int(size) for size in np.frombuffer(content, ">u4", dimensions, 4)]
+    if len(content) - start != math.prod(sizes):
+        raise DataError(
+            f"the file holds {len(content) - start} values, and says that it holds {math.prod(sizes)}",
+            where=str(path),
+            do="fetch it again: it is cut off or damaged",
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(sizes).copy()

@@ -1,0 +1,44 @@
+"""The model of the demo: a residual network (He et al., 2016, basic blocks) for small grey images.
+
+Invariant: nothing in here knows of precisions. The plan and the backend bring them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions and a way around them; float (batch, ins, h, w) -> (batch, outs, h / stride, w / stride)."""
+
+    def __init__(self, ins: int, outs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(ins, outs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outs)
+        self.conv2 = nn.Conv2d(outs, outs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outs)
+        self.shortcut = nn.Identity() if stride == 1 and ins == outs else nn.Conv2d(ins, outs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, three stages of one block each, and a linear head; float (batch, 1, h, w) -> (batch, classes)."""
+
+    def __init__(self, classes: int, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.stage1 = Block(width, width, 1)
+        self.stage2 = Block(width, 2 * width, 2)
+        self.stage3 = Block(2 * width, 4 * width, 2)
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = self.stage3(self.stage2(self.stage1(x)))
+        return self.head(x.mean((2, 3)))
