@@ -241,32 +241,34 @@ def _biased_without_weight(call: Call) -> bool:
     return call.target is aten.native_layer_norm.default and call.args[2] is None
 
 
-def step(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> float:
-    """Returns the largest difference of finite values in units of the type's step at the largest of them; inf where only one is finite."""
+def steps_apart(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float) -> float:
+    """Returns the largest difference of finite values, in steps of the type at the largest value (or at `least`)."""
     first, second = first.detach().float(), second.detach().float()
     finite = second.isfinite()
     if (finite & ~first.isfinite()).any():
         return math.inf
-    if not finite.any() or not (largest := second[finite].abs().max()):
+    largest = max(float(second[finite].abs().max()) if finite.any() else 0.0, least)
+    if not largest or not finite.any():
         return 0.0
-    return float((first - second)[finite].abs().max() / largest / torch.finfo(dtype).eps)
+    return float((first - second)[finite].abs().max()) / largest / torch.finfo(dtype).eps
 
 
 # Said by autograd of what has no derivative, and of arguments that are random numbers rather than data.
 NO_BACKWARD = ("derivative for", "not differentiable")
 # Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of several rounded values;
-# a softmax passes on differences of incoming gradients, which are alike here.
+# the CPU adds up a product of two vectors in their own type.
 STEPS = 3.0
 LOOSE = {
     "aten::addcdiv": 8.0,
     "aten::addcmul": 4.0,
     "aten::div": 4.0,
     "aten::divide": 4.0,
+    "aten::inner": 16.0,
     "aten::true_divide": 4.0,
-    "aten::softmax": 24.0,
-    "aten::_safe_softmax": 24.0,
-    "aten::_softmax": 24.0,
 }
+# What a softmax passes on is a difference of incoming gradients, near nothing where it is saturated. Its outputs and the
+# incoming gradients are near 1, and that is what its errors are held against.
+NEAR_ONE = frozenset({"aten::softmax", "aten::_softmax", "aten::_safe_softmax"})
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -290,7 +292,10 @@ def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> No
         expected = forward_and_backward(exact, row)
         kinds[row.kind].add(name)
         pairs = [*zip(found[0], expected[0], strict=True), *zip(found[1], expected[1], strict=True)]
-        worst = max((step(a, b, dtype) for a, b in pairs if a is not None and b is not None), default=0.0)
+        worst = max(
+            (steps_apart(a, b, dtype, float(name in NEAR_ONE)) for a, b in pairs if a is not None and b is not None),
+            default=0.0,
+        )
         if worst > LOOSE.get(name, STEPS):
             wrong.add(f"{call.target}: off by {worst:.1f} steps of {dtype}")
     assert not wrong, "\n".join(sorted(wrong))
