@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         PrecisionError as PrecisionError,
         QSyncError as QSyncError,
     )
-    from qsync_fx.explain import Explanation as Explanation, explain as explain
+    from qsync_fx.explanation import Explanation as Explanation, explain as explain
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
     from qsync_fx.opid import OpId as OpId
     from qsync_fx.options import Options as Options
@@ -33,7 +33,7 @@ _HOMES = {
     **dict.fromkeys(
         ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PassError", "DeviceError"), "qsync_fx.errors"
     ),
-    **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explain"),
+    **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
     "OpId": "qsync_fx.opid",
@@ -48,7 +48,7 @@ __all__ = ["__version__", *sorted(_HOMES)]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'qsync_fx' has no attribute {name!r}")
-    # A submodule may have the name of what it holds (explain.explain): the name must stay the thing, not the module.
+    # No submodule may have the name of what it holds: importing it would put the module in place of the thing.
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -22,7 +22,7 @@ from qsync_fx.options import DOCUMENTED
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qsync_fx.explain import Explanation
+    from qsync_fx.explanation import Explanation
     from qsync_fx.graph import Operator
 
 _ABOUT = """\
@@ -148,7 +148,7 @@ class _Version(argparse.Action):
 def _inspect(arguments: argparse.Namespace) -> None:
     import torch
 
-    from qsync_fx.explain import explain
+    from qsync_fx.explanation import explain
     from qsync_fx.model_reference import load
 
     named = ("precision", "plan", "rounding", "scaling", "exact", "passes")

@@ -113,6 +113,7 @@ def with_outputs(page: str, outputs: list[str]) -> str:
         if block.runs:
             last = next(printed)
         elif block.is_output:
+            assert last.strip(), f"the block before this output printed nothing:\n{page[: block.start][-300:]}"
             parts += [page[at : block.start], last.strip("\n") + "\n"]
             at = block.end
     return "".join([*parts, page[at:]])

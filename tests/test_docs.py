@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import pages
 import pytest
 import torch
 
+import qsync_fx
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.devices import Support, support
 from qsync_fx.ops import Kind, table
@@ -305,7 +307,7 @@ LAYERS = (
     "backend.operators",
     "passes",
     "backend.compile backend.entry",
-    "explain report",
+    "explanation report",
     "doctor model_reference cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
@@ -347,3 +349,9 @@ def test_the_page_on_architecture_tells_the_layers() -> None:
     text = PAGES["architecture"].read_text()
     told = [re.findall(r"`([\w.]+)`", line) for line in re.findall(r"^\d+\. (.+)$", text, flags=re.MULTILINE)]
     assert [" ".join(names) for names in told] == list(LAYERS)
+
+
+def test_no_module_hides_a_name_of_the_package() -> None:
+    """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
+    modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
+    assert not modules & set(qsync_fx.__all__)

@@ -14,7 +14,7 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.precision import Precision
 
 if TYPE_CHECKING:
-    from qsync_fx.explain import Explanation
+    from qsync_fx.explanation import Explanation
 
 
 def dot(explanation: Explanation) -> str:

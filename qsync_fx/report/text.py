@@ -19,7 +19,7 @@ from qsync_fx.ops import Kind
 from qsync_fx.report.numbers import short
 
 if TYPE_CHECKING:
-    from qsync_fx.explain import Explanation
+    from qsync_fx.explanation import Explanation
 
 
 def explanation_text(explanation: Explanation) -> str:
@@ -43,7 +43,7 @@ def explanation_table(explanation: Explanation) -> RenderableType:
 
 
 def _cells(operator: Operator) -> tuple[str, ...]:
-    from qsync_fx.explain import line_of
+    from qsync_fx.explanation import line_of
 
     note = operator.note
     cost = note.cost
