@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.backend.operators.lowering import Lowering, Role
 from qsync_fx.graph import Note, PrecisionGraph, format_of, is_float
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.passes.inplace import in_place, writes
+from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.retrace import is_switch
 from qsync_fx.precision import Precision, precision_of
 
@@ -89,7 +89,9 @@ class _Inserter:
         elif note.kind is Kind.DEPENDENT and note.precision is not None:
             self._map(node, functools.partial(self._promote, node, note.precision))
         else:
-            self._map(node, lambda used: self.cast(node, used, self.own.get(used)))
+            own = format_of(self.values[node])
+            wider = note.precision.dtype if note.precision is not None and note.precision is not own else None
+            self._map(node, lambda used: self.cast(node, used, wider or self.own.get(used)))
         self._refresh(node, force=(node.args, node.kwargs) != before)
         self._output(node, note)
 
@@ -156,11 +158,13 @@ class _Inserter:
     def cast(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """Returns `used` converted to `dtype`, by a new cast before `before` or one made earlier."""
         value = self.graph.value(used)
-        if dtype is None or not is_float(value) or value.dtype is dtype or precision_of(value.dtype) is None:
+        if dtype is None or not is_float(value) or precision_of(value.dtype) is None:
             return used
         origin = self._origin(used)
         if _dtype(self.graph.value(origin)) is dtype:
             return origin
+        if value.dtype is dtype and "qsync_autocast" not in used.meta:  # those give way to casts that are shared
+            return used
         key = (origin, dtype, self.epoch)
         if key not in self.made:
             with self.graph.graph.inserting_before(before):

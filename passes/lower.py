@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.backend.operators.lowering import Lowering, Operands
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.passes.lowering import Lowering, Operands
 from qsync_fx.precision import FORMATS
 
 

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
-from qsync_fx.backend.operators.lowering import Lowering
 from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.options import Options
@@ -23,6 +22,7 @@ from qsync_fx.passes.classify import Classify
 from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.lower import Lower
+from qsync_fx.passes.lowering import Lowering
 from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.verify import verify
 

@@ -13,8 +13,8 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from qsync_fx.backend.operators.lowering import Lowering, Operands, Role
 from qsync_fx.errors import QSyncError
+from qsync_fx.passes.lowering import Lowering, Operands, Role
 
 __all__ = ["Lowering", "Operands", "Role", "lowerings"]
 

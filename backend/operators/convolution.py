@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.precision import precision
 
 

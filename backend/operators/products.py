@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.lowering import Role
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.round import round_to
+from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import FORMATS, Precision, precision
 
 BACKWARD_STREAMS: Final = 1 << 30
