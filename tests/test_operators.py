@@ -1,102 +1,21 @@
-"""`qsync::linear` and `qsync::convolution`: forward and gradients against FP64, and everything that training asks of an operator."""
+"""`qsync::linear` and `qsync::convolution`: forward and gradients against FP64."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings, strategies as st
-from products_in_fp64 import SEED, Operand, Product, operand
+from lowered_layers import OUT, STREAM, Geometry, Layer, every_format, leaf, recorded
+from products_in_fp64 import SEED, Operand, Product
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from qsync_fx.backend.operators.products import round_gradients
 from qsync_fx.precision import FORMATS
-
-FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
-every_format = pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
-STREAM = 5
-OUT = {name: FORMATS[FORMATS[name].output].dtype for name in FORMATS_OF_PRODUCTS}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The arguments of a convolution."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool = False
-    output_padding: list[int] = field(default_factory=lambda: [0])
-    groups: int = 1
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        padding = self.output_padding * (len(self.stride) if len(self.output_padding) == 1 else 1)
-        return self.stride, self.padding, self.dilation, self.transposed, padding, self.groups
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer in a format: `geometry` is None for linear."""
-
-    fmt: str
-    geometry: Geometry | None = None
-    channel: bool = False
-    rounding: str = "stochastic"
-    out_dtype: torch.dtype | None = None
-
-    def operands(self, x: Tensor, weight: Tensor, seed: Tensor = SEED) -> tuple[Operand, Operand]:
-        keep_x, keep_weight = self.keep(x, weight) if self.channel else ([], [])
-        return (
-            operand(x, self.fmt, self.rounding, keep_x, 0, seed),
-            operand(weight, self.fmt, self.rounding, keep_weight, 1, seed),
-        )
-
-    def keep(self, x: Tensor, weight: Tensor) -> tuple[list[int], list[int]]:
-        if self.geometry is None:
-            return list(range(x.dim() - 1)), [0]
-        keep_x = [0] if x.dim() == weight.dim() else []
-        if self.geometry.transposed:
-            return keep_x, [1] if self.geometry.groups == 1 else []
-        return keep_x, [0]
-
-    def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED) -> tuple[Any, ...]:
-        a, b = self.operands(x, weight, seed)
-        geometry = () if self.geometry is None else self.geometry.arguments
-        out_dtype = self.out_dtype or OUT[self.fmt]
-        return (
-            x,
-            weight,
-            bias,
-            a.q,
-            a.scale,
-            b.q,
-            b.scale,
-            seed,
-            STREAM,
-            *geometry,
-            self.fmt,
-            self.rounding,
-            out_dtype,
-        )
-
-    @property
-    def operator(self) -> Any:
-        return (torch.ops.qsync.linear if self.geometry is None else torch.ops.qsync.convolution).default
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED) -> Tensor:
-        found: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
-        return found
 
 
 def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -174,13 +93,6 @@ def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Ten
 @pytest.fixture(autouse=True)
 def _fresh_numbers() -> None:
     print(f"torch.manual_seed({torch.seed()})")
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
-
-
-# Against FP64.
 
 
 @every_format
@@ -331,186 +243,6 @@ def test_what_is_not_finite_is_seen(fmt: str, bad: float) -> None:
     image[0, 0, 0] = bad
     y = Layer(fmt, Geometry([1], [0], [1]))(image, kernel)
     assert not y[0, :, 0].isfinite().any()
-
-
-# What training asks.
-
-
-@contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Yields the operators that are called, by name."""
-    calls: list[str] = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield calls
-
-
-@every_format
-def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
-    x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
-    roundings = {"fp8": "qsync::quantize", "fp8_e5m2": "qsync::quantize", "tf32": "qsync::round"}.get(fmt)
-    for channel, needed in itertools.product((False, True), itertools.product((False, True), repeat=3)):
-        if not any(needed):
-            continue
-        inputs = [t.clone().requires_grad_(need) for t, need in zip((x, weight, bias), needed, strict=True)]
-        layer = Layer(fmt, channel=channel)
-        y = layer(*inputs)
-        with recorded() as calls:
-            y.backward(torch.randn_like(y))
-        assert [t.grad is not None for t in inputs] == list(needed)
-        assert calls.count("aten::mm") == sum(needed[:2])
-        # One rounding serves both products, unless each has a scale of its own multiplied in.
-        each = channel and FORMATS[fmt].scaled
-        expected = sum(needed[:2]) if each else min(1, sum(needed[:2]))
-        assert roundings is None or calls.count(roundings) == expected
-
-
-def test_a_convolution_computes_both_gradients_in_one_call() -> None:
-    x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
-    for channel, needed in itertools.product((False, True), ((True, True), (True, False), (False, True))):
-        inputs = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
-        y = Layer("int8", Geometry([1], [0], [1]), channel)(*inputs)
-        with recorded() as calls:
-            y.backward(torch.randn_like(y))
-        assert [t.grad is not None for t in inputs] == list(needed)
-        assert calls.count("aten::convolution_backward") == (2 if channel and all(needed) else 1)
-
-
-def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    """Returns the bytes that `call` keeps for the backward pass, and its result."""
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = call()
-    return sum(storages.values()), result
-
-
-@pytest.mark.parametrize("fmt", ["int8", "fp8"])
-@pytest.mark.parametrize("partitioner", [None, "aot_eager", "aot_eager_decomp_partition"])
-def test_operands_are_saved_in_their_format(fmt: str, partitioner: str | None) -> None:
-    """The last one chooses what to save as Inductor does."""
-    x, weight = leaf(torch.randn(64, 128)), leaf(torch.randn(32, 128))
-    image, kernel = leaf(torch.randn(4, 16, 9, 9)), leaf(torch.randn(8, 16, 3, 3))
-    small = 128  # bytes for scales and seed
-    for layer, a, b in ((Layer(fmt), x, weight), (Layer(fmt, Geometry([1, 1], [1, 1], [1, 1])), image, kernel)):
-        run = torch.compile(layer.__call__, backend=partitioner, fullgraph=True) if partitioner else layer
-        saved, y = saved_bytes(functools.partial(run, a, b))
-        assert a.numel() + b.numel() <= saved <= a.numel() + b.numel() + small
-        y.sum().backward()
-    frozen, _ = saved_bytes(lambda: Layer(fmt)(x, weight.detach()))
-    assert frozen <= weight.numel() + small
-    frozen, _ = saved_bytes(lambda: Layer(fmt)(x.detach(), weight))
-    assert frozen <= x.numel() + small
-
-
-@every_format
-def test_channels_last_stays(fmt: str) -> None:
-    x = leaf(torch.randn(2, 8, 7, 5).to(memory_format=torch.channels_last))
-    y = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]))(x, leaf(torch.randn(16, 8, 3, 3)))
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    (gradient,) = torch.autograd.grad(y, x, torch.randn_like(y))
-    assert gradient.is_contiguous(memory_format=torch.channels_last)
-
-
-@every_format
-def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
-    x, weight = leaf(torch.randn(5, 8)), leaf(torch.randn(8, 8))
-
-    def block(x: Tensor) -> Tensor:
-        return Layer(fmt)(F.gelu(Layer(fmt)(x, weight)), weight)
-
-    expected = torch.autograd.grad(block(x).float().square().sum(), (x, weight))
-    found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).float().square().sum(), (x, weight))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_second_derivative_is_refused() -> None:
-    x, weight = leaf(torch.randn(5, 8)), leaf(torch.randn(3, 8))
-    (gradient,) = torch.autograd.grad(Layer("int8")(x, weight).float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-# torch.compile.
-
-# The schema check compares inputs before and after with `allclose`, which torch does not have for FP8. The schema is the same for all.
-CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-
-
-@every_format
-@pytest.mark.parametrize(("rounding", "channel"), [("stochastic", False), ("nearest", True)])
-def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
-    checks = CHECKS if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float" else ("test_schema", *CHECKS)
-    transposed = Geometry([2], [1], [1], True, [1], 2)
-    cases = (
-        (Layer(fmt, None, channel, rounding), (5, 6), (7, 6)),
-        (Layer(fmt, None, channel, rounding), (2, 3, 6), (7, 6)),
-        (Layer(fmt, Geometry([2, 1], [1, 0], [1, 2]), channel, rounding), (2, 4, 7, 6), (6, 4, 3, 2)),
-        (Layer(fmt, transposed, channel, rounding), (3, 4, 5), (4, 3, 3)),
-    )
-    for layer, shape, weight_shape in cases:
-        x, weight, outputs = torch.randn(shape), torch.randn(weight_shape), 7 if layer.geometry is None else 6
-        arguments = layer.arguments(
-            x.requires_grad_(), weight.requires_grad_(), torch.randn(outputs, requires_grad=True)
-        )
-        torch.library.opcheck(layer.operator, arguments, test_utils=checks)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_carry_is_a_conversion_that_torch_accepts(dtype: torch.dtype) -> None:
-    q = torch.randint(-7, 8, (2, 3, 4, 5)).to(dtype).to(memory_format=torch.channels_last)
-    found = torch.ops.qsync.carry.default(q, torch.bfloat16)
-    assert torch.equal(found, q.to(torch.bfloat16))
-    assert found.stride() == q.stride()
-    torch.library.opcheck(torch.ops.qsync.carry.default, (q, torch.bfloat16), test_utils=CHECKS)
-
-
-def network(fmt: str, channel: bool, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
-    y = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel)(x, kernel, None, seed)
-    return Layer(fmt, None, channel)(F.relu(y).mean((2, 3)), weight, bias, seed)
-
-
-def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    y = run(*inputs)
-    return [y, *torch.autograd.grad(y.float().square().sum(), [t for t in inputs if t.requires_grad])]
-
-
-@pytest.mark.parametrize(
-    ("fmt", "channel", "inner"),
-    [
-        *((fmt, channel, "aot_eager") for fmt in FORMATS_OF_PRODUCTS for channel in (False, True)),
-        ("int8", False, "inductor"),
-    ],
-)
-def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: str) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(inner)
-    plain = functools.partial(network, fmt, channel)
-    run = torch.compile(plain, backend=counter, fullgraph=True)
-    parameters = [leaf(torch.randn(shape)) for shape in ((6, 4, 3, 3), (5, 6), (5,))]
-    for batch in (4, 7, 2, 9):
-        x = leaf(torch.randn(batch, 4, 8, 8).to(memory_format=torch.channels_last))
-        torch._dynamo.mark_dynamic(x, 0)
-        seed = torch.randint(2**62, [1])
-        found, expected = (step(f, (x, *parameters, seed)) for f in (run, plain))
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == other.dtype
-            assert one.stride() == other.stride()
-            if inner == "aot_eager":
-                assert torch.equal(one, other)
-            else:
-                # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.
-                torch.testing.assert_close(one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item())
-    assert counter.frame_count == 1
 
 
 # CUDA takes the integer unit only for some sizes. Shapes and types can be followed without a device.

@@ -1,0 +1,110 @@
+"""Layers of the lowered operators, as tests call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from products_in_fp64 import SEED, Operand, operand
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qsync_fx.precision import FORMATS
+
+FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
+every_format = pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+STREAM = 5
+OUT = {name: FORMATS[FORMATS[name].output].dtype for name in FORMATS_OF_PRODUCTS}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The arguments of a convolution."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool = False
+    output_padding: list[int] = field(default_factory=lambda: [0])
+    groups: int = 1
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        padding = self.output_padding * (len(self.stride) if len(self.output_padding) == 1 else 1)
+        return self.stride, self.padding, self.dilation, self.transposed, padding, self.groups
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in a format: `geometry` is None for linear."""
+
+    fmt: str
+    geometry: Geometry | None = None
+    channel: bool = False
+    rounding: str = "stochastic"
+    out_dtype: torch.dtype | None = None
+
+    def operands(self, x: Tensor, weight: Tensor, seed: Tensor = SEED) -> tuple[Operand, Operand]:
+        keep_x, keep_weight = self.keep(x, weight) if self.channel else ([], [])
+        return (
+            operand(x, self.fmt, self.rounding, keep_x, 0, seed),
+            operand(weight, self.fmt, self.rounding, keep_weight, 1, seed),
+        )
+
+    def keep(self, x: Tensor, weight: Tensor) -> tuple[list[int], list[int]]:
+        if self.geometry is None:
+            return list(range(x.dim() - 1)), [0]
+        keep_x = [0] if x.dim() == weight.dim() else []
+        if self.geometry.transposed:
+            return keep_x, [1] if self.geometry.groups == 1 else []
+        return keep_x, [0]
+
+    def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED) -> tuple[Any, ...]:
+        a, b = self.operands(x, weight, seed)
+        geometry = () if self.geometry is None else self.geometry.arguments
+        out_dtype = self.out_dtype or OUT[self.fmt]
+        return (
+            x,
+            weight,
+            bias,
+            a.q,
+            a.scale,
+            b.q,
+            b.scale,
+            seed,
+            STREAM,
+            *geometry,
+            self.fmt,
+            self.rounding,
+            out_dtype,
+        )
+
+    @property
+    def operator(self) -> Any:
+        return (torch.ops.qsync.linear if self.geometry is None else torch.ops.qsync.convolution).default
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED) -> Tensor:
+        found: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
+        return found
+
+
+def leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Yields the operators that are called, by name."""
+    calls: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield calls
