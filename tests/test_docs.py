@@ -304,9 +304,8 @@ def test_one_file_a_pass() -> None:
 
 LAYERS = (
     "errors files opid precision ops devices resolve plan plan_file plan_check options autocast_policy graph",
-    "backend.operators",
     "passes",
-    "backend.compile backend.entry",
+    "backend",
     "explanation report",
     "doctor model_reference cli",
 )
