@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -43,7 +44,10 @@ def rewrite(
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Runs the pipeline and hands the result to the inner compiler."""
-    return inner_compiler(options.inner)(rewrite(module, inputs, options).module, inputs)
+    rewritten = rewrite(module, inputs, options).module
+    # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        return inner_compiler(options.inner)(rewritten, inputs)
 
 
 def inner_compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:

@@ -8,16 +8,15 @@ graph that is called under autocast starts with one node that switches autocast 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from qsync_fx.autocast_policy import policy
-from qsync_fx.graph import Operator, PrecisionGraph, is_float
+from qsync_fx.autocast_policy import Policy, policy
+from qsync_fx.graph import Operator, PrecisionGraph, format_of, is_float
+from qsync_fx.ops import Kind
 from qsync_fx.precision import precision_of
 
 Region = tuple[bool, torch.dtype]
@@ -53,7 +52,8 @@ def _region(node: fx.Node, device: str) -> Region | None:
 def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     enabled, dtype = region
     operator = Operator(graph, node)
-    operator.update(autocast=str(precision_of(dtype)) if enabled else "off")
+    # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
+    operator.update(autocast=str(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
     for body in node.meta.get("qsync_bodies", ()):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
@@ -62,32 +62,33 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         if not node.meta.get("qsync_bodies"):
             _wrap(graph, node, region)
         return
-    wanted = _wanted(graph, node, policy(node.target, graph.context.device.type), dtype)
-    if wanted is not None:
+    what = policy(node.target, graph.context.device.type)
+    if what == "inside":
+        if operator.kind is not Kind.ADJUSTABLE:
+            _wrap(graph, node, region)
+    elif what is not None:
+        wanted = _wanted(graph, node, what, dtype)
         node.args, node.kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted)
+            (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted, what)
         )
 
 
-def _wanted(graph: PrecisionGraph, node: fx.Node, what: str | None, dtype: torch.dtype) -> Callable[[Any], Any] | None:
+def _wanted(graph: PrecisionGraph, node: fx.Node, what: Policy, dtype: torch.dtype) -> torch.dtype:
     if what == "lower":
-        return lambda value: dtype
+        return dtype
     if what == "fp32":
-        return lambda value: torch.float32
-    if what == "promote":
-        found = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
-        widest = torch.float32 if torch.float32 in found else dtype
-        return lambda value: widest
-    return None
+        return torch.float32
+    found = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
+    return torch.float32 if torch.float32 in found else dtype
 
 
-def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: Callable[[Any], Any]) -> fx.Node:
+def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, what: Policy) -> fx.Node:
     value = graph.value(used)
-    if not is_float(value) or value.dtype is torch.float64 or value.dtype is wanted(value):
+    if not is_float(value) or value.dtype is torch.float64 or value.dtype is wanted:
         return used
     with graph.graph.inserting_before(node):
-        cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted(value)))
-    cast.meta["qsync_autocast"] = cast.meta["qsync_cast"] = True
+        cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
+    cast.meta["qsync_autocast"], cast.meta["qsync_cast"] = what, True
     graph.propagate(cast)
     return cast
 
@@ -99,6 +100,7 @@ def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     with graph.graph.inserting_after(node):
         leave = graph.graph.call_function(_exit_autocast, (enter,))
     enter.meta["qsync_keep"] = leave.meta["qsync_keep"] = True
+    node.meta["qsync_region"] = region
 
 
 def _remove_regions(graph: PrecisionGraph) -> None:

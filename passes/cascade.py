@@ -49,10 +49,14 @@ def _sweep(graph: PrecisionGraph) -> bool:
 def _passed_on(graph: PrecisionGraph, node: fx.Node, formats: Formats) -> Precision | None:
     """The format of a node that is no operator: what the model says, or that of the operator whose result it unpacks."""
     own = format_of(graph.value(node))
-    if getattr(node.target, "__name__", "") != "getitem" or own is None:
+    source = node.args[0] if node.args else None
+    if own is None or not isinstance(source, fx.Node):
         return own
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    if node.meta.get("qsync_autocast") == "lower" and not graph.context.automatic:
+        # Where to compute in fewer bits is the plan's choice, against the region's.
+        return formats.get(source, own)
+    if getattr(node.target, "__name__", "") != "getitem":
+        return own
     return formats.get(source, own) if own == format_of(graph.value(source)) else own
 
 
@@ -65,7 +69,8 @@ def _decide(graph: PrecisionGraph, operator: Operator, formats: Formats) -> None
         found = _conversion(graph, node, formats, own)
         operator.update(precision=found, output=found)
     elif note.kind is Kind.FIXED and not in_place(node):
-        operator.update(precision=own, output=own)
+        found = _fixed(graph, operator, own)
+        operator.update(precision=found, output=found)
     else:
         found, why = _dependent(graph, node, formats, own)
         reason = f"{row.reason}; {why}" if row is not None and why else note.reason
@@ -96,6 +101,12 @@ def _wants_wide(user: fx.Node) -> bool:
         # Known from the second sweep on: another of its inputs makes it wide, whatever this operator gives.
         return note.precision is not None and note.precision.bits >= 32
     return True
+
+
+def _fixed(graph: PrecisionGraph, operator: Operator, own: Precision | None) -> Precision | None:
+    """What the model wrote; where only its autocast region has it narrow and a plan decides in the region's place, at least FP32."""
+    narrowed = operator.row is not None and operator.note.autocast not in (None, "off")
+    return promoted(own, FORMATS["fp32"]) if own is not None and narrowed and not graph.context.automatic else own
 
 
 def _conversion(graph: PrecisionGraph, node: fx.Node, formats: Formats, own: Precision | None) -> Precision | None:

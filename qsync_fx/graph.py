@@ -240,7 +240,7 @@ class PrecisionGraph:
         """
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
-            with _quiet(self.context):
+            with _quiet(self.context, node.meta.get("qsync_region", (False, None))):
                 node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
@@ -253,10 +253,11 @@ class PrecisionGraph:
 
 
 class _quiet:
-    """Runs operators on fake tensors: no autocast, no gradients, the graph's own fake mode."""
+    """Runs operators on fake tensors: no gradients, no autocast but that of a node's own region, the graph's own fake mode."""
 
-    def __init__(self, context: Context) -> None:
-        self._contexts: list[Any] = [torch.no_grad(), torch.autocast(context.device.type, enabled=False)]
+    def __init__(self, context: Context, region: tuple[bool, torch.dtype | None]) -> None:
+        enabled, dtype = region
+        self._contexts: list[Any] = [torch.no_grad(), torch.autocast(context.device.type, dtype, enabled)]
         if context.fake_mode is not None:
             self._contexts.append(context.fake_mode)
 
