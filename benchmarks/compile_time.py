@@ -34,11 +34,11 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
             spent[0] += time.perf_counter() - begin
 
     model = case.build("sdpa").train()
-    model.compile(backend="qsync", options={"precision": precision})
+    compiled = torch.compile(model, backend="qsync", options={"precision": precision})
 
     def step() -> float:
         begin = time.perf_counter()
-        case.loss(model).backward()
+        case.loss(compiled).backward()
         return time.perf_counter() - begin
 
     with mock.patch.object(backend, "rewrite", timed), torch._inductor.config.patch(fx_graph_cache=False):
