@@ -185,6 +185,8 @@ class _Builder:
                 if used.op == "get_attr" and used in new.meta.get("qsync_replaced", {}):
                     self.root[str(used.target)] = new.meta["qsync_replaced"][used]
             new.meta.pop("qsync_replaced", None)
+        elif node.target is not operator.getitem:
+            new.meta["qsync_opaque"] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
 
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
         """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""

@@ -29,12 +29,10 @@ class Case:
     Attributes:
         name: what test ids call it.
         build: returns the model, and the keyword arguments of its forward.
-        graphs: how many graphs Dynamo makes of it; more than one where the model's code breaks graphs.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, Inputs]]
-    graphs: int = 1
 
 
 def make(case: Case) -> tuple[nn.Module, Inputs]:
@@ -142,7 +140,13 @@ def vision(name: str, size: int = 32, **config: Any) -> Callable[[], tuple[nn.Mo
 def clip() -> tuple[nn.Module, Inputs]:
     half = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.CLIPConfig(
-        text_config={**half, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1},
+        text_config={
+            **half,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 16,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+        },
         vision_config={**half, "image_size": 20, "patch_size": 10},
         projection_dim=24,
     )
@@ -181,14 +185,21 @@ class Residual(nn.Module):
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
-    stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    stem = nn.Sequential(
+        nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+    )
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
     return _Classifier(nn.Sequential(stem, Residual(8, 8, 1), Residual(8, 16, 2), head)), _images(33)
 
 
 def vgg() -> tuple[nn.Module, Inputs]:
     def block(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.MaxPool2d(2, 2)]
+        return [
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2, 2),
+        ]
 
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 24), nn.ReLU(True), nn.Dropout(0.0), nn.Linear(24, 5)]
     return _Classifier(nn.Sequential(*block(3, 8), *block(8, 16), *head)), _images(16)
@@ -246,7 +257,7 @@ class Signals(nn.Module):
 
     def forward(self, line: Tensor, space: Tensor) -> Tensor:
         first, second = self.line(line).mean(-1), self.space(space).mean((2, 3, 4))
-        mixed: Tensor = self.mix(first, second)
+        mixed: Tensor = self.mix(first.float(), second.float())
         return mixed
 
 
@@ -263,7 +274,8 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 32)
         nn.init.normal_(self.embedding.weight, std=0.3)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=first) for first in (True, False)
+            nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=first)
+            for first in (True, False)
         )
         self.head = nn.Linear(32, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
