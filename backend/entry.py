@@ -36,9 +36,12 @@ def qsync(
 def through_dynamo(error: QSyncError) -> QSyncError:
     """Returns the same error, also of the class that Dynamo lets through unchanged."""
     kind = type(error)
-    both = type(
-        kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": Exception.__init__}
-    )
+    methods = {
+        "__module__": kind.__module__,
+        "__init__": Exception.__init__,
+        "__reduce__": lambda raised: error.__reduce__(),
+    }
+    both = type(kind.__name__, (kind, ShortenTraceback), methods)
     raised: QSyncError = both(error.what, error.where, error.do)
     raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = None  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ each. A custom pass that fails or breaks a rule is named in the error.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
@@ -125,10 +126,21 @@ def _call(step: Pass, graph: PrecisionGraph) -> None:
         else:
             for part in graph.walk():
                 step(part)
-    except QSyncError:
+    except QSyncError as error:
+        error.where = error.where or _line(step, error)
         raise
     except Exception as error:
         raise PassError(
             f"pass {step.name!r} failed: {type(error).__name__}: {error}",
+            where=_line(step, error),
             do="correct the pass" if isinstance(step, GraphPass) else "this is a bug in qsync_fx; please report it",
         ) from error
+
+
+def _line(step: Pass, error: Exception) -> str:
+    """The line of the pass that an error comes through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(step.function, "__code__", None) if isinstance(step, GraphPass) else None
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f"pass {step.name!r}, {frame.filename}:{frame.lineno}: {frame.line}"

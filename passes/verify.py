@@ -35,7 +35,7 @@ def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
     try:
         graph.graph.lint()
     except Exception as error:  # noqa: BLE001 - lint raises whatever it meets
-        yield None, str(error)
+        yield None, str(error).partition("\n")[0]
 
 
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -153,20 +153,23 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
                 yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
 
 
-def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
+def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, node, row = operator.note, operator.node, operator.row
-        if operator.kind is not Kind.ADJUSTABLE or note.precision is None:
+        if operator.kind is not Kind.ADJUSTABLE or note.precision is None or row is None or row.output_only:
             continue
-        if not note.precision.plain:
-            if note.precision.name not in node.args:
-                yield node, f"{note.precision} is planned, and the node does not compute in it"
-        elif row is not None and not row.output_only:
-            for at in row.operands:
-                for used in _nodes(node.args[at] if at < len(node.args) else None):
-                    value = graph.value(used)
-                    if is_float(value) and value.dtype is not note.precision.dtype:
-                        yield node, f"{note.precision} is planned, and it reads {describe(value)} from %{used.name}"
+        for at in row.operands if note.precision.plain else ():
+            for used in _nodes(node.args[at] if at < len(node.args) else None):
+                value = graph.value(used)
+                if is_float(value) and value.dtype is not note.precision.dtype:
+                    yield node, f"it runs in {note.precision} and reads {describe(value)} from %{used.name}"
+
+
+def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        fmt, node = operator.precision, operator.node
+        if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and fmt.name not in node.args:
+            yield node, f"{fmt} is planned, and the node does not compute in it"
 
 
 def _nodes(value: object) -> list[fx.Node]:
@@ -183,6 +186,7 @@ RULES = (
     Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
     Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
     Rule("types match", "insert_casts", _types_match),
+    Rule("adjustable operators read operands of their precision", "insert_casts", _reads_its_precision),
     Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
@@ -203,7 +207,7 @@ def verify(graph: PrecisionGraph, passed: tuple[str, ...], blame: str) -> None:
             for node, problem in rule.check(part):
                 error = PassError(
                     f'after pass {blame!r} the graph breaks the rule "{rule.says}": {problem}',
-                    where=_where(part, node),
+                    where=_where(part, node) or f"the graph after pass {blame!r}",
                     do=f"correct the pass {blame!r}; the error's attribute `graph` has the text of the graph after it",
                 )
                 error.graph = graph_text(graph)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class QSyncError(Exception):
@@ -30,6 +31,16 @@ class QSyncError(Exception):
         if self.do:
             lines.append(f"  do:    {self.do}")
         return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross processes: what `pickle` does by itself would lose the names of the arguments."""
+        return _restored, (type(self), dict(self.__dict__))
+
+
+def _restored(kind: type[QSyncError], state: dict[str, Any]) -> QSyncError:
+    error = kind(state["what"], where=state["where"], do=state["do"])
+    error.__dict__.update(state)
+    return error
 
 
 class OptionError(QSyncError):

@@ -145,7 +145,7 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
         ("insert_casts", leave_a_cast_unread, "every cast is needed"),
         ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
-        ("lower", narrow_a_linear, "planned precision"),
+        ("lower", narrow_a_linear, "adjustable operators read operands of their precision"),
     ],
 )
 def test_the_verifier_names_pass_node_and_rule(

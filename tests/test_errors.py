@@ -1,0 +1,237 @@
+"""Every error as the caller of the compiled model sees it: of our class, with what, where and what to do, and with nothing of torch in it.
+
+Dynamo wraps what a backend raises, and writes into the arguments of what it lets through; neither may reach the user.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Convolutional, Perceptron, build, compiled
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import (
+    DeviceError,
+    OptionError,
+    PassError,
+    Plan,
+    PlanError,
+    PrecisionError,
+    PrecisionGraph,
+    QSyncError,
+    graph_pass,
+)
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def error_of(model: nn.Module, *inputs: Any, **options: Any) -> QSyncError:
+    """The error that compiling raises, the same one from the backend, from a second call, and from explain."""
+    fast = compiled(model, **options)
+    with pytest.raises(QSyncError) as first:
+        fast(*inputs)
+    with pytest.raises(QSyncError) as second:
+        fast(*inputs)
+    with pytest.raises(QSyncError) as explained:
+        qsync_fx.explain(model, *inputs, options=options)
+    error = first.value
+    for other in (second.value, explained.value):
+        assert type(other).__name__ == type(error).__name__
+        assert other.what == error.what
+    for word in ("TORCHDYNAMO", "TORCH_LOGS", "BackendCompilerFailed", "qsync raised"):
+        assert word not in str(error)
+    assert error.what
+    assert error.where, f"says not where: {error}"
+    assert error.do, f"says not what to do: {error}"
+    assert str(error) == f"{error.what}\n  where: {error.where}\n  do:    {error.do}"
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, QSyncError)
+    assert (str(again), type(again).__name__) == (str(error), type(error).__name__)
+    return error
+
+
+def error_of_perceptron(**options: Any) -> QSyncError:
+    return error_of(build(Perceptron), torch.randn(4, 16), **options)
+
+
+class TestOptions:
+    def test_an_unknown_option_names_the_nearest(self) -> None:
+        error = error_of_perceptron(precison="int8")
+        assert isinstance(error, OptionError)
+        assert "precison" in error.what
+        assert "did you mean 'precision'?" in str(error.do)
+
+    def test_an_unknown_precision_names_the_nearest(self) -> None:
+        error = error_of_perceptron(precision="in8")
+        assert isinstance(error, OptionError)
+        assert "in8" in error.what
+        assert "did you mean 'int8'?" in str(error.do)
+
+    def test_arguments_that_other_backends_have(self) -> None:
+        with pytest.raises(OptionError, match="mode"):
+            torch.compile(build(Perceptron), backend="qsync", mode="max-autotune")(torch.randn(4, 16))
+
+
+class TestPlans:
+    def test_a_plan_for_another_model_lists_what_is_missing_and_what_is_extra(self) -> None:
+        x = torch.randn(4, 1, 8, 8)
+        plan = qsync_fx.explain(build(Convolutional), x, options={"precision": "int8"}).plan()
+        error = error_of_perceptron(plan=plan)
+        assert isinstance(error, PlanError)
+        for missing in ("layers.0/linear", "layers.3/linear"):
+            assert missing in str(error.where)
+        for extra in ("conv/conv2d", "norm/batch_norm", "hidden/linear"):
+            assert extra in str(error.where)
+
+    def test_a_pattern_that_selects_nothing(self) -> None:
+        error = error_of_perceptron(plan=Plan("int8", patterns=[("layers.0", "bf16"), ("heads", "bf16")]))
+        assert isinstance(error, PlanError)
+        assert "'heads'" in error.what
+        assert "patterns[1]" in str(error.where)
+        assert "head" in str(error.do)
+
+    def test_the_file(self, tmp_path: Path) -> None:
+        good = Plan.uniform("int8").with_precision("head", "bf16").to_json()
+        newer = json.loads(good) | {"version": 99}
+        files = {
+            "truncated": good[: len(good) // 2],
+            "newer": json.dumps(newer),
+            "nested": "[" * 100_000 + "]" * 100_000,
+            "huge": good.replace('"version": 1', '"version": 1' + "0" * 10_000),
+            "types": good.replace('"int8"', "[1, 2]"),
+            "empty": "",
+            "other": '{"weights": [1, 2, 3]}',
+        }
+        for name, text in files.items():
+            path = tmp_path / f"{name}.json"
+            path.write_text(text)
+            error = error_of_perceptron(plan=str(path))
+            assert isinstance(error, PlanError), name
+            assert str(path) in str(error.where), name
+            assert len(str(error)) < 2000, name
+            assert (name != "newer") or "99" in str(error)
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        error = error_of_perceptron(plan=tmp_path / "missing.json")
+        assert isinstance(error, PlanError)
+        assert "missing.json" in str(error)
+
+
+def _without_value(graph: PrecisionGraph) -> None:
+    del graph.operators("adjustable", "head")[0].node.meta["val"]
+
+
+def _without_reason(graph: PrecisionGraph) -> None:
+    graph.operators("adjustable", "head")[0].update(reason="")
+
+
+def _planned_but_lost(graph: PrecisionGraph) -> None:
+    operator = graph.operators("adjustable", "head")[0]
+    operator.update(precision=qsync_fx.FORMATS["int8"], planned=qsync_fx.FORMATS["int8"])
+
+
+def _another_type(graph: PrecisionGraph) -> None:
+    node = graph.operators("adjustable", "head")[0].node
+    with graph.graph.inserting_before(node):
+        half = graph.graph.call_function(torch.ops.aten.to.dtype, (node.args[0], torch.float16))
+    graph.propagate(half)
+    node.replace_input_with(node.args[0], half)
+
+
+class TestPasses:
+    @pytest.mark.parametrize(
+        ("after", "breaks", "says"),
+        [
+            ("normalize", _without_value, "value"),
+            ("insert_casts", _another_type, "f16"),
+            ("lower", _without_value, "value"),
+            ("lower", _planned_but_lost, "planned precision is present in the lowered graph"),
+        ],
+    )
+    def test_one_that_breaks_an_invariant_is_named_with_the_node(
+        self, after: str, breaks: Callable[[PrecisionGraph], None], says: str
+    ) -> None:
+        error = error_of_perceptron(precision="bf16", passes=[graph_pass(after=after)(breaks)])
+        assert isinstance(error, PassError)
+        assert repr(breaks.__name__) in error.what
+        assert says in error.what
+        assert "node %" in str(error.where)
+        assert "%linear" in error.graph
+
+    def test_one_that_raises_is_named_with_its_line(self) -> None:
+        def fails(graph: PrecisionGraph) -> None:
+            graph.operators("adjustable")[17].assign("fp32", reason="there is none")
+
+        error = error_of_perceptron(passes=[graph_pass(fails)])
+        assert isinstance(error, PassError)
+        assert "'fails'" in error.what
+        assert "IndexError" in error.what
+        assert "test_errors.py:" in str(error.where)
+
+    def test_one_without_its_place(self) -> None:
+        error = error_of_perceptron(passes=[graph_pass(after="asign")(_without_reason)])
+        assert isinstance(error, OptionError)
+        assert "'asign'" in error.what
+        assert "did you mean 'assign'?" in str(error.do)
+
+    def test_one_that_is_none(self) -> None:
+        assert isinstance(error_of_perceptron(passes=[len]), OptionError)
+        error = error_of_perceptron(passes=["no.such.pass"])
+        assert isinstance(error, OptionError)
+        assert "no.such.pass" in error.what
+
+    def test_assigning_what_no_pass_decides(self) -> None:
+        def tanh_in_int8(graph: PrecisionGraph) -> None:
+            next(op for op in graph.operators() if op.id.operator == "tanh").assign("int8", reason="a test")
+
+        error = error_of_perceptron(passes=[graph_pass(tanh_in_int8)])
+        assert isinstance(error, PrecisionError)
+        assert "dependent" in error.what
+        assert "layers.4/tanh" in str(error.where)
+        assert "small_models.py" in str(error.where)
+
+    def test_assigning_an_unknown_precision(self) -> None:
+        def typo(graph: PrecisionGraph) -> None:
+            graph.operators("adjustable")[0].assign("fp23", reason="a typo")
+
+        error = error_of_perceptron(passes=[graph_pass(typo)])
+        assert isinstance(error, PrecisionError)
+        assert "fp23" in error.what
+        assert "fp32" in str(error.do)
+
+
+def test_a_device_that_is_not_supported() -> None:
+    error = error_of(build(Perceptron).to("meta"), torch.randn(4, 16, device="meta"), precision="int8")
+    assert isinstance(error, DeviceError)
+    assert "meta" in error.what
+    assert "CPU" in str(error.do)
+
+
+def test_errors_of_the_model_stay_its_own() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(3, 3)
+
+    for run in (compiled(Fails(), precision="int8"), lambda x: qsync_fx.explain(Fails(), x)):
+        with pytest.raises(Exception, match=r"size|shape") as caught:
+            run(torch.randn(4, 16))
+        assert not isinstance(caught.value, QSyncError)
+
+
+def test_a_model_that_failed_compiles_once_the_cause_is_gone() -> None:
+    model, x = build(Perceptron), torch.randn(4, 16)
+    with pytest.raises(OptionError):
+        compiled(model, precision="in8")(x)
+    assert compiled(model, precision="fp32")(x).equal(model(x))
