@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.graph import PrecisionGraph
+from qsync_fx.graph import PrecisionGraph, is_float
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.retrace import switches_grad
 
@@ -52,6 +52,8 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
             continue
         if any(not _returns_fresh(user) for user in written.users if order[user] < order[node]):
             continue
+        if _outcome(graph, node, node.target) != _outcome(graph, node, plain):
+            continue
         node.target = plain
         node._rename(plain._schema.name.partition("::")[2])
         for user in list(written.users):
@@ -89,6 +91,29 @@ def _returns_fresh(node: fx.Node) -> bool:
 def _qualified_name(target: torch._ops.OpOverload) -> str:
     schema = target._schema
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+
+
+def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
+    """What a target makes of a node's arguments: type, shape and the formula of its gradient.
+
+    Some formulas differ in place, where `elu_` has its result alone to go by; a comparison in place gives numbers, not truth values; and
+    an operator without its underscore may be another one.
+    """
+
+    def fresh(used: fx.Node) -> Any:
+        value = graph.value(used)
+        if not isinstance(value, torch.Tensor):
+            return value
+        leaf = torch.empty_like(value)
+        return leaf.requires_grad_().clone() if used is node.args[0] and is_float(value) else leaf
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), fresh)
+    try:
+        with torch.enable_grad(), torch.autocast(graph.context.device.type, enabled=False):
+            result = target(*args, **kwargs)
+            return result.dtype, result.shape, type(result.grad_fn)
+    except Exception:  # noqa: BLE001 - whatever stops it, it does not do the same
+        return object()
 
 
 def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
