@@ -131,9 +131,11 @@ def explain(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from qsync_fx.backend.compile import rewrite
         from qsync_fx.backend.entry import through_dynamo
+        from qsync_fx.passes.frames import compile_for_this_module_only, place
 
         snapshots, timing = Snapshots(), Timing()
         try:
+            compile_for_this_module_only(place())  # code that layers share would be explained once
             graph = rewrite(module, inputs, parsed, (timing, snapshots))
         except QSyncError as error:
             raise through_dynamo(error) from error.__cause__

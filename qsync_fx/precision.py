@@ -119,5 +119,7 @@ def promoted(first: Precision, second: Precision) -> Precision:
     """Returns the narrowest plain format that holds both, by torch's own promotion (BF16 and FP16 give FP32)."""
     found = precision_of(torch.promote_types(first.dtype, second.dtype))
     if found is None:
-        raise PrecisionError(f"no format holds both {first} and {second}", do="promote only formats of operator outputs")
+        raise PrecisionError(
+            f"no format holds both {first} and {second}", do="promote only formats of operator outputs"
+        )
     return found

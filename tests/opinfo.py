@@ -142,7 +142,9 @@ class _Program:
         output = function(*tensors)
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         learned = [t for t in tensors if t.requires_grad]
-        differentiable = [t for t in pytree.tree_leaves(self.process(output)) if isinstance(t, Tensor) and t.requires_grad]
+        differentiable = [
+            t for t in pytree.tree_leaves(self.process(output)) if isinstance(t, Tensor) and t.requires_grad
+        ]
         if not differentiable or not learned:
             return [t.detach() for t in outputs]
         weights = [_weights(t) for t in differentiable]
@@ -175,7 +177,11 @@ def _difference(first: Values, second: Values) -> str | None:
         if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
             return f"value {at}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
         if not _same_bits(a, b):
-            return f"value {at}: off by {_dense(a - b).abs().max().item():g}" if a.dtype.is_floating_point else f"value {at}"
+            return (
+                f"value {at}: off by {_dense(a - b).abs().max().item():g}"
+                if a.dtype.is_floating_point
+                else f"value {at}"
+            )
     return None
 
 
@@ -255,7 +261,10 @@ def main() -> int:
     for outcome in survey(chosen, options.samples, options.precision):
         found.append(outcome)
         if outcome.result in FAILURES:
-            print(f"{outcome.operator} ({outcome.form}, sample {outcome.sample}): {outcome.result}: {outcome.detail}", flush=True)
+            print(
+                f"{outcome.operator} ({outcome.form}, sample {outcome.sample}): {outcome.result}: {outcome.detail}",
+                flush=True,
+            )
     counts = Counter(outcome.result for outcome in found)
     unknown = Counter(name for outcome in found for name in outcome.without_row)
     summary = {
