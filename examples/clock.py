@@ -22,7 +22,7 @@ class Clock:
         self.waiting: list[float] = []
         self._handed = 0.0
 
-    def hand_over(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hand_over(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """DDP's communication hook: averages the gradients of a bucket over the ranks."""
         self._handed = time.perf_counter()
         buffer = bucket.buffer().div_(WORLD)
@@ -32,6 +32,7 @@ class Clock:
         return future.then(lambda done: done.value()[0])
 
     def step(self, started: float, reduced: float, ended: float) -> None:
+        """Notes a step by when it started, when the averaged gradients were there, and when the weights were updated."""
         waited = reduced - self._handed
         self.waiting.append(waited)
         self.computing.append(ended - started - waited)

@@ -25,23 +25,31 @@ RECOVERED = (("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32"))
 
 def main() -> int:
     args = _arguments()
-    _require_packages()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        _require_packages()
+        return _report(args)
+    except KeyboardInterrupt:
+        print("demo: interrupted, and both processes have ended", file=sys.stderr)
+        return 130
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Runs the demo and prints whatever is wrong with its arguments."""
     from rich.console import Console
 
     from qsync_fx import QSyncError
 
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return _run(args, console, errors)
     except QSyncError as error:
-        errors.print(f"[bold red]demo:[/] {_plain(error)}")
+        errors.print("[bold red]demo:[/]", end=" ")
+        errors.print(str(error), markup=False)
         return 2
-    except KeyboardInterrupt:
-        errors.print("demo: interrupted; both processes have ended")
-        return 130
 
 
 def _arguments() -> argparse.Namespace:
@@ -50,7 +58,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__.partition("Invariant")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 4, digits 20")
+    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 3, digits 20")
     parser.add_argument(
         "--batch", type=_positive, metavar="N", help="images a step on each rank; default: 128, digits 32"
     )
@@ -128,8 +136,10 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     samples = min(args.samples or len(images.train[1]), len(images.train[1]))
     epochs, batch = args.epochs or images.epochs, args.batch or images.batch
     steps = _steps(samples, batch, messages.WORLD)
+    plans = _plans(args.plan)
     output = _folder(args.output)
-    plans = _plans(args.plan, output)
+    for which, plan in enumerate(plans):
+        plan.save(output / f"plan-rank{which}.json")
     jobs = [
         messages.Job(which, args.data, args.samples and samples, epochs, batch, args.inner, args.seed, output, Path())
         for which in range(messages.WORLD)
@@ -181,35 +191,25 @@ def _folder(given: Path | None) -> Path:
     return named
 
 
-def _plans(given: Path | None, output: Path) -> list[Any]:
-    """Writes the plan of each rank into the output folder, where the rank reads it."""
+def _plans(given: Path | None) -> list[Any]:
+    """Returns the plan of each rank; they read them from the output folder."""
     from qsync_fx import Plan
 
     low = Plan.uniform("int8")
     for pattern, precision in RECOVERED:
         low = low.with_precision(pattern, precision)
-    plans = [Plan.uniform("fp32"), Plan.load(given) if given else low]
-    for which, plan in enumerate(plans):
-        plan.save(output / f"plan-rank{which}.json")
-    return plans
+    return [Plan.uniform("fp32"), Plan.load(given) if given else low]
 
 
 def _announce(console: Any, images: Any, samples: int, args: argparse.Namespace) -> None:
     size = "x".join(str(side) for side in images.train[0].shape[2:])
     count = f"all {samples}" if samples == len(images.train[1]) else f"{samples} of {len(images.train[1])}"
-    console.print(
-        f"[bold]qsync_fx demo[/]: a ResNet on {images.name}, {count} training images of {size} pixels, on two ranks that differ.",
-    )
+    console.print(f"[bold]qsync_fx demo[/]: a ResNet on {images.name}, on two unequal ranks", markup=True)
+    console.print(f"  {count} training images of {size} pixels, {len(images.test[1])} test images\n")
     if args.data is None and images.name.startswith("scikit"):
         console.print(
             "[dim]Fashion-MNIST is not installed (Debian: apt-get install dataset-fashion-mnist; or --data PATH)."
         )
-
-
-def _plain(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
 
 
 if __name__ == "__main__":

@@ -41,4 +41,5 @@ class ResNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.norm(self.stem(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
-        return self.head(x.mean((2, 3)))
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits

@@ -140,5 +140,6 @@ def _receive(pipe: Connection) -> Any:
 def _how(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
+            out_of_memory = ", as by a machine that runs out of memory" if code == -signal.SIGKILL else ""
+            return f"killed by {signal.Signals(-code).name}{out_of_memory}"
     return "it closed its pipe" if code is None else f"exit code {code}"

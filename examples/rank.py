@@ -18,8 +18,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import data
 import models
@@ -67,18 +68,19 @@ def _end_with_launcher(pipe: Connection) -> None:
 def train(job: Job, pipe: Connection) -> Result:
     """Trains, and returns how it went."""
     torch.set_num_threads(1)
-    pipe.send(Phase("reads the images"))
+    pipe.send(Phase("reading the images"))
     images = data.load(job.source)
     if job.samples is not None:
         images = images.subset(job.samples, job.seed)
 
     torch.manual_seed(job.seed)
-    model = models.ResNet(images.classes).to(memory_format=torch.channels_last)
-    options: dict[str, object] = {"plan": job.plan, "inner": job.inner}
-    pipe.send(Phase("explains"))
+    model = models.ResNet(images.classes)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"plan": job.plan, "inner": job.inner}
+    pipe.send(Phase("explaining"))
     explained = explain(model, images.normalized(images.train[0][: job.batch]), options, job)
 
-    pipe.send(Phase("waits for the other"))
+    pipe.send(Phase("ready"))
     connect(job)
     torch.manual_seed(job.seed + 1 + job.rank)  # each rank rounds stochastically on its own
     with warnings.catch_warnings():
@@ -89,8 +91,9 @@ def train(job: Job, pipe: Connection) -> Result:
     clock = Clock()
     ddp.register_comm_hook(clock, Clock.hand_over)
     ran: list[dict[str, str]] = []
-    compiled = torch.compile(ddp, backend="qsync", options={**options, "passes": [recorder(ran)]})
-    pipe.send(Phase("compiles"))
+    options["passes"] = [recorder(ran)]
+    compiled = torch.compile(ddp, backend="qsync", options=options)
+    pipe.send(Phase("compiling"))
     correct = _epochs(job, images, model, compiled, clock, pipe)
 
     operators = {name: precision for graph in ran for name, precision in graph.items()}
@@ -108,7 +111,7 @@ def train(job: Job, pipe: Connection) -> Result:
     )
 
 
-def explain(model: nn.Module, inputs: torch.Tensor, options: dict[str, object], job: Job) -> dict[str, str]:
+def explain(model: nn.Module, inputs: torch.Tensor, options: dict[str, Any], job: Job) -> dict[str, str]:
     """Writes what the backend does to the model under the plan; returns the precision of each adjustable operator."""
     explanation = qsync_fx.explain(model, inputs, options=options)
     write_text(job.output / f"explain-rank{job.rank}.txt", f"{explanation}\n")
@@ -135,13 +138,13 @@ def connect(job: Job) -> None:
     # The ranks meet in a file, so that no port can be in use; and nobody outside this machine has a say.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(job.rendezvous), WORLD)
+    store = dist.FileStore(str(job.rendezvous), WORLD)  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=WORLD, timeout=timeout)
 
 
 def _epochs(
-    job: Job, images: data.Data, model: nn.Module, compiled: nn.Module, clock: Clock, pipe: Connection
+    job: Job, images: data.Data, model: nn.Module, compiled: Callable[..., torch.Tensor], clock: Clock, pipe: Connection
 ) -> int | None:
     """Trains all epochs; returns how many test images are right at the end, where this rank evaluates."""
     steps = len(images.train[1]) // (WORLD * job.batch)
@@ -159,7 +162,7 @@ def _epochs(
             x, y = images.normalized(images.train[0][chosen]), images.train[1][chosen]
             optimizer.zero_grad()
             loss = F.cross_entropy(compiled(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             reduced = time.perf_counter()
             optimizer.step()
             clock.step(started, reduced, time.perf_counter())
@@ -185,7 +188,7 @@ def evaluate(model: nn.Module, images: data.Data) -> int:
     """Returns how many test images the model gets right, in FP32 and not compiled."""
     model.eval()
     inputs, labels = images.test
-    batches = zip(inputs.split(500), labels.split(500), strict=True)
+    batches = zip(torch.split(inputs, 500), torch.split(labels, 500), strict=True)
     correct = sum(int((model(images.normalized(x)).argmax(1) == y).sum()) for x, y in batches)
     model.train()
     return correct

@@ -28,8 +28,8 @@ class Bar:
     def __init__(self, console: Console, epochs: int, steps: int, tests: int) -> None:
         self.epochs, self.steps, self.tests = epochs, steps, tests
         self._phases: dict[int, str] = {}
-        self._losses: dict[int, tuple[int, float]] = {}
-        self._done: dict[int, Epoch] = {}
+        self._losses: dict[int, float] = {}
+        self._ended: dict[int, Epoch] = {}
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -40,7 +40,7 @@ class Bar:
             transient=True,
             expand=True,
         )
-        self.task = self.progress.add_task("starting two processes", total=epochs * steps)
+        self.task = self.progress.add_task("two processes start", total=epochs * steps)
 
     def __enter__(self) -> Bar:
         self.progress.start()
@@ -53,55 +53,62 @@ class Bar:
         """Shows what a rank tells."""
         if isinstance(message, Phase):
             self._phases[rank] = message.text
-            text = " · ".join(f"rank {which} {phase}" for which, phase in sorted(self._phases.items()))
-            self.progress.update(self.task, description=text)
+            self.progress.update(self.task, description=self._phase())
         elif isinstance(message, Step):
-            self._losses[rank] = (message.epoch, message.loss)
-            losses = " | ".join(f"{loss:.3f}" for _, (_, loss) in sorted(self._losses.items()))
+            self._losses[rank] = message.loss
             if rank == 0:
                 done = (message.epoch - 1) * self.steps + message.step
-                text = f"epoch {message.epoch}/{self.epochs} · loss {losses}"
+                text = f"epoch {message.epoch}/{self.epochs}, loss {self._losses[0]:.3f}"
                 self.progress.update(self.task, completed=done, description=text)
         else:
-            self._done[rank] = message
-            if len(self._done) == WORLD:
+            self._ended[rank] = message
+            if len(self._ended) == WORLD:
                 self._end_of_epoch()
 
+    def _phase(self) -> str:
+        same = len(self._phases) == WORLD and len(set(self._phases.values())) == 1
+        if same:
+            return f"both ranks: {self._phases[0]}"
+        return ", ".join(f"rank {rank}: {text}" for rank, text in sorted(self._phases.items()))
+
     def _end_of_epoch(self) -> None:
-        first, second = self._done[0], self._done[1]
-        correct = f"{first.correct / self.tests:7.2%}" if first.correct is not None else ""
-        self._done.clear()
+        epoch, correct = self._ended[0].epoch, self._ended[0].correct or 0
+        losses = _losses({rank: ended.loss for rank, ended in self._ended.items()})
+        self._ended.clear()
         self.progress.console.print(
-            f"  epoch {first.epoch:>{len(str(self.epochs))}}/{self.epochs}   training loss {first.loss:.3f} on rank 0, "
-            f"{second.loss:.3f} on rank 1   test accuracy {correct}",
-            highlight=False,
+            f"  epoch {epoch:>{len(str(self.epochs))}}/{self.epochs}   loss {losses}   test accuracy {correct / self.tests:.2%}"
         )
 
 
+def _losses(losses: dict[int, float]) -> str:
+    return ", ".join(f"{loss:.3f} on rank {rank}" for rank, loss in sorted(losses.items()))
+
+
 def summary(results: list[Result], jobs: list[Job], plans: list[Plan], tests: int, seconds: float) -> RenderableType:
-    """Returns what the run has come to, a table and what to know about it."""
+    """Returns what the run has come to: a table, what its rows mean, and the verdict."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for job in jobs:
-        table.add_column(f"rank {job.rank}, as {ROLES[job.rank]}", overflow="fold")
+        table.add_column(f"rank {job.rank}\nplays {ROLES[job.rank]}", overflow="fold")
     table.add_row("plan", *(_planned(plan) for plan in plans))
     table.add_row("operators", *(_counts(result) for result in results))
-    table.add_row("graphs compiled", *(str(result.graphs) for result in results))
+    table.add_row("graphs", *(str(result.graphs) for result in results))
     table.add_row("iteration", *(_milliseconds(result.compute) for result in results))
-    table.add_row("and all-reduce", *(_milliseconds(result.waiting) for result in results))
-    table.add_row("explained in", *(f"explain-rank{job.rank}.txt, .dot" for job in jobs))
-    lines = [*_notes(results, seconds), "", *_verdict(results, tests)]
-    return Group(table, *(Text.from_markup(line) for line in lines))
+    table.add_row("wait", *(_milliseconds(result.waiting) for result in results))
+    table.add_row("explained in", *(f"explain-rank{job.rank}.txt\nexplain-rank{job.rank}.dot" for job in jobs))
+    notes = Table.grid(padding=(0, 2))
+    for name, text in _notes(results, jobs[0].inner):
+        notes.add_row(Text(name, style="dim"), Text(text, style="dim"))
+    verdict = [Text.from_markup(line) for line in _verdict(results, tests)]
+    return Group(table, notes, Text(), *verdict, Text(f"The run took {seconds:.0f} s."))
 
 
 def _planned(plan: Plan) -> str:
-    default = str(plan.default or "none")
-    others = [f"{pattern} {fmt}" for pattern, fmt in plan.patterns] + [
-        f"{op} {fmt}" for op, fmt in plan.operators.items()
-    ]
-    if len(others) > 4:
-        others = [*others[:3], f"and {len(others) - 3} more"]
-    return "\n".join([f"{default}, but" if others else default, *others])
+    chosen = [(pattern, fmt) for pattern, fmt in plan.patterns] + [(str(op), fmt) for op, fmt in plan.operators.items()]
+    others = [f"  {which}: {fmt}" for which, fmt in chosen]
+    if len(others) > 5:
+        others = [*others[:4], f"  and {len(others) - 4} more"]
+    return "\n".join([str(plan.default or "by operator") + (", but" if others and plan.default else ""), *others])
 
 
 def _counts(result: Result) -> str:
@@ -113,34 +120,38 @@ def _milliseconds(seconds: float | None) -> str:
     return "not measured" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
-def _notes(results: list[Result], seconds: float) -> list[str]:
-    lines = ["[dim]Operators: those that a plan decides on, in the precision they were compiled in."]
+def _notes(results: list[Result], inner: str) -> list[tuple[str, str]]:
+    """What the rows mean."""
+    notes = [
+        ("operators", "those that a plan decides on, by the precision they were compiled in"),
+        ("graphs", f"how many were compiled, by {inner} after the passes of qsync_fx"),
+    ]
     if results[0].timed:
-        lines.append(
-            f"[dim]Iteration: median of {results[0].timed} steps (all but the first {WARM_UP}) of a rank's own work: reading the batch, "
-            "forward, backward, optimizer."
-        )
-        lines.append("[dim]And all-reduce: median wait for the averaged gradients, for the slower rank most of all.")
+        notes += [
+            (
+                "iteration",
+                f"median of a rank's own work in {results[0].timed} steps: batch, forward, backward, optimizer",
+            ),
+            ("wait", "median of the rest of a step: until the other rank's gradients are there, and averaged"),
+        ]
     else:
-        lines.append(f"[dim]Iteration: times are taken after the first {WARM_UP} steps, and there were no more.")
-    lines.append(
-        f"[dim]Both ranks ran on this CPU, on one thread each: no GPU would take these times. {seconds:.0f} s in all."
-    )
-    return lines
+        notes.append(("iteration", f"the first {WARM_UP} steps are not measured, and there were no more"))
+    notes.append(("", "Both ranks ran on this CPU, one thread each: the times are this CPU's, not those of GPUs."))
+    return notes
 
 
 def _verdict(results: list[Result], tests: int) -> list[str]:
-    correct = results[0].correct or 0
-    lines = [f"[bold]Test accuracy {correct / tests:.2%}[/], {correct} of {tests} images, by the FP32 weights."]
     first, second = results
+    correct = first.correct or 0
+    lines = [f"[bold]Test accuracy {correct / tests:.2%}[/]: {correct} of {tests} images, evaluated in FP32."]
     if first.digest == second.digest:
         lines.append(
-            f"[bold green]Weights of both ranks are equal to the last bit[/]: {first.parameters} parameters and the statistics, "
-            f"SHA-256 {first.digest[:16]}."
+            f"[bold green]The weights of both ranks are equal to the last bit[/]: {first.parameters} parameters,\n"
+            f"and the statistics of the batch norms. SHA-256 {first.digest[:32]}..."
         )
     else:
         lines.append(
-            f"[bold red]Weights of the ranks differ[/]: SHA-256 {first.digest[:16]} and {second.digest[:16]}. {_BUG}"
+            f"[bold red]The weights of the ranks differ.[/] {_BUG}\n  rank 0: SHA-256 {first.digest}\n  rank 1: SHA-256 {second.digest}"
         )
     for rank, result in enumerate(results):
         if result.unexplained:
@@ -160,6 +171,7 @@ def failure(rank: int, text: str, expected: bool, plan: Path, log: Path) -> Rend
 
 def _tail(log: Path, lines: int = 12) -> list[str]:
     try:
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
     except OSError:
         return []
+    return [line if len(line) <= 200 else f"{line[:200]}..." for line in last]
