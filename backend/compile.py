@@ -19,6 +19,7 @@ from qsync_fx.backend import operators
 from qsync_fx.devices import default_precision, support
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
+from qsync_fx.passes.frames import Place, compile_for_this_module_only, place
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run
 from qsync_fx.plan import Plan
@@ -44,6 +45,9 @@ def rewrite(
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Runs the pipeline and hands the result to the inner compiler."""
+    plan = options.plan
+    if options.passes or (plan is not None and (plan.patterns or plan.operators)):
+        compile_for_this_module_only(place())
     rewritten = rewrite(module, inputs, options).module
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with torch._functorch.config.patch(backward_pass_autocast="off"):
@@ -73,7 +77,7 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options)
         automatic=options.plan is None and options.precision is None,
         ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
         training=torch.is_grad_enabled(),
-        complete=_is_complete(module),
+        complete=_is_complete(module, place()),
     )
 
 
@@ -111,17 +115,8 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
     return [fake(value) for value in inputs]
 
 
-def _is_complete(module: fx.GraphModule) -> bool:
-    """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends or precedes it."""
+def _is_complete(module: fx.GraphModule, here: Place) -> bool:
+    """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends, precedes or surrounds it."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    return reason is not None and not reason.graph_break and not _resumes()
-
-
-def _resumes() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        code = InstructionTranslator.current_tx().f_code
-    except AttributeError:
-        return True
-    return code.co_name.startswith("torch_dynamo_resume_in")
+    whole = here.code is not None and here.resumes_at is None and not here.nested
+    return whole and reason is not None and not reason.graph_break

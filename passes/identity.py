@@ -1,8 +1,8 @@
 """Gives every operator its identity.
 
 Invariant: an `OpId` depends on the model's source alone. Module paths come from `nn_module_stack`, which names the user's modules
-whatever Dynamo, DDP's graph splits or a rank call their nodes; occurrences are counted on through all graphs of one compilation, so
-that an operator has one id whether DDP splits the graph or not.
+whatever Dynamo, DDP's graph splits or a rank call their nodes; occurrences are counted on through all graphs of one frame, so that an
+operator has one id whether DDP or a graph break splits the graph or not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._guards import TracingContext
 
 from qsync_fx.graph import Note, PrecisionGraph, is_float, tensors
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, row_for
-
-_SUBSCRIPT = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
-_WRAPPERS = {"_parameters", "_buffers", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+from qsync_fx.passes.frames import Place, clean_path, translator
 
 
 @dataclass
@@ -40,21 +38,45 @@ class Numbering:
         self.seen[key] += 1
         return OpId(module, operator, self.seen[key] - 1, after)
 
+    def copy(self) -> Numbering:
+        return Numbering(Counter(self.seen), self.last)
+
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
+_at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
 
 
-def numbering() -> Numbering:
-    """Returns the numbering of the compilation under way: DDP's buckets are compiled one by one, in one tracing context."""
+def numbering(here: Place) -> Numbering:
+    """Returns the numbering of the compilation under way, which goes on where an earlier graph of the same frame ended.
+
+    DDP's buckets are compiled one by one, in one tracing context. What follows a graph break is another frame: it finds the numbering by
+    its line.
+    """
     context = TracingContext.try_get()
-    return Numbering() if context is None else _numberings.setdefault(context, Numbering())
+    if context is None:
+        return Numbering()
+    if context not in _numberings:
+        ended = _at_breaks.get(here.root, {}) if here.root is not None else {}
+        line = here.resumes_at
+        before = ended.get((here.code.co_filename, line)) if here.code is not None and line is not None else None
+        _numberings[context] = before.copy() if before is not None else Numbering()
+    return _numberings[context]
 
 
-def identify(graph: PrecisionGraph, numbers: Numbering) -> None:
+def remember_break(here: Place, numbers: Numbering) -> None:
+    """Keeps the numbering for what follows the graph break, if it is one that ends the graph."""
+    tx = translator()
+    reason = tx.output.compile_subgraph_reason if tx is not None else None
+    if reason is not None and reason.graph_break and here.root is not None:
+        for frame in reason.user_stack:
+            _at_breaks.setdefault(here.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
+
+
+def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
     """Writes a note with an id to every node that computes floating-point values or is an operator."""
     for node in graph.nodes:
         for body in node.meta.get("qsync_bodies", ()):
-            identify(body, numbers)
+            identify(body, numbers, here)
         if node.op != "call_function" and node.op != "call_method":
             continue
         if (
@@ -64,7 +86,7 @@ def identify(graph: PrecisionGraph, numbers: Numbering) -> None:
             continue
         row = row_for(node.target)
         node.meta["qsync"] = Note(
-            id=numbers.number(module_path(node), row.name if row else _operator_name(node)),
+            id=numbers.number(module_path(node, here), row.name if row else _operator_name(node)),
             kind=row.kind if row else Kind.FIXED,
             reason="",
             row=row,
@@ -72,22 +94,15 @@ def identify(graph: PrecisionGraph, numbers: Numbering) -> None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(node.meta["qsync"].id)}
 
 
-def module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node, here: Place) -> str:
     """Returns the path of the innermost module that a node belongs to, as state_dict spells it; "" outside any."""
     stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
     if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    return clean_path(path)
-
-
-def clean_path(path: str) -> str:
-    """Turns Dynamo's spelling of a module, `L['self']._modules['fc'][0]`, into state_dict's, `fc.0`."""
-    if path.startswith(("L[", "G[")):
-        path = path.partition("]")[2]
-    path = _SUBSCRIPT.sub(r".\1", path)
-    parts = [part for part in path.split(".") if part and part not in ("_modules", *_WRAPPERS)]
-    return ".".join(parts)
+        return here.path
+    address, (path, _) = list(stack.items())[-1]
+    # A module that is called again is "address@1".
+    known = here.paths.get(address.partition("@")[0])
+    return known if known is not None else ".".join(part for part in (here.path, clean_path(path)) if part)
 
 
 def name_inputs(graph: fx.Graph) -> None:

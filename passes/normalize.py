@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.identity import identify, name_inputs, numbering
+from qsync_fx.passes.frames import place
+from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
 from qsync_fx.passes.inplace import without_needless_writes
 from qsync_fx.passes.retrace import current, rebuild
 
@@ -33,7 +34,10 @@ class Normalize:
             else:
                 with graph.context.fake_mode:
                     _normalize(graph)
-        identify(graph, numbering())
+        here = place()
+        numbers = numbering(here)
+        identify(graph, numbers, here)
+        remember_break(here, numbers)
 
 
 def _normalize(graph: PrecisionGraph) -> None:
