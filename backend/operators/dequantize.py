@@ -21,7 +21,6 @@ def _fake(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
-# Without a fake of its own torch would run the kernel on fake tensors, which turns symbolic sizes into the numbers at hand.
 define(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
     {"CompositeExplicitAutograd": dequantize},

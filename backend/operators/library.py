@@ -20,9 +20,12 @@ def define(
 
     Args:
         schema: its name and signature.
-        implementations: dispatch key -> function. A composite one alone is enough; others need `fake`.
-        fake: returns outputs without values, of the sizes, strides and types that the implementations give.
+        implementations: dispatch key -> function.
+        fake: returns outputs without values, of the sizes, strides and types that the implementations give. Only operators that are
+            traced through (CompositeImplicitAutograd) need none: other kernels torch would run on fake tensors, where they turn
+            symbolic sizes into the numbers at hand, and each batch size is compiled anew.
     """
+    assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, f"{schema} needs a fake"
     # Any layout will do, so that Inductor may choose channels_last for the convolutions around an operator: with exact strides it
     # copied every activation there and back, and a VGG step took a fifth longer. The price is that random numbers, which belong to
     # places in memory, are others where Inductor has chosen another layout than the eager graph; rounding stays unbiased.
