@@ -1,8 +1,9 @@
-"""Trains a small ResNet on two unequal ranks, each under its own plan, and shows that they end with the same weights.
+"""Trains a small ResNet on two unequal ranks, each under its own plan.
 
-Rank 0 computes in FP32, as a training GPU would. Rank 1 computes in INT8 with some operators recovered to higher precision, as an
-inference GPU would; its plan is a file, which you may replace: `--plan`. Both average their gradients over torch.distributed in every
-step, and keep FP32 weights.
+Rank 0 computes in FP32, as a training GPU would. Rank 1 computes in INT8 with
+some operators recovered to higher precision, as an inference GPU would; its
+plan is a file, which you may replace by --plan. Both keep FP32 weights, and
+average their gradients over torch.distributed in every step.
 
 Invariant: the exit code is 0 if and only if the training went through, what was compiled is what was explained, and the weights of
 both ranks are equal to the last bit.
@@ -53,10 +54,9 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _arguments() -> argparse.Namespace:
+    description = (__doc__ or "").partition("Invariant")[0].rstrip()
     parser = argparse.ArgumentParser(
-        prog="demo.py",
-        description=__doc__.partition("Invariant")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="demo.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 3, digits 20")
     parser.add_argument(
@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
         "--inner",
         choices=("inductor", "aot_eager", "eager"),
         default="aot_eager",
-        help="what compiles the rewritten graphs; default: aot_eager, as Inductor would compile for longer than it saves in so short a run",
+        help="what compiles the rewritten graphs; default: aot_eager, with which training starts half a minute sooner than with inductor",
     )
     parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="the same seed gives the same weights; default: 0"
@@ -202,9 +202,11 @@ def _plans(given: Path | None) -> list[Any]:
 
 
 def _announce(console: Any, images: Any, samples: int, args: argparse.Namespace) -> None:
+    from rich.markup import escape
+
     size = "x".join(str(side) for side in images.train[0].shape[2:])
     count = f"all {samples}" if samples == len(images.train[1]) else f"{samples} of {len(images.train[1])}"
-    console.print(f"[bold]qsync_fx demo[/]: a ResNet on {images.name}, on two unequal ranks", markup=True)
+    console.print(f"[bold]qsync_fx demo[/]: a ResNet on {escape(images.name)}, on two unequal ranks")
     console.print(f"  {count} training images of {size} pixels, {len(images.test[1])} test images\n")
     if args.data is None and images.name.startswith("scikit"):
         console.print(

@@ -28,7 +28,6 @@ class Bar:
     def __init__(self, console: Console, epochs: int, steps: int, tests: int) -> None:
         self.epochs, self.steps, self.tests = epochs, steps, tests
         self._phases: dict[int, str] = {}
-        self._losses: dict[int, float] = {}
         self._ended: dict[int, Epoch] = {}
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -55,10 +54,10 @@ class Bar:
             self._phases[rank] = message.text
             self.progress.update(self.task, description=self._phase())
         elif isinstance(message, Step):
-            self._losses[rank] = message.loss
             if rank == 0:
                 done = (message.epoch - 1) * self.steps + message.step
-                text = f"epoch {message.epoch}/{self.epochs}, loss {self._losses[0]:.3f}"
+                now = f"loss {message.loss:.3f}" if message.step < self.steps else "evaluating"
+                text = f"epoch {message.epoch}/{self.epochs}, {now}"
                 self.progress.update(self.task, completed=done, description=text)
         else:
             self._ended[rank] = message
@@ -90,7 +89,7 @@ def summary(results: list[Result], jobs: list[Job], plans: list[Plan], tests: in
     table.add_column("")
     for job in jobs:
         table.add_column(f"rank {job.rank}\nplays {ROLES[job.rank]}", overflow="fold")
-    table.add_row("plan", *(_planned(plan) for plan in plans))
+    table.add_row("plan", *(Text(_planned(plan)) for plan in plans))
     table.add_row("operators", *(_counts(result) for result in results))
     table.add_row("graphs", *(str(result.graphs) for result in results))
     table.add_row("iteration", *(_milliseconds(result.compute) for result in results))
@@ -147,7 +146,7 @@ def _verdict(results: list[Result], tests: int) -> list[str]:
     if first.digest == second.digest:
         lines.append(
             f"[bold green]The weights of both ranks are equal to the last bit[/]: {first.parameters} parameters,\n"
-            f"and the statistics of the batch norms. SHA-256 {first.digest[:32]}..."
+            f"and the statistics of the batch norms (SHA-256 {first.digest[:16]}...)"
         )
     else:
         lines.append(
