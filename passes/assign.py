@@ -38,6 +38,8 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
         operator.decide(FORMATS[str(operator.note.autocast)], "the model's autocast region")
     elif not explicit and operator.note.autocast is None and (own.name == "fp64" or _narrower(own, choice.precision)):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
+    elif graph.context.automatic:
+        operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
     else:
         operator.decide(choice.precision, choice.reason)
 

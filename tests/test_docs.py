@@ -219,7 +219,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in found), on_cuda(fmt)
 
     return markdown(
-        "| format | on the CPU | CUDA devices with a unit for it (compute capability) |", map(row, FORMATS.values())
+        "| format | on the CPU | native on CUDA (compute capability) |", map(row, FORMATS.values())
     )
 
 
