@@ -283,3 +283,10 @@ def test_a_compiled_training_step_with_the_loss_inside() -> None:
     compiled(loss, precision="fp32")(model, x, y).backward()
     torch.compile(loss, backend="aot_eager")(plain, x, y).backward()
     assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_batch_of_one_that_is_a_transposed_column() -> None:
+    """Its row stride is 1, which oneDNN's INT8 product mistakes for the length of a row."""
+    model, x = build(Perceptron), torch.randn(16, 1)
+    found = compiled(model, precision="int8", rounding="nearest")(x.t())
+    assert (found - model(x.t())).abs().max() < 0.05

@@ -74,6 +74,14 @@ def _rows(t: Tensor) -> Tensor:
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
 
 
+def _strided(t: Tensor) -> Tensor:
+    """Returns a matrix with the strides that its shape implies, if it is contiguous.
+
+    With one row any stride between rows is right, as of a transposed column; oneDNN takes it for the length of a row and reads beyond.
+    """
+    return t.flatten().view(t.shape) if t.is_contiguous() and t.stride(0) != t.shape[1] else t
+
+
 def _per_row(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.reshape(-1, 1)
 
@@ -119,7 +127,7 @@ class _Linear(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         row, rows = precision(fmt), _rows(xq)
         if _summed_exactly(rows, wq, row):
-            product = torch._int_mm(rows, wq.t())
+            product = torch._int_mm(_strided(rows), _strided(wq).t())
         else:
             # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
             dtype = torch.promote_types(carrier(row), out_dtype)
