@@ -31,7 +31,7 @@ def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
-    q = torch.empty_like(x, dtype=row.dtype)
+    q = reference.empty_quantized(x, row.dtype)
     random = _random(seed, stream, rounding)
     rows = _rows(q, keep) if row.dtype == torch.int8 else None
     if rows is not None:

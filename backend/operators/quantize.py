@@ -70,7 +70,8 @@ def quantize(
 def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]) -> tuple[Tensor, Tensor]:
     row = scaled_format(fmt, x, keep)
     reference.rounding_mode(rounding)
-    return torch.empty_like(x, dtype=row.dtype), x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
+    q = reference.empty_quantized(x, row.dtype)
+    return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
 
 
 def _reference(

@@ -117,12 +117,23 @@ def scales(x: Tensor, row: Precision, keep: Sequence[int]) -> Tensor:
     return torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))
 
 
+def empty_quantized(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor without values of `x`'s shape and memory layout.
+
+    Of a matrix with one row any stride between rows is right, and torch keeps the one that it finds, such as that of a transposed
+    column; oneDNN's INT8 product takes it for the length of a row. So strides are those that the shape implies, where the layout is.
+    """
+    if x.dim() < 4 and x.is_contiguous():  # with four, strides of dimensions of size 1 say whether channels come last
+        return x.new_empty(x.shape, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype)
+
+
 @torch.no_grad()
 def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
-    q = torch.empty_like(x, dtype=row.dtype)
+    q = empty_quantized(x, row.dtype)
     scale = scales(x, row, keep)
     random = uniform(q, seed, stream) if rounding == "stochastic" else None
     rounded = to_grid(x.float() / scale, row, rounding, random)
