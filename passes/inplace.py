@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from qsync_fx.graph import PrecisionGraph, is_float
 from qsync_fx.ops import Kind, row_for
@@ -109,7 +110,7 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fresh)
     try:
-        with torch.enable_grad(), torch.autocast(graph.context.device.type, enabled=False):
+        with torch.enable_grad(), torch.autocast(graph.context.device.type, enabled=False), enable_python_dispatcher():
             result = target(*args, **kwargs)
             return result.dtype, result.shape, type(result.grad_fn)
     except Exception:  # noqa: BLE001 - whatever stops it, it does not do the same

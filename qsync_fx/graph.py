@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from qsync_fx.errors import PassError, PrecisionError
@@ -259,7 +260,8 @@ class _quiet:
         enabled, dtype = region
         self._contexts: list[Any] = [torch.no_grad(), torch.autocast(context.device.type, dtype, enabled)]
         if context.fake_mode is not None:
-            self._contexts.append(context.fake_mode)
+            # Without the Python dispatcher operators that are composed of others take no symbolic sizes.
+            self._contexts += [enable_python_dispatcher(), context.fake_mode]
 
     def __enter__(self) -> None:
         for context in self._contexts:
