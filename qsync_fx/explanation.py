@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.errors import OptionError, QSyncError, nearest
+from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.files import write_text
 from qsync_fx.graph import Operator, PrecisionGraph, source_of
 from qsync_fx.ops import Kind
@@ -145,9 +145,22 @@ def explain(
     with _nothing_changed(model), _own_cache() as breaks:
         torch.compile(model, backend=backend)(*args, **kwargs)
     explanation = Explanation(tuple(collected), tuple(breaks()), parsed.plan)
+    if parsed.plan is not None and not collected:
+        raise PlanError(
+            "Dynamo compiled no part of the model, so no plan applies to it",
+            where="; ".join(map(_short, explanation.breaks)) or "the whole model",
+            do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
+        )
     if parsed.plan is not None:
         parsed.plan.check([op.id for op in explanation.operators if op.kind is Kind.ADJUSTABLE], complete=True)
     return explanation
+
+
+def _short(text: str) -> str:
+    """Returns the reason for a graph break, and the frame that it makes Dynamo skip, of Dynamo's long text."""
+    first, *others = (line.strip() for line in text.splitlines())
+    skipped = (line.partition(": ")[2] for line in others if "frame skipped" in line)
+    return ", ".join([first, *skipped])
 
 
 @contextlib.contextmanager
@@ -155,10 +168,13 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
     """Lets Dynamo compile afresh however often the code was compiled before; yields what tells the graph breaks on the way."""
     from torch._dynamo.utils import counters
 
-    before = dict(counters["graph_break"])
+    # Where a break makes Dynamo leave the whole frame to Python it counts no break, but something that it does not implement.
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: dict(counters[kind]) for kind in kinds}
 
     def breaks() -> list[str]:
-        return [text for text, count in counters["graph_break"].items() if count > before.get(text, 0)]
+        texts = [t for kind in kinds for t, count in counters[kind].items() if count > before[kind].get(t, 0)]
+        return [text for text in texts if not any(other != text and other.startswith(text) for other in texts)]
 
     with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks

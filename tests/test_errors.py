@@ -102,6 +102,22 @@ class TestPlans:
         assert "patterns[1]" in str(error.where)
         assert "head" in str(error.do)
 
+    def test_a_model_that_dynamo_leaves_to_python(self) -> None:
+        class Loop(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(16, 16)
+
+            def forward(self, x: Tensor) -> Tensor:
+                for _ in range(2):
+                    x = self.linear(x)
+                    torch._dynamo.graph_break()
+                return x
+
+        with pytest.raises(PlanError, match="compiled no part of the model") as caught:
+            qsync_fx.explain(Loop(), torch.randn(4, 16), options={"plan": Plan("int8", patterns=[("linear", "bf16")])})
+        assert "graph_break" in str(caught.value.where)
+
     def test_the_file(self, tmp_path: Path) -> None:
         good = Plan.uniform("int8").with_precision("head", "bf16").to_json()
         newer = json.loads(good) | {"version": 99}
