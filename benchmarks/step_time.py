@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _harness import Row, Times, arguments, finish, measure
+from _harness import Row, Times, arguments, finish, measure, write_json
 from _models import Case, bert, gpt2_block, resnet, vgg16_bn
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,9 +97,9 @@ def main() -> None:
     else:
         cases = {
             "BERT 4 layers, 12 x 128 tokens": bert(),
-            "GPT-2 block, 4 x 256 tokens": gpt2_block(),
-            "ResNet-18, 16 x 96 x 96": resnet(),
             "VGG-16-BN, 16 x 64 x 64": vgg16_bn(),
+            "ResNet-18, 32 x 96 x 96": resnet(batch=32),
+            "GPT-2 block, 4 x 256 tokens": gpt2_block(),
         }
     rows: list[Row] = []
     for name, case in cases.items():
@@ -110,8 +110,11 @@ def main() -> None:
             print(f"{name}: {variant}", flush=True)
             steps[variant] = step(case, how)
             steps[variant]()
-        times = measure(steps, repeats=3 if options.quick else 11)
+        times = measure(steps, repeats=3 if options.quick else 9)
         rows += rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
+        if options.json:
+            # Minutes a case: what is measured is kept even if the next one is interrupted.
+            write_json(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
     finish(options, rows)
 

@@ -82,7 +82,9 @@ def _cuda(device: torch.device, fmt: Precision) -> Support:
     since = _CUDA_SINCE.get(fmt.name)
     major, minor = torch.cuda.get_device_capability(device)
     if since is not None and (major, minor) >= since and not fmt.plain and fmt.kind == "float":
-        reason = f"qsync_fx has no kernels for the {fmt} tensor cores yet: its exact values are computed in {fmt.carrier}"
+        reason = (
+            f"qsync_fx has no kernels for the {fmt} tensor cores yet: its exact values are computed in {fmt.carrier}"
+        )
         return Support("simulated", fmt, reason)
     if since is not None and (major, minor) >= since:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")

@@ -84,10 +84,12 @@ def test_what_is_recomputed_equals_what_could_have_been_saved(precision: str, dr
 
 
 def test_recomputed_under_inductor() -> None:
+    """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
     first = _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor")
     assert_equal(first, _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor"))
     saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision="int8", inner="inductor")
-    assert_equal(first, saved)
+    for name, gradient in saved.items():
+        assert (first[name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:

@@ -218,9 +218,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         found = list(dict.fromkeys(on_cpu(fmt, bf16) for bf16 in (True, False)))
         return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in found), on_cuda(fmt)
 
-    return markdown(
-        "| format | on the CPU | native on CUDA (compute capability) |", map(row, FORMATS.values())
-    )
+    return markdown("| format | on the CPU | native on CUDA (compute capability) |", map(row, FORMATS.values()))
 
 
 def test_every_option_has_a_section_with_an_example() -> None:
