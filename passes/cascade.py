@@ -15,6 +15,7 @@ from torch import fx
 
 from qsync_fx.graph import Note, Operator, PrecisionGraph, format_of, is_float
 from qsync_fx.ops import Kind
+from qsync_fx.passes.bodies import operands, readers, result_of
 from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.precision import FORMATS, Precision, precision_of, promoted
 
@@ -27,14 +28,19 @@ class Cascade:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         # A sweep in topological order settles everything but writes in place, whose effect on earlier aliases needs another one.
-        while _sweep(graph):
+        while graph.parent is None and _sweep(graph, {}):
             pass
 
 
-def _sweep(graph: PrecisionGraph) -> bool:
-    formats: Formats = {}
+def _sweep(graph: PrecisionGraph, formats: Formats) -> bool:
     changed = False
     for node in graph.nodes:
+        for body in node.meta.get("qsync_bodies", ()):
+            given = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
+            formats.update(given)
+            changed |= _sweep(body, formats)
+        if node.op == "placeholder" and node in formats:
+            continue
         if "qsync" not in node.meta:
             formats[node] = _passed_on(graph, node, formats)
             continue
@@ -55,6 +61,8 @@ def _passed_on(graph: PrecisionGraph, node: fx.Node, formats: Formats) -> Precis
     if node.meta.get("qsync_autocast") == "lower" and not graph.context.automatic:
         # Where to compute in fewer bits is the plan's choice, against the region's.
         return formats.get(source, own)
+    if (result := result_of(node)) is not None:
+        return formats.get(result, own)
     if getattr(node.target, "__name__", "") != "getitem":
         return own
     return formats.get(source, own) if own == format_of(graph.value(source)) else own
@@ -87,7 +95,7 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: Note, own: Precision | N
         return FORMATS[note.precision.output]
     if own.bits < 32:
         return own
-    wide = all(_wants_wide(user) for user in node.users)
+    wide = all(_wants_wide(user) for user in readers(node))
     return own if wide else FORMATS[note.precision.output]
 
 

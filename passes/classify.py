@@ -38,5 +38,5 @@ class Classify:
 
 def _higher_order(bodies: tuple[PrecisionGraph, ...]) -> str:
     if bodies:
-        return "a higher-order operator: FP32 at its borders, the operators of its body follow the plan"
+        return "a higher-order operator: the operators of its body follow the plan as if they stood in its place"
     return "a higher-order operator whose body stays as the model wrote it"

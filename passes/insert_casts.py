@@ -20,9 +20,11 @@ from torch import fx
 
 from qsync_fx.graph import Note, PrecisionGraph, format_of, is_float
 from qsync_fx.ops import Kind, OperatorRow
+from qsync_fx.passes.bodies import operands, results
 from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.retrace import is_switch
+from qsync_fx.passes.seed import drawn, handed_in
 from qsync_fx.precision import Precision, precision_of
 
 
@@ -41,11 +43,8 @@ class InsertCasts:
     name: str = "insert_casts"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        inserter = _Inserter(graph, self)
-        for node in graph.nodes:
-            inserter.visit(node)
-        graph.graph.eliminate_dead_code(_is_impure)
-        graph.module.recompile()
+        if graph.parent is None:
+            _Inserter(graph, self).run()
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -54,8 +53,11 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 class _Inserter:
-    def __init__(self, graph: PrecisionGraph, options: InsertCasts) -> None:
-        self.graph, self.options = graph, options
+    def __init__(
+        self, graph: PrecisionGraph, options: InsertCasts, outer: tuple[_Inserter, fx.Node] | None = None
+    ) -> None:
+        self.graph, self.options, self.outer = graph, options, outer
+        self.whole: _Inserter = outer[0].whole if outer is not None else self
         # Types as the model wrote them: what fixed operators and graph outputs get back.
         self.own = {node: _dtype(graph.value(node)) for node in graph.nodes}
         self.values = {node: graph.value(node) for node in graph.nodes}
@@ -63,9 +65,17 @@ class _Inserter:
         self.epoch = 0
         self.made: dict[Any, Any] = {}
         self.seed: fx.Node | None = None
-        self.streams = 0
+        self.streams = self.products = 0
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            self.visit(node)
+        self.graph.graph.eliminate_dead_code(_is_impure)
+        self.graph.module.recompile()
 
     def visit(self, node: fx.Node) -> None:
+        if node.op == "output" and self.outer is not None:
+            return  # whoever reads a body's results converts them
         if node.op == "output":
             node.args = fx.node.map_arg(node.args, lambda used: self.cast(node, used, self.own.get(used)))
             return
@@ -78,6 +88,10 @@ class _Inserter:
             return
         row = note.row
         before = (node.args, node.kwargs)
+        if bodies := node.meta.get("qsync_bodies"):
+            for body in bodies:
+                self._enter(node, body)
+            return
         if note.kind is Kind.ADJUSTABLE and row is not None:
             self._adjustable(node, note, row)
         elif in_place(node):
@@ -94,6 +108,15 @@ class _Inserter:
             self._map(node, lambda used: self.cast(node, used, wider or self.own.get(used)))
         self._refresh(node, force=(node.args, node.kwargs) != before)
         self._output(node, note)
+
+    def _enter(self, node: fx.Node, body: PrecisionGraph) -> None:
+        """Goes through the body of a higher-order operator as if it stood here."""
+        inner = _Inserter(body, self.options, (self, node))
+        for placeholder, operand in operands(node, body):
+            placeholder.meta["val"] = self.graph.value(operand)
+        inner.run()
+        body.inputs = [body.value(placeholder) for placeholder, _ in operands(node, body)]
+        node.meta["val"] = tuple(body.value(result) for result in results(body))
 
     def _map(self, node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> None:
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), change)
@@ -117,6 +140,8 @@ class _Inserter:
         if row.output_only:
             self._map(node, lambda used: self.cast(node, used, self.own.get(used)))
             return
+        if not fmt.plain:
+            node.meta["qsync_stream"], self.whole.products = self.whole.products, self.whole.products + 1
         special: dict[int, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
         args: list[Any] = list(node.args)
@@ -235,7 +260,7 @@ class _Inserter:
 
     def _rounded(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...]) -> Any:
         graph = self.graph.graph
-        stream, self.streams = self.streams, self.streams + 1
+        stream, self.whole.streams = self.whole.streams, self.whole.streams + 1
         if not fmt.scaled:
             rounded = graph.create_node(
                 "call_function",
@@ -261,19 +286,12 @@ class _Inserter:
         return parts
 
     def _seed(self) -> fx.Node:
-        """One random number a graph and step, from torch's generator: torch.manual_seed reproduces a run exactly."""
         if self.seed is None:
-            graph = self.graph.graph
-            first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-            with graph.inserting_before(first):
-                keywords: dict[str, Any] = {"dtype": torch.int64, "device": self.graph.context.device}
-                if self.options.rounding == "stochastic":
-                    target, args = torch.ops.aten.randint.default, (2**62, [1])
-                else:
-                    target, args = torch.ops.aten.zeros.default, ([1],)  # type: ignore[assignment]
-                self.seed = graph.create_node("call_function", target, args, keywords, name="seed")
-            self.seed.meta["qsync_cast"] = True
-            self.graph.propagate(self.seed)
+            if self.outer is None:
+                self.seed = drawn(self.graph, self.options.rounding)
+            else:
+                around, node = self.outer
+                self.seed = handed_in(self.graph, node, around._seed())
         return self.seed
 
 

@@ -30,19 +30,17 @@ class Lower:
     name: str = "lower"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        # Streams of backward passes follow those that the casts of the forward pass have taken.
-        stream = sum(node.target in (_quantize(), _round()) for node in graph.nodes)
         for operator in graph.own_operators():
             fmt = operator.precision
             if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
                 continue
             assert operator.row is not None
-            new = self._emit(graph, operator, 2**16 + stream)
+            # Above the streams that casts have taken.
+            new = self._emit(graph, operator, 2**16 + operator.node.meta["qsync_stream"])
             if isinstance(new, str):
                 _run_elsewhere(graph, operator, new)
             else:
                 _replace(graph, operator, new)
-            stream += 1
         graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
         graph.module.recompile()
 
@@ -54,10 +52,6 @@ class Lower:
             return f"{operator.row.name} has no lowering to {operator.precision}"
         with graph.graph.inserting_before(operator.node):
             return lowering.emit(operator.node, found)
-
-
-def _quantize() -> Any:
-    return torch.ops.qsync.quantize.default
 
 
 def _round() -> Any:

@@ -59,6 +59,7 @@ def _normalize(graph: PrecisionGraph) -> None:
                 continue
             replaced[used] = inner.module
             if str(node.target) in _REWRITTEN:
+                inner.nodes[-1].meta["qsync_called_by"] = node
                 bodies.append(inner)
         node.meta["qsync_bodies"] = tuple(bodies)
         node.meta["qsync_replaced"] = replaced
