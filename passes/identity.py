@@ -73,16 +73,13 @@ def remember_break(here: Place, numbers: Numbering) -> None:
 
 
 def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
-    """Writes a note with an id to every node that computes floating-point values or is an operator."""
+    """Writes a note with an id to every node that computes with floating-point values."""
     for node in graph.nodes:
         for body in node.meta.get("qsync_bodies", ()):
             identify(body, numbers, here)
         if node.op != "call_function" and node.op != "call_method":
             continue
-        if (
-            not any(is_float(t) for t in tensors(graph.value(node)))
-            or getattr(node.target, "__name__", "") == "getitem"
-        ):
+        if getattr(node.target, "__name__", "") == "getitem" or not _computes(graph, node):
             continue
         row = row_for(node.target)
         node.meta["qsync"] = Note(
@@ -92,6 +89,13 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
             row=row,
         )
         node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(node.meta["qsync"].id)}
+
+
+def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
+    """Whether floating-point values come out of a node, or other values out of floating-point ones: a spectrum, positions, truth values."""
+    made = tensors(graph.value(node))
+    read = (t for used in node.all_input_nodes for t in tensors(graph.value(used)))
+    return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 
 
 def module_path(node: fx.Node, here: Place) -> str:

@@ -242,7 +242,7 @@ class PrecisionGraph:
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
             with _quiet(self.context, node.meta.get("qsync_region", (False, None))):
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
             shown = ", ".join(describe(self.value(a)) for a in node.args)
@@ -251,6 +251,15 @@ class PrecisionGraph:
                 where=where,
                 do="give it operands of matching formats",
             ) from error
+        # Sizes that depend on values were named when the graph was traced; names that are given anew belong to nothing.
+        node.meta["val"] = _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
+
+
+def _sized_as(before: Any, now: Any) -> Any:
+    """Returns values of the types of `now` and the sizes of `before`."""
+    if isinstance(now, (list, tuple)):
+        return type(now)(_sized_as(b, n) for b, n in zip(before, now, strict=True))
+    return before.to(now.dtype) if isinstance(now, torch.Tensor) else before
 
 
 class _quiet:
@@ -262,6 +271,8 @@ class _quiet:
         if context.fake_mode is not None:
             # Without the Python dispatcher operators that are composed of others take no symbolic sizes.
             self._contexts += [enable_python_dispatcher(), context.fake_mode]
+            if context.fake_mode.shape_env is not None:
+                self._contexts.append(context.fake_mode.shape_env.ignore_fresh_unbacked_symbols())
 
     def __enter__(self) -> None:
         for context in self._contexts:

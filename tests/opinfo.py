@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from qsync_fx.files import write_text
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.base import GraphPass
+from qsync_fx.precision import FORMATS
 
 FAILURES = ("different", "error", "far")
 """Outcomes that are a fault of ours."""
@@ -119,7 +120,7 @@ def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision
             return "random", "", list(without_row)
         same = "equal" if _difference(ours, eager) is not None else "eager equal"
         return (same, "", list(without_row)) if found is None else ("different", found, list(without_row))
-    return *_near(ours, eager), list(without_row)
+    return *_near(ours, eager, 8 * step(precision)), list(without_row)
 
 
 class _Program:
@@ -196,8 +197,14 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.layout is torch.strided else t.to_dense()
 
 
-def _near(ours: Values, exact: Values) -> tuple[str, str]:
-    """Whether every value is within 3% of its norm, or of a value's worth of 1."""
+def step(precision: str) -> float:
+    """Returns the relative step of a format, for integers that of the largest value."""
+    found = FORMATS[precision]
+    return found.eps if found.kind == "float" else 1 / found.max
+
+
+def _near(ours: Values, exact: Values, tolerance: float) -> tuple[str, str]:
+    """Whether every value is within `tolerance` of its norm, or of a value's worth of 1."""
     for at, (a, b) in enumerate(zip(ours, exact, strict=True)):
         if a is None or b is None:
             if a is not b:
@@ -209,7 +216,7 @@ def _near(ours: Values, exact: Values) -> tuple[str, str]:
             continue
         finite = b.isfinite() & a.isfinite()
         off = torch.where(finite, a - b, 0).norm()
-        allowed = 0.03 * torch.where(finite, b, 0).norm() + 0.03
+        allowed = tolerance * (torch.where(finite, b, 0).norm() + 1)
         if bool(off > allowed) or bool((b.isfinite() != a.isfinite()).any()):
             return "far", f"value {at}: {off.item():g} of {b.norm().item():g}"
     return "close", ""

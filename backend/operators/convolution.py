@@ -116,7 +116,9 @@ class _Convolution(torch.autograd.Function):
         )
         added = None if bias is None else bias.reshape(-1, *[1] * (ndim - 2))
         y = scaled(product, combined(x_scale, _per_channel(w_scale, ndim)), added, out_dtype)
-        return y if xq.dim() == ndim else y.squeeze(0)
+        # A view that a function like this one returns could not be written to in place.
+        output: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
+        return output
 
     @staticmethod
     @once_differentiable

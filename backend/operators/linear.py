@@ -133,7 +133,9 @@ class _Linear(torch.autograd.Function):
             dtype = torch.promote_types(carrier(row), out_dtype)
             product = carry(rows, dtype) @ carry(wq, dtype).t()
         y = scaled(product, combined(_per_row(x_scale), _per_column(w_scale)), bias, out_dtype)
-        return y.view(*xq.shape[:-1], wq.shape[0])
+        # A view that a function like this one returns could not be written to in place.
+        output: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[0]])
+        return output
 
     @staticmethod
     @once_differentiable
