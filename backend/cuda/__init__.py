@@ -1,0 +1,13 @@
+"""CUDA kernels from CUTLASS templates: which there are, how they are compiled and kept, which one runs.
+
+From the bottom to the top; a module imports from those above it in this list.
+
+    problem     what is to be computed: formats, layouts, sizes
+    config      a kernel as data: a frozen KernelConfig; `rules` says which are valid, `candidates` which are tried
+    unit        a translation unit; `gemm_source`, `conv_source` and `quantizer_source` write them from the templates in cpp/cutlass
+    toolchain   nvcc, the host compiler and the CUTLASS headers of this machine
+    compiler    units to small libraries with a C interface, `sass` looks at what came out, `cache` keeps them
+    library     such a library, loaded
+    tuning      which candidate is fastest where; `table` keeps what was measured
+    launch      tensors to arguments: checks, padding, streams, workspace, and the reason where torch computes instead
+"""
