@@ -151,7 +151,7 @@ class _Inserter:
                 continue
             if at in special:
                 new: Any = self._special(node, given, fmt, row, special[at], dtype)
-            elif at in row.operands:
+            elif at in row.converted(node.args):
                 new = fx.node.map_arg(given, lambda used: self.cast(node, used, dtype))
             else:
                 new = fx.node.map_arg(given, lambda used: self.cast(node, used, self.own.get(used)))

@@ -160,7 +160,7 @@ def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
         note, node, row = operator.note, operator.node, operator.row
         if operator.kind is not Kind.ADJUSTABLE or note.precision is None or row is None or row.output_only:
             continue
-        for at in row.operands if note.precision.plain else ():
+        for at in row.converted(node.args) if note.precision.plain else ():
             for used in _nodes(node.args[at] if at < len(node.args) else None):
                 value = graph.value(used)
                 if is_float(value) and value.dtype is not note.precision.dtype:

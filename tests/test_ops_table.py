@@ -205,7 +205,8 @@ def converted(call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], to
         return convert(value) if is_fp32(value) else fresh(value)
 
     everything = row.kind is Kind.DEPENDENT
-    args = tuple(tree_map(chosen if everything or i in row.operands else fresh, v) for i, v in enumerate(call.args))
+    at = range(len(call.args)) if everything else row.converted(call.args)
+    args = tuple(tree_map(chosen if i in at else fresh, v) for i, v in enumerate(call.args))
     return Call(call.target, args, tree_map(chosen if everything else fresh, call.kwargs))
 
 
@@ -213,7 +214,7 @@ def forward_and_backward(call: Call, row: OperatorRow) -> tuple[list[torch.Tenso
     """Returns the outputs of floating point, and the gradients of the tensors that passes convert."""
     torch.manual_seed(0)
     mutable = call.target._schema.is_mutable
-    positions = row.operands if row.kind is Kind.ADJUSTABLE else range(len(call.args))
+    positions = row.converted(call.args) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
     inputs = [v for i in positions if i < len(call.args) for v in tree_leaves(call.args[i]) if _differentiable(v)]
     if not mutable:
         for value in inputs:
@@ -234,11 +235,6 @@ def forward_and_backward(call: Call, row: OperatorRow) -> tuple[list[torch.Tenso
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _biased_without_weight(call: Call) -> bool:
-    """Whether this is a layer norm with a bias alone, for which torch has no backward of mixed types."""
-    return call.target is aten.native_layer_norm.default and call.args[2] is None
 
 
 def steps_apart(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float) -> float:
@@ -278,7 +274,7 @@ def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> No
     kinds: dict[Kind, set[str]] = {kind: set() for kind in Kind}
     for call in calls(2):
         row = row_for(call.target)
-        if row is None or row.kind is Kind.FIXED or _biased_without_weight(call):
+        if row is None or row.kind is Kind.FIXED:
             continue
         name = call.target._schema.name.removesuffix("_")
         narrow = converted(call, row, lambda v: v.to(dtype))

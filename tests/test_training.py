@@ -137,6 +137,24 @@ def test_batch_norm_statistics_are_fp32_and_move_in_training_only() -> None:
     assert model.norm.num_batches_tracked == 3
 
 
+def test_a_layer_norm_may_have_a_bias_alone() -> None:
+    """Torch's own backward pass on the CPU takes no FP32 bias beside a BF16 input there; see the row of layer_norm."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x, (16,), None, self.bias)
+
+    model, exact = build(Shifted), build(Shifted)
+    x = torch.randn(8, 16)
+    compiled(model, precision="bf16")(x).pow(3).mean().backward()
+    exact(x).pow(3).mean().backward()
+    assert relative_error(gradients(model), gradients(exact)) < 0.03
+
+
 def test_gradients_accumulate() -> None:
     model = build(Perceptron)
     fast, x = compiled(model, precision="int8"), torch.randn(16, 16)

@@ -7,13 +7,14 @@ from qsync_fx.ops.row import Kind, OperatorRow, fixed
 REASON = "a normalisation: the plan chooses among the float precisions, statistics and parameters stay in FP32"
 
 
-def row(name: str, *targets: str) -> OperatorRow:
+def row(name: str, *targets: str, alone: tuple[int, int] | None = None) -> OperatorRow:
     every = tuple(f"aten::{target}" for target in (name, *targets))
-    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,))
+    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,), alone=alone)
 
 
 ROWS = (
-    row("layer_norm", "native_layer_norm"),
+    # Its backward pass on the CPU takes an FP32 bias beside a narrow input only where there is an FP32 weight, too.
+    row("layer_norm", "native_layer_norm", alone=(3, 2)),
     row("group_norm", "native_group_norm"),
     row(
         "batch_norm",

@@ -7,7 +7,7 @@ themselves.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class OperatorRow:
         operands: adjustable only: positions of the tensor arguments that are converted to the precision. A position may
             hold None, a list of tensors (`einsum`), or a mask of truth values (attention), which is not converted.
             Tensor arguments elsewhere (a norm's weight and statistics) keep their format.
+        alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
         scaled: adjustable only: positions of (activation, weight) for operators that can take scaled formats (INT8,
             FP8); empty means float formats only: the paper leaves products of two activations, norms and softmax
             unquantized.
@@ -57,11 +58,18 @@ class OperatorRow:
     kind: Kind
     reason: str
     operands: tuple[int, ...] = ()
+    alone: tuple[int, int] | None = None
     scaled: tuple[int, ...] = ()
     output_only: bool = False
     products: bool = False
     converts: bool = False
     flops: Flops | None = None
+
+    def converted(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Returns the positions of the arguments that are converted to an adjustable operator's precision."""
+        if self.alone is None or args[self.alone[1]] is not None:
+            return self.operands
+        return (*self.operands, self.alone[0])
 
 
 def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
