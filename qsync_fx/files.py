@@ -15,6 +15,17 @@ from qsync_fx.errors import QSyncError
 
 def write_text(path: Path, text: str) -> None:
     """Replaces the file at `path` by `text`; raises `QSyncError` and leaves what was there where that fails."""
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise QSyncError(
+            f"the file cannot be written: {error.strerror or error}",
+            where=str(path),
+            do="check that the folder exists, is writable and has space",
+        ) from error
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
@@ -22,11 +33,18 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise QSyncError(
-            f"the file cannot be written: {error.strerror or error}",
-            where=str(path),
-            do="check that the folder exists, is writable and has space",
-        ) from error
+        raise
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Writes the folder's entries to disk: the name is in the folder, not in the file. Some file systems cannot, and say so."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

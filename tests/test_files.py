@@ -1,0 +1,65 @@
+"""Files are written whole or not at all, whatever stops the writing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsync_fx.errors import QSyncError
+from qsync_fx.files import write_text
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    write_text(path, "old")
+    write_text(path, "ne\u00fc\n")
+    assert path.read_bytes() == "ne\u00fc\n".encode()
+    assert os.listdir(tmp_path) == ["table.json"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")])
+def test_what_was_there_stays_and_nothing_else_does(
+    step: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    write_text(path, "old")
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(QSyncError if isinstance(error, OSError) else error):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["table.json"]
+
+
+def test_text_that_no_file_can_hold(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "table.json", "\ud800")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_folder_reaches_the_disk_after_the_name_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that a loss of power may leave a file that was reported as written under no name."""
+    synced: list[tuple[bool, list[str]]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), sorted(p.suffix for p in tmp_path.iterdir())))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(tmp_path / "table.json", "text")
+    assert synced == [(False, [".tmp"]), (True, [".json"])]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(QSyncError, match="cannot be written") as caught:
+        write_text(tmp_path / "nowhere" / "table.json", "text")
+    assert caught.value.where == str(tmp_path / "nowhere" / "table.json")
