@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from qsync_fx.backend import operators
+from qsync_fx.backend import operators, tuned
 from qsync_fx.devices import default_precision, support
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
@@ -48,19 +48,22 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     plan = options.plan
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
         compile_for_this_module_only(place())
-    rewritten = rewrite(module, inputs, options).module
+    graph = rewrite(module, inputs, options)
+    device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
-    with torch._functorch.config.patch(backward_pass_autocast="off"):
-        return inner_compiler(options.inner)(rewritten, inputs)
+    with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device):
+        return inner_compiler(options.inner, device)(graph.module, inputs)
 
 
-def inner_compiler(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
-    """Returns what compiles the rewritten graph: "inductor", "aot_eager" or "eager"."""
+def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+    """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
     if name == "eager":
         return lambda module, inputs: module.forward
     from torch._dynamo.backends.registry import lookup_backend
 
     found: Any = lookup_backend(name)
+    if name == "inductor":
+        return lambda module, inputs: found(module, list(inputs), config_patches=tuned.inductor(device))
     return lambda module, inputs: found(module, list(inputs))
 
 
