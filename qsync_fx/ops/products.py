@@ -62,12 +62,16 @@ def tensor_dot(args: tuple[Any, ...], output: Any) -> Any:
 
 def weighted(name: str, flops: Flops, scaled: tuple[int, int]) -> OperatorRow:
     """A product of an activation and a weight, to which a bias may be added."""
-    return OperatorRow(name, (f"aten::{name}",), Kind.ADJUSTABLE, WEIGHT, (0, 1, 2), scaled, products=True, flops=flops)
+    return OperatorRow(
+        name, (f"aten::{name}",), Kind.ADJUSTABLE, WEIGHT, operands=(0, 1, 2), scaled=scaled, products=True, flops=flops
+    )
 
 
 def two(name: str, flops: Flops, operands: tuple[int, ...] = (0, 1)) -> OperatorRow:
     """A product of two activations."""
-    return OperatorRow(name, (f"aten::{name}",), Kind.ADJUSTABLE, ACTIVATIONS, operands, products=True, flops=flops)
+    return OperatorRow(
+        name, (f"aten::{name}",), Kind.ADJUSTABLE, ACTIVATIONS, operands=operands, products=True, flops=flops
+    )
 
 
 ROWS = (

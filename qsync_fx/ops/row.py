@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 Flops = Callable[[tuple[Any, ...], Any], Any]
@@ -42,12 +42,12 @@ class OperatorRow:
         operands: adjustable only: positions of the tensor arguments that are converted to the precision. A position may
             hold None, a list of tensors (`einsum`), or a mask of truth values (attention), which is not converted.
             Tensor arguments elsewhere (a norm's weight and statistics) keep their format.
-        alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
         scaled: adjustable only: positions of (activation, weight) for operators that can take scaled formats (INT8,
             FP8); empty means float formats only: the paper leaves products of two activations, norms and softmax
             unquantized.
         output_only: adjustable only: converting the result gives the same values as converting the operands, and is
             cheaper (an embedding gathers few rows of a large table).
+        alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
         products: whether it is made of matrix products: formats like TF32 exist only inside products.
         converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
@@ -57,10 +57,11 @@ class OperatorRow:
     targets: tuple[str, ...]
     kind: Kind
     reason: str
+    _: KW_ONLY
     operands: tuple[int, ...] = ()
-    alone: tuple[int, int] | None = None
     scaled: tuple[int, ...] = ()
     output_only: bool = False
+    alone: tuple[int, int] | None = None
     products: bool = False
     converts: bool = False
     flops: Flops | None = None
