@@ -50,6 +50,7 @@ trained, and the model is left as it was."""
 _EXAMPLES = """\
 examples:
   qsync inspect bert:small --precision int8               the table
+  qsync inspect bert:small --kind adjustable              what a plan decides
   qsync inspect bert:small --after cascade                the graph after a pass
   qsync inspect bert:small --diff assign insert_casts     what passes changed
   qsync inspect bert:small --plan-out plan.json           a plan to edit, for --plan
@@ -113,7 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         help="call model.eval() before, and record no gradients",
     )
 
-    show = inspect.add_argument_group("what to print").add_mutually_exclusive_group()
+    printed = inspect.add_argument_group("what to print")
+    printed.add_argument(
+        "--kind", choices=("adjustable", "dependent", "fixed"), help="in table and JSON only operators of this kind"
+    )
+    show = printed.add_mutually_exclusive_group()
     show.add_argument("--after", metavar="PASS", help="the graph after this pass, in place of the table")
     show.add_argument(
         "--diff", metavar=("A", "B"), nargs=2, help="what changed in the graph from after pass A to after pass B"
@@ -151,6 +156,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from qsync_fx.explanation import explain
     from qsync_fx.model_reference import load
 
+    if arguments.kind and (arguments.after or arguments.diff):
+        raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
     named = ("precision", "plan", "rounding", "scaling", "exact", "passes")
     options = {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
     model, args, kwargs = load(arguments.model)
@@ -167,26 +174,27 @@ def _inspect(arguments: argparse.Namespace) -> None:
     elif arguments.diff:
         _print_diff(explanation.diff(*arguments.diff))
     elif arguments.json:
-        print(json.dumps(_as_json(explanation), indent=2))
+        print(json.dumps(_as_json(explanation, arguments.kind), indent=2))
     else:
-        _print_table(explanation)
+        _print_table(explanation, arguments.kind)
     for path, save in ((arguments.dot, explanation.save_dot), (arguments.plan_out, explanation.plan().save)):
         if path:
             save(path)
             print(f"qsync: wrote {path}", file=sys.stderr)
 
 
-def _print_table(explanation: Explanation) -> None:
+def _print_table(explanation: Explanation, kind: str | None) -> None:
     from rich.console import Console, Group
     from rich.table import Table
 
+    from qsync_fx.ops import Kind
     from qsync_fx.report.text import explanation_table
 
     if not sys.stdout.isatty():
-        print(explanation)
+        print(explanation.table(kind))
         return
     console = Console()
-    rendered = explanation_table(explanation)
+    rendered = explanation_table(explanation, Kind(kind) if kind else None)
     for part in rendered.renderables if isinstance(rendered, Group) else (rendered,):
         if isinstance(part, Table):
             _fit(part, console.width)
@@ -216,9 +224,10 @@ def _print_diff(diff: str) -> None:
         console.print(Text(line, style=styles.get(line[:1], "")), soft_wrap=True)
 
 
-def _as_json(explanation: Explanation) -> Mapping[str, object]:
+def _as_json(explanation: Explanation, kind: str | None) -> Mapping[str, object]:
+    shown = [operator for operator in explanation.operators if kind in (None, operator.kind)]
     return {
-        "operators": [_operator_as_json(operator) for operator in explanation.operators],
+        "operators": [_operator_as_json(operator) for operator in shown],
         "passes": [{"name": name, "seconds": seconds} for name, seconds in explanation.seconds.items()],
         "graphs": len(explanation.graphs),
         "breaks": list(explanation.breaks),

@@ -95,6 +95,18 @@ class Explanation:
         """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
         return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
 
+    def table(self, kind: Kind | str | None = None) -> str:
+        """Returns the table that `print` shows, of the operators of one kind alone where one is given.
+
+        Raises:
+            OptionError: there is no such kind; there are "adjustable", "dependent" and "fixed".
+        """
+        from qsync_fx.report.text import explanation_text
+
+        if kind is not None and kind not in list(Kind):
+            raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
+        return explanation_text(self, None if kind is None else Kind(kind))
+
     def save_dot(self, path: str | Path) -> None:
         """Writes the operators and what flows between them as a Graphviz file."""
         from qsync_fx.report.dot import dot
@@ -106,9 +118,7 @@ class Explanation:
             raise OptionError(f"no pass {name!r} has run", do=nearest(name, self.passes))
 
     def __str__(self) -> str:
-        from qsync_fx.report.text import explanation_text
-
-        return explanation_text(self)
+        return self.table()
 
 
 def explain(

@@ -19,6 +19,7 @@ from qsync_fx.cli import main
 from qsync_fx.errors import OptionError
 from qsync_fx.model_reference import load
 from qsync_fx.opid import OpId
+from qsync_fx.ops import Kind
 from qsync_fx.options import DOCUMENTED
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS
@@ -108,6 +109,7 @@ def test_help_tells_every_option_in_the_words_of_the_options(capsys: pytest.Capt
         "--plan FILE",
         "--exact",
         "--pass NAME",
+        "--kind {adjustable,dependent,fixed}",
         "--after PASS",
         "--diff A B",
         "--dot FILE",
@@ -126,6 +128,23 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "uniform int8" in captured.out
     assert "2 adjustable operators: 2 in int8" in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_operators_of_one_kind(kind: Kind, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "models_of_test:small", "--kind", kind) == 0
+    table = capsys.readouterr().out
+    assert {line.split()[1] for line in table.splitlines() if "/" in line} <= {kind}
+    assert run("inspect", "models_of_test:small", "--kind", kind, "--json") == 0
+    found = [operator["kind"] for operator in json.loads(capsys.readouterr().out)["operators"]]
+    assert found == [kind] * {"adjustable": 2, "dependent": 3, "fixed": 0}[kind]
+    assert f"{len(found)} of 5 operators are {kind} and shown" in table
+    assert "2 adjustable operators: 2 in" in table, "the notes are about the whole model"
+
+
+def test_a_graph_is_not_cut_down_to_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "models_of_test:small", "--kind", "fixed", "--after", "lower") == 2
+    assert "qsync: a graph is shown whole" in capsys.readouterr().err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,24 +22,27 @@ if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
 
 
-def explanation_text(explanation: Explanation) -> str:
-    """Returns the explanation as plain text."""
+def explanation_text(explanation: Explanation, kind: Kind | None = None) -> str:
+    """Returns the explanation as plain text, of the operators of one kind alone where one is given."""
     console = Console(width=1000, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(explanation_table(explanation))
+        console.print(explanation_table(explanation, kind))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def explanation_table(explanation: Explanation) -> RenderableType:
+def explanation_table(explanation: Explanation, kind: Kind | None = None) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("operator", "kind", "precision", "output", "flops", "bytes", "saved"):
         table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", no_wrap=True)
     table.add_column("line", no_wrap=True)
     table.add_column("reason", no_wrap=True)
-    for operator in explanation.operators:
+    every = explanation.operators
+    shown = [operator for operator in every if kind is None or operator.kind is kind]
+    for operator in shown:
         table.add_row(*_cells(operator))
-    return Group(table, *(Text(line) for line in _notes(explanation)))
+    left_out = [f"{len(shown)} of {len(every)} operators are {kind} and shown"] if kind is not None else []
+    return Group(table, *(Text(line) for line in (*left_out, *_notes(explanation))))
 
 
 def _cells(operator: Operator) -> tuple[str, ...]:
