@@ -92,7 +92,7 @@ ROWS = (
         ("transformers::grouped_mm_fallback",),
         Kind.ADJUSTABLE,
         "a product of the tokens of every expert and its weight: the plan chooses among the float precisions",
-        (0, 1),
+        operands=(0, 1),
         products=True,
         flops=grouped,
     ),
