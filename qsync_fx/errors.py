@@ -69,6 +69,20 @@ class DeviceError(QSyncError):
     """A device that qsync_fx cannot run on."""
 
 
+class KernelError(QSyncError):
+    """A CUDA kernel that cannot be compiled, loaded or run."""
+
+
+class ToolchainError(KernelError):
+    """nvcc, the host compiler or the CUTLASS headers: missing, of a version that does not serve, or failing.
+
+    Attributes:
+        output: what the failing tool printed, in full; "" where none ran.
+    """
+
+    output: str = ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns advice for a name that was not found: the nearest known one, then all of them."""
     known = sorted(known)
