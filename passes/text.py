@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import Note, PrecisionGraph, describe, target_name
+from qsync_fx.passes.retrace import is_switch
 
 
 def graph_text(graph: PrecisionGraph, indent: str = "") -> str:
@@ -27,7 +28,8 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     value = graph.value(node)
-    head = f"%{node.name}" + (f": {describe(value)}" if value is not None else "")
+    # A mode is no value, and the name of its class is another one in every torch.
+    head = f"%{node.name}" + (f": {describe(value)}" if value is not None and not is_switch(node) else "")
     if node.op == "placeholder":
         return f"{head} = input"
     if node.op == "get_attr":

@@ -141,9 +141,10 @@ def test_carry_is_a_conversion_that_torch_accepts(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.qsync.carry.default, (q, torch.bfloat16), test_utils=CHECKS)
 
 
-def network(fmt: str, channel: bool, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> Tensor:
-    y = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel)(x, kernel, None, seed)
-    return Layer(fmt, None, channel)(F.relu(y).mean((2, 3)), weight, bias, seed)
+def network(
+    first: Layer, second: Layer, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, seed: Tensor
+) -> Tensor:
+    return second(F.relu(first(x, kernel, None, seed)).mean((2, 3)), weight, bias, seed)
 
 
 def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -161,7 +162,9 @@ def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]
 def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(inner)
-    plain = functools.partial(network, fmt, channel)
+    # Made here, since Dynamo of torch 2.11 makes no frozen dataclasses.
+    layers = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel), Layer(fmt, None, channel)
+    plain = functools.partial(network, *layers)
     run = torch.compile(plain, backend=counter, fullgraph=True)
     parameters = [leaf(torch.randn(shape)) for shape in ((6, 4, 3, 3), (5, 6), (5,))]
     for batch in (4, 7, 2, 9):
