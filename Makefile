@@ -10,10 +10,13 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format bench clean distclean
+CUDA_PACKAGES := nvidia-cutlass nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+COMPILE_FLAGS ?=
+
+.PHONY: help setup demo test test-cuda-compile lint format bench clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv, build the native module, install qsync_fx into it (editable); quick when nothing changed
 	@:
@@ -36,6 +39,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp
 	  $$(command -v cmake >/dev/null && cmake --version | awk '{ split($$3, v, "."); exit !(v[1] > 3 || v[2] >= 18) }' || echo cmake)
 	@echo "setup: dependencies, the native module, qsync_fx (torch is large: minutes the first time)"
 	@PATH="$$PWD/$(VENV)/bin:$$PATH" $(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps -c constraints.txt $(CUDA_PACKAGES) || \
+	  echo "setup: without $(CUDA_PACKAGES), CUDA kernels are neither compiled nor looked at here" >&2
 	@$(PYTHON) -c 'import torch, qsync_fx; from qsync_fx import _C; print(f"setup: done, torch {torch.__version__}, {_C.isa()} kernels")'
 	@touch $@
 
@@ -50,6 +55,10 @@ demo: setup ## train a ResNet in mixed precision over two processes, in three mi
 
 test: setup lint ## lint, then run the tests
 	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores
+	@mkdir -p runs
+	@$(PYTHON) tests/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
 lint: setup ## ruff and mypy --strict
 	@$(PYTHON) -m ruff check --quiet .

@@ -87,7 +87,9 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
     assert {"qsync_fx/py.typed", "qsync_fx/_C.pyi"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert sum(name.startswith("qsync_fx/_C.") and name.endswith(".so") for name in names) == 1
-    assert not [name for name in names if name.endswith((".cpp", ".h", ".pyc"))]
+    templates = {f"qsync_fx/backend/cuda/templates/{path.name}" for path in (tree / "cpp/cutlass").iterdir()}
+    assert "qsync_fx/backend/cuda/templates/abi.h" in templates <= names
+    assert not [name for name in names - templates if name.endswith((".cpp", ".h", ".pyc"))]
 
 
 def test_the_wheel_says_what_it_is(installed: Path) -> None:
@@ -95,7 +97,7 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     assert package.name == "qsync-fx"
     assert package.version == qsync_fx.__version__
     needed = {requirement.split(";")[0].strip() for requirement in package.requires or () if "extra" not in requirement}
-    assert needed == {"torch<2.14,>=2.11", "numpy", "networkx", "sympy", "rich"}
+    assert needed == {"torch<2.14,>=2.11", "filelock", "numpy", "networkx", "sympy", "rich"}
     entries = {(entry.group, entry.name): entry.value for entry in package.entry_points}
     assert entries == {
         ("torch_dynamo_backends", "qsync"): "qsync_fx.backend.entry:qsync",

@@ -42,6 +42,9 @@ NEWEST_GCC: Final[dict[Version, int]] = {
 
 OLDEST_CUTLASS: Final = (4, 0)
 
+USUAL: Final = "/usr/local/cuda/bin"
+"""Where toolkits are that nobody has put anywhere else."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -127,7 +130,7 @@ def _nvcc_places() -> Iterator[str]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if (home := os.environ.get(name)) and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             yield path
-    for folder in (None, "/usr/local/cuda/bin", *map(str, wheel_folders("bin"))):
+    for folder in (None, USUAL, *map(str, wheel_folders("bin"))):
         if path := shutil.which("nvcc", path=folder):
             yield path
 
@@ -227,7 +230,7 @@ def _checked(headers: Headers) -> Headers:
 def tool(name: str, *beside: Path) -> Path | None:
     """Returns a program of the CUDA toolkit other than nvcc: from folders given, PATH, pip wheels, or those that Triton brings along."""
     brought = [place / "backends/nvidia/bin" for place in package_folders("triton")]
-    for folder in (*beside, None, Path("/usr/local/cuda/bin"), *wheel_folders("bin"), *brought):
+    for folder in (*beside, None, Path(USUAL), *wheel_folders("bin"), *brought):
         if path := shutil.which(name, path=None if folder is None else str(folder)):
             return Path(os.path.abspath(path))
     return None
