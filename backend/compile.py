@@ -19,7 +19,7 @@ from qsync_fx.backend import operators, tuned
 from qsync_fx.devices import default_precision, support
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
-from qsync_fx.passes.frames import Place, compile_for_this_module_only, place
+from qsync_fx.passes.frames import Place, compile_for_this_module_only, place, warn_at_the_limit
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run
 from qsync_fx.plan import Plan
@@ -45,9 +45,10 @@ def rewrite(
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Runs the pipeline and hands the result to the inner compiler."""
-    plan = options.plan
+    plan, here = options.plan, place()
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
-        compile_for_this_module_only(place())
+        compile_for_this_module_only(here)
+    warn_at_the_limit(here)
     graph = rewrite(module, inputs, options)
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -22,6 +23,7 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
+from torch._guards import CompileContext
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from qsync_fx.errors import PlanError
@@ -107,6 +109,20 @@ def compile_for_this_module_only(here: Place) -> None:
             "(TORCH_LOGS=graph_breaks shows it)",
         )
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+
+
+def warn_at_the_limit(here: Place) -> None:
+    """Warns where Dynamo may compile a frame for the last time: what it compiles no more runs as written, without the plan."""
+    compilation = CompileContext.current_compile_id()
+    limit = torch._dynamo.config.recompile_limit
+    if here.code is None or compilation is None or compilation.frame_compile_id != limit - 1:
+        return
+    text = (
+        f"{here.code.co_qualname} is compiled for the {limit}th time, and Dynamo keeps {limit} versions of a function: "
+        "another one will run as the model wrote it, without the plan. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
+        "TORCH_LOGS=recompiles tells why each was made."
+    )
+    warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
 
 
 def translator() -> Any:

@@ -5,6 +5,8 @@ Counts the graphs that the backend is given; nothing here looks at numbers but t
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from small_models import Convolutional, Counting, Perceptron, build, compiled
@@ -168,3 +170,29 @@ def test_model_compile() -> None:
     found = model(torch.ones(4, 16))
     assert not torch.equal(found, wanted)
     assert torch.allclose(found, wanted, atol=0.1)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_a_plan_that_will_not_be_followed_is_told() -> None:
+    """Beyond its limit Dynamo runs the model as written. It says that, but cannot know what that means for the plan."""
+    model = build(Scaled)
+    fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
+    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        rounded = []
+        for scale in (1, 2, 3, 4):
+            model.scale = scale
+            rounded.append(not torch.equal(fast(x), model(x)))
+            assert [("Scaled.forward" in str(w.message)) for w in told] == [True] * (scale >= 3)
+    assert rounded == [True, True, True, False]
+    assert "recompile_limit higher" in str(told[0].message)
+    assert told[0].filename == __file__
