@@ -118,9 +118,9 @@ def warn_at_the_limit(here: Place) -> None:
     if here.code is None or compilation is None or compilation.frame_compile_id != limit - 1:
         return
     text = (
-        f"{here.code.co_qualname} is compiled for the {limit}th time, and Dynamo keeps {limit} versions of a function: "
-        "another one will run as the model wrote it, without the plan. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
-        "TORCH_LOGS=recompiles tells why each was made."
+        f"this is version {limit} of {here.code.co_qualname}, and Dynamo keeps {limit} of a function: another one will run as the model "
+        "wrote it, without the plan. Set torch._dynamo.config.recompile_limit higher if so many are meant; TORCH_LOGS=recompiles tells "
+        "why each was made."
     )
     warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
 
