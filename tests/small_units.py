@@ -35,7 +35,9 @@ int qsync_run(const Arguments *arguments, void *workspace, void *stream) {{
     return cudaGetLastError() == cudaSuccess ? 0 : 8;
 }}
 int qsync_shared_memory() {{ return 4096; }}
-const char *qsync_error(int status) {{ return status == 7 ? "Error Misaligned Operand" : status == 3 ? "Error Workspace Null" : "Error Internal"; }}
+const char *qsync_error(int status) {{
+    return status == 7 ? "Error Misaligned Operand" : status == 3 ? "Error Workspace Null" : "Error Internal";
+}}
 }}
 """
 

@@ -72,9 +72,15 @@ def build(
 def attempt(
     units: Sequence[Unit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
 ) -> Built:
-    """Does what `build` does, and returns failures in place of raising them."""
+    """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`."""
+    built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder)
+    return Built(
+        *({unit: found[unit] for unit in units if unit in found} for found in (built.libraries, built.failures))
+    )
+
+
+def _attempt(contents: dict[Unit, str], progress: bool, jobs: int | None, folder: Path | None) -> Built:
     built = Built({}, {})
-    contents = {unit: content_key(unit) for unit in units}
     elsewhere = [] if folder else cache.ahead_of_time()
     for unit, content in contents.items():
         for place in elsewhere:
