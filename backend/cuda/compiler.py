@@ -75,7 +75,8 @@ def attempt(
     """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`."""
     built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder)
     return Built(
-        *({unit: found[unit] for unit in units if unit in found} for found in (built.libraries, built.failures))
+        {unit: built.libraries[unit] for unit in units if unit in built.libraries},
+        {unit: built.failures[unit] for unit in units if unit in built.failures},
     )
 
 
