@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Loss = Callable[[nn.Module], Tensor]
+Loss = Callable[[Callable[..., Any]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     target = torch.randn(batch, length, 768)
 
     def build(attention: str) -> nn.Module:
-        return BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))
+        return BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))  # type: ignore[call-arg]
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
 
     return Case(build, loss, attention=True)
@@ -49,9 +50,9 @@ def gpt2_block(batch: int = 4, length: int = 256) -> Case:
 
     def build(attention: str) -> nn.Module:
         # The table of tokens is not the block: one word keeps it out of the way.
-        return GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))
+        return GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))  # type: ignore[call-arg]
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(inputs_embeds=states).last_hidden_state.float(), target)
 
     return Case(build, loss, attention=True)
@@ -63,7 +64,7 @@ def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: i
     widths = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
 
     def build(attention: str) -> nn.Module:
-        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)
+        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)  # type: ignore[call-arg]
         return ResNetForImageClassification(config)
 
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
@@ -87,11 +88,11 @@ def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
 
 
 def _classifier(
-    build: Callable[[str], nn.Module], batch: int, size: int, logits: Callable[[nn.Module, Tensor], Tensor]
+    build: Callable[[str], nn.Module], batch: int, size: int, logits: Callable[[Callable[..., Any], Tensor], Tensor]
 ) -> Case:
     images, labels = torch.randn(batch, 3, size, size), torch.randint(100, (batch,))
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.cross_entropy(logits(model, images).float(), labels)
 
     return Case(build, loss, attention=False)

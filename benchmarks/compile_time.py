@@ -38,7 +38,7 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
 
     def step() -> float:
         begin = time.perf_counter()
-        case.loss(compiled).backward()
+        case.loss(compiled).backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - begin
 
     with mock.patch.object(backend, "rewrite", timed), torch._inductor.config.patch(fx_graph_cache=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from _harness import Row, arguments, finish, measure
 from qsync_fx import _C
 
 SHAPES = [(1536, 768), (1536, 3072), (4096, 4096)]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[Literal["float32", "bfloat16"], torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def by_torch(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +31,7 @@ def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
     q, scales, copy = torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[0]), torch.empty_like(x)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
     rows = x.shape[0] if per_row else 1
-    memory = tuple(tensor.view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy() for tensor in (copy, x))
+    to, of = (tensor.view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy() for tensor in (copy, x))
 
     def native(rounding: _C.Rounding, isa: str | None = None) -> Callable[[], object]:
         def call() -> None:  # a closure and not addresses alone: it keeps the tensors alive
@@ -41,7 +42,7 @@ def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
 
     compiled = torch.compile(by_torch, dynamic=False)
     return {
-        "copy (one thread)": functools.partial(np.copyto, *memory),
+        "copy (one thread)": functools.partial(np.copyto, to, of),
         "copy": functools.partial(copy.copy_, x),
         "native stochastic": native("stochastic"),
         "native nearest": native("nearest"),

@@ -51,7 +51,7 @@ def step(case: Case, variant: Variant) -> Callable[[], None]:
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
             loss = case.loss(trained)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -63,7 +63,7 @@ def peak_memory(run: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     held = most = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
