@@ -38,6 +38,11 @@ def define(
         torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
 
 
+def require(condition: bool | torch.SymBool, what: Callable[[], str]) -> None:
+    """Raises RuntimeError with `what()` unless a condition on sizes holds; one on symbolic sizes becomes a guard."""
+    torch._check(condition, what)  # type: ignore[no-untyped-call]
+
+
 def differentiate(
     name: str, backward: Callable[..., Any], remember: Callable[[Any, tuple[Any, ...], Any], None]
 ) -> None:

@@ -1,0 +1,86 @@
+"""From configurations to libraries that can be called.
+
+Invariant: a kernel that could not be had once is not asked for again in this process: the same call takes the same way every time, and a
+compiler that fails does so once, not at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from qsync_fx.backend.cuda.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.library import Library
+from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.errors import KernelError, QSyncError
+
+_lock: Final = threading.Lock()
+_had: Final[dict[Unit, Library | QSyncError]] = {}
+
+
+def unit_of(config: KernelConfig) -> Unit:
+    """Returns what is compiled for a configuration."""
+    return _source(config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(config: KernelConfig) -> Unit:
+    if config.operation == "gemm":
+        from qsync_fx.backend.cuda import gemm_source
+
+        return gemm_source.source(config)
+    from qsync_fx.backend.cuda import conv_source
+
+    return conv_source.source(config)
+
+
+@functools.lru_cache(maxsize=16)
+def quantizer(arch: Arch) -> Unit:
+    """Returns the quantizer of an architecture."""
+    from qsync_fx.backend.cuda import quantizer_source
+
+    return quantizer_source.source(arch)
+
+
+def library(unit: Unit, *, wait: bool = True) -> Library | None:
+    """Returns the library of a unit, and compiles it where it is not in the cache.
+
+    Args:
+        wait: False where nothing may be compiled now, as while a CUDA graph is captured; None is returned where that would be needed.
+
+    Raises:
+        QSyncError: it cannot be compiled or loaded, now or the first time it was asked for.
+    """
+    found = _had.get(unit)
+    if found is None:
+        if not wait:
+            return None
+        prepare([unit])
+        found = _had[unit]
+    if isinstance(found, QSyncError):
+        raise found
+    return found
+
+
+def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:
+    """Compiles what is not in the cache, side by side, and loads it all; returns what failed, which torch will compute."""
+    from qsync_fx.backend.cuda import compiler
+    from qsync_fx.backend.cuda.library import load
+
+    with _lock:
+        missing = [unit for unit in dict.fromkeys(units) if unit not in _had]
+        if missing:
+            try:
+                built = compiler.attempt(missing)
+            except QSyncError as error:
+                _had.update(dict.fromkeys(missing, error))
+                return [error]
+            for unit in missing:
+                try:
+                    failed = built.failures.get(unit)
+                    _had[unit] = failed if failed is not None else load(built.libraries[unit], unit)
+                except KernelError as error:
+                    _had[unit] = error
+        return [had for unit in missing if isinstance(had := _had[unit], QSyncError)]
