@@ -31,7 +31,8 @@ class KernelConfig:
         operation: "gemm", or one of the three products of a 2-D convolution.
         a, b, out: formats, as in `GemmProblem` and `ConvProblem`.
         a_major, b_major: layouts of a GEMM's operands; convolutions have channels last.
-        a_scale, b_scale: compiled into kernels below sm_90a: "none" there reads none. At sm_90a "channel" serves every kind of scale.
+        a_scale, b_scale: of a GEMM: both "none", and it reads no scales, or both "channel", and it serves every kind of scale and none.
+            Of a convolution: as rules_conv says.
         bias: whether the kernel can add one. A kernel that can also serves problems without.
         activation: after scales and bias.
 
@@ -39,14 +40,16 @@ class KernelConfig:
         arch: the target of nvcc.
         unit: tensor cores, or the ordinary units ("simt").
         tile: threadblock tile (m, n, k).
-        warp: warp tile; None at sm_90a, where the schedule says it.
-        instruction: of the tensor core; None at sm_90a.
+        warp: warp tile; None for wgmma, where the schedule says it.
+        instruction: of the tensor core; None for wgmma.
         stages: of the pipeline; 0 takes as many as shared memory holds (sm_90a only).
         cluster: threadblocks that share loads (sm_90a only).
-        schedule: "multistage" (cp.async) or "pipelined" (two stages, sm_70 and sm_75) below sm_90a; "cooperative" or "pingpong", with
-            "_fast" for FP8 sums in the tensor core's own accuracy, at sm_90a.
-        order: how tiles are handed to multiprocessors: "identity" (swizzled by `swizzle`) or "stream_k"; "persistent" at sm_90a.
-        swizzle: log-free width of the swizzle: 1, 2, 4 or 8.
+        schedule: of CUTLASS 2.x kernels "multistage" (cp.async) or "pipelined" (two stages, sm_70 and sm_75); of wgmma kernels, which
+            are sm_90a's own, "cooperative" or "pingpong". "_fast" behind it: FP8 sums in the tensor core's own accuracy. sm_90a runs
+            multistage kernels too: FP32, and sizes that TMA does not take.
+        order: how tiles are handed to multiprocessors: "identity" (2.x, swizzled by `swizzle`), "persistent" (wgmma, likewise), or
+            "stream_k".
+        swizzle: width of the swizzle: 1, 2, 4 or 8.
         alignment: of `a` and `b`, in elements; pointers and leading dimensions are multiples of it.
         out_alignment: of `d`, in elements.
         strided: convolutions: whether strides other than 1 are served (dgrad is compiled for one or the other).
