@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx import __version__
+from qsync_fx import __version__, kernels_cli
 from qsync_fx.errors import QSyncError
 from qsync_fx.options import DOCUMENTED
 
@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Says what this machine offers (torch, CPU, CUDA, compilers, CUTLASS) and how each precision runs on it.",
     )
     doctor.set_defaults(run=_doctor)
+    kernels_cli.add(commands)
     return parser
 
 

@@ -7,12 +7,9 @@ Invariant: it looks and changes nothing, and what cannot be found out is left em
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
-import re
-import shutil
-import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qsync_fx import _C, __version__
+from qsync_fx.backend.cuda import cache, sass, toolchain
 from qsync_fx.devices import Support, support
 from qsync_fx.errors import QSyncError
 from qsync_fx.precision import FORMATS, Precision
@@ -84,6 +82,15 @@ class Tool:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """CUDA kernels that are compiled already: how many there are in a folder. `reason` says why the folder is not used."""
+
+    folder: Path
+    count: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class FormatSupport:
     """How one device runs one format."""
 
@@ -94,7 +101,14 @@ class FormatSupport:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `qsync doctor` says. `cuda` is what torch was built for; None for a CPU build."""
+    """Everything that `qsync doctor` says.
+
+    Attributes:
+        cuda: what torch was built for; None for a CPU build.
+        nvcc, host, cutlass: what CUDA kernels are compiled with, or why it cannot be used.
+        disassembler: what looks for the right instructions in compiled kernels; None where nothing does.
+        kernels: those that are compiled already: in the cache, then in the folders of QSYNC_KERNELS_PATH.
+    """
 
     qsync_fx: str
     torch: str
@@ -103,8 +117,11 @@ class Report:
     cpu: Cpu
     quantizer: Quantizer
     gpus: tuple[Gpu, ...]
-    nvcc: Tool | None
-    cutlass: Tool | None
+    nvcc: Tool | QSyncError
+    host: Tool | QSyncError
+    cutlass: Tool | QSyncError
+    disassembler: Path | None
+    kernels: tuple[Kernels, ...]
     formats: tuple[FormatSupport, ...]
 
 
@@ -120,8 +137,11 @@ def doctor() -> Report:
         cpu=cpu(),
         quantizer=_quantizer(),
         gpus=gpus,
-        nvcc=_nvcc(),
-        cutlass=_cutlass(),
+        nvcc=_tool(toolchain.nvcc),
+        host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
+        cutlass=_tool(toolchain.cutlass),
+        disassembler=sass.disassembler(),
+        kernels=_kernels(),
         formats=tuple(
             FormatSupport(device, fmt, support(device, fmt)) for device in devices for fmt in FORMATS.values()
         ),
@@ -169,31 +189,26 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def _nvcc() -> Tool | None:
-    homes = [Path(home) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    # The order in which torch.utils.cpp_extension looks.
-    for folder in (*homes, None, Path("/usr/local/cuda/bin")):
-        path = shutil.which("nvcc", path=None if folder is None else str(folder))
-        if path is None:
-            continue
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-            version = re.search(r"release [\d.]+, V([\d.]+)", said)
-            return Tool(version[1] if version else "", Path(path))
-    return None
+def _tool(find: Callable[[], toolchain.Program | toolchain.Headers]) -> Tool | QSyncError:
+    try:
+        found = find()
+    except QSyncError as error:
+        return error
+    path = found.path if isinstance(found, toolchain.Program) else found.folders[0]
+    return Tool(toolchain.dotted(found.version), path)
 
 
-def _cutlass() -> Tool | None:
-    # The headers are all that is used of the wheel nvidia-cutlass; its Python package is not imported.
-    spec = importlib.util.find_spec("cutlass_library")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        include = Path(folder) / "source" / "include"
-        header = include / "cutlass" / "version.h"
-        if header.is_file():
-            text = header.read_text(encoding="utf-8", errors="replace")
-            numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
-            return Tool(".".join(number[1] for number in numbers if number), include)
-    return None
+def _kernels() -> tuple[Kernels, ...]:
+    folders, reason = [cache.root()], ""
+    try:
+        folders += cache.ahead_of_time()
+    except QSyncError as error:
+        reason = str(error)
+    found = []
+    for folder in folders:
+        entries = [entry for entry in cache.entries(folder) if isinstance(entry, cache.Entry)]
+        found.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
+    return (*found, *([Kernels(Path(), 0, reason)] if reason else ()))
 
 
 def render(report: Report) -> RenderableType:
@@ -226,8 +241,16 @@ def _machine(report: Report) -> Table:
         line(str(gpu.device), f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB")
     if not report.gpus:
         line("cuda", "no device")
-    line("nvcc", _tool_text(report.nvcc, "not found: CUDA kernels cannot be compiled"))
-    line("CUTLASS", _tool_text(report.cutlass, "headers not found: pip install --no-deps nvidia-cutlass"))
+    line("nvcc", _tool_text(report.nvcc))
+    if isinstance(report.nvcc, Tool):
+        line("host compiler", _tool_text(report.host))
+        line(
+            "disassembler",
+            str(report.disassembler or "no cuobjdump and nvdisasm: kernels are used without a look inside"),
+        )
+    line("CUTLASS", _tool_text(report.cutlass))
+    for kernels in report.kernels:
+        line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
     return table
 
 
@@ -238,8 +261,8 @@ def _quantizer_text(quantizer: Quantizer) -> str:
     return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}"
 
 
-def _tool_text(tool: Tool | None, missing: str) -> str:
-    return f"{tool.version} in {tool.path}" if tool else missing
+def _tool_text(tool: Tool | QSyncError) -> str:
+    return f"{tool.version} in {tool.path}" if isinstance(tool, Tool) else str(tool)
 
 
 def _formats(report: Report) -> Table:

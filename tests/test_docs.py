@@ -305,7 +305,7 @@ LAYERS = (
     "passes",
     "backend",
     "explanation report",
-    "doctor model_reference cli",
+    "doctor model_reference kernels_cli cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from qsync_fx import _C, doctor as home
 from qsync_fx.devices import support
+from qsync_fx.errors import ToolchainError
 from qsync_fx.precision import FORMATS
 
 XEON = """
@@ -91,36 +92,46 @@ def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
 
 
-def test_a_broken_nvcc_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executable(tmp_path / "bin/nvcc", "exit 3")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    found = home.doctor().nvcc
-    assert found is None or found.path == Path("/usr/local/cuda/bin/nvcc")
+def test_a_broken_nvcc_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "nvcc", "exit 3")
+    monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "nvcc"))
+    report = home.doctor()
+    assert isinstance(report.nvcc, ToolchainError)
+    assert isinstance(report.host, ToolchainError)
+    text = shown(report, width=400)
+    assert f"QSYNC_NVCC={tmp_path}/nvcc" in text
+    assert "host compiler" not in text, "which one would do depends on nvcc"
 
 
 def test_finds_the_headers_of_cutlass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    include = tmp_path / "cutlass_library/source/include"
+    include = tmp_path / "include"
     (include / "cutlass").mkdir(parents=True)
-    (tmp_path / "cutlass_library/__init__.py").write_text(
-        "raise RuntimeError('the headers are wanted, not the package')\n"
-    )
+    (tmp_path / "tools/util/include").mkdir(parents=True)
     (include / "cutlass/version.h").write_text(
         "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(tmp_path))
     assert home.doctor().cutlass == home.Tool("4.2.0", include)
+
+
+def test_counts_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
+    assert home.doctor().kernels == (home.Kernels(tmp_path / "kernels", 0),)
+    monkeypatch.setenv("QSYNC_KERNELS_PATH", str(tmp_path / "missing"))
+    assert "does not exist" in shown(home.doctor(), width=400)
 
 
 def test_what_is_shown_is_data_not_markup() -> None:
     report = home.doctor()
     gpu = home.Gpu(torch.device("cuda", 0), "[bold]Card[/] [/nothing]", (9, 0), 80 * 2**30)
     nvcc = home.Tool("13.0.88", Path("/opt/[red]/nvcc"))
-    odd = dataclasses.replace(report, gpus=(gpu,), nvcc=nvcc, cutlass=None, cuda="13.0")
+    missing = ToolchainError("the headers are [bold]missing[/]")
+    odd = dataclasses.replace(report, gpus=(gpu,), nvcc=nvcc, cutlass=missing, cuda="13.0")
     text = shown(odd)
     assert "[bold]Card[/] [/nothing], compute capability 9.0, 80.0 GiB" in text
     assert "13.0.88 in /opt/[red]/nvcc" in text
-    assert "headers not found" in text
+    assert "the headers are [bold]missing[/]" in text
 
 
 def test_a_wrong_path_is_reported_not_raised() -> None:

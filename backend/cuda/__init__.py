@@ -6,8 +6,9 @@ From the bottom to the top; a module imports from those above it in this list.
     config      a kernel as data: a frozen KernelConfig; `rules` says which are valid, `candidates` which are tried
     unit        a translation unit; `gemm_source`, `conv_source` and `quantizer_source` write them from the templates in cpp/cutlass
     toolchain   nvcc, the host compiler and the CUTLASS headers of this machine
-    compiler    units to small libraries with a C interface, `sass` looks at what came out, `cache` keeps them
-    library     such a library, loaded
+    library     a small library with the C interface of `abi`, loaded
+    compiler    units to such libraries: `nvcc` makes them within `budget`, `sass` looks at what came out, `cache` keeps them
+                with a `manifest` under the `keys` of all that they depend on
     tuning      which candidate is fastest where; `table` keeps what was measured
     launch      tensors to arguments: checks, padding, streams, workspace, and the reason where torch computes instead
 """

@@ -114,6 +114,11 @@ def find(folder: Path, content: str, tools: str | None) -> Entry | None:
     return None
 
 
+def read(folder: Path) -> Entry | None:
+    """Returns the entry in a folder if it is whole."""
+    return usable(folder, folder.parent.name, folder.name)
+
+
 def usable(folder: Path, content: str, tools: str) -> Entry | None:
     """Returns the entry in a folder if it is whole and of this key."""
     try:
@@ -195,4 +200,22 @@ def entries(folder: Path) -> Iterator[Entry | Path]:
         return
     for content in sorted(path for path in folder.iterdir() if len(path.name) == 64 and path.is_dir()):
         for path in sorted(content.iterdir()):
-            yield usable(path, content.name, path.name) or path
+            yield read(path) or path
+
+
+def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:
+    """Removes entries that are older than so many seconds, and damaged ones; returns how many there were, and the bytes of their files."""
+    count = size = 0
+    for found in list(entries(folder)):
+        path = found if isinstance(found, Path) else found.folder
+        if isinstance(found, Entry) and time.time() - found.manifest.created < older_than:
+            continue
+        count += 1
+        size += sum(file.lstat().st_size for file in path.rglob("*"))
+        discard(path, folder)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+    if not older_than:
+        shutil.rmtree(folder / "failed", ignore_errors=True)
+    sweep(folder)
+    return count, size

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from qsync_fx.backend.cuda import budget, cache, nvcc, sass
 from qsync_fx.backend.cuda.cache import Entry
 from qsync_fx.backend.cuda.keys import content_key, tools_key
+from qsync_fx.backend.cuda.library import shared_memory
 from qsync_fx.backend.cuda.manifest import Manifest
 from qsync_fx.backend.cuda.progress import watch
 from qsync_fx.backend.cuda.toolchain import Toolchain, dotted, toolchain
@@ -209,6 +210,9 @@ def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
     if job.unit.opcode and not refused and (found := sass.instructions(library)):
         opcode = next((name for name in found if name.startswith(job.unit.opcode)), "")
         refused = "" if opcode else f"its machine code has no {job.unit.opcode}"
+    used = sass.resources(report)
+    if not refused:
+        used = replace(used, shared_memory=max(used.shared_memory, shared_memory(library)))
     size, digest = cache.fingerprint(library)
     manifest = Manifest(
         content=job.content,
@@ -218,7 +222,7 @@ def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
         sha256="" if refused else digest,
         size=0 if refused else size,
         refused=refused,
-        resources=sass.resources(report),
+        resources=used,
         opcode=opcode,
         seconds=round(seconds, 2),
         created=round(time.time(), 3),

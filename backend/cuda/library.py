@@ -96,6 +96,18 @@ def load(path: Path, unit: Unit) -> Library:
     return Library(unit, path, handle)
 
 
+def shared_memory(path: Path) -> int:
+    """Returns how many bytes of shared memory a threadblock of the kernel at `path` takes, which its machine code does not say.
+
+    Raises:
+        KernelError: the library cannot be loaded, or has not the functions that it should have.
+    """
+    handle = _opened(path)
+    _declare(handle, path, GemmArguments)
+    size: int = handle.qsync_shared_memory()
+    return size
+
+
 def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
     pointer = ctypes.POINTER(structure)
     functions: tuple[tuple[str, type | None, tuple[type, ...]], ...] = (

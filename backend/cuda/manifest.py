@@ -19,7 +19,7 @@ _LIMIT: Final = 2**53
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of a unit's kernels, the largest of each: registers a thread; bytes of static shared memory, stack and spills."""
+    """What a unit's kernels use, the largest of each: registers a thread, and bytes of shared memory (a threadblock's), stack and spills."""
 
     registers: int
     shared_memory: int

@@ -1,0 +1,121 @@
+"""Compiles every CUDA kernel that there is and looks at what comes out; no GPU is needed.
+
+    python tests/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy --json runs/cuda-compile.json
+
+`make test-cuda-compile` runs it for all architectures that this nvcc has. Without --heavy, kernels of CUTLASS 3 (30 seconds and 4 GB
+each) are left out; --only takes those whose name holds a text; --sample N takes every so many that N are left, of each architecture.
+What is in the cache is not compiled again. The status is 1 where a kernel does not compile, does not pass the checks of
+`qsync_fx.backend.cuda.sass`, or has not the instruction that it should have; and where nothing can look for instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qsync_fx.backend.cuda import cache, candidates, compiler, kernels, quantizer_source, sass, toolchain
+from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch
+from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.errors import QSyncError
+from qsync_fx.files import write_text
+
+
+def units(arch: Arch) -> list[Unit]:
+    """Returns all units of an architecture: products, convolutions, quantizers."""
+    quantizers = [
+        quantizer_source.quantizer(arch, x, fmt) for x in quantizer_source.X_TYPES for fmt in quantizer_source.FORMATS
+    ]
+    return [*map(kernels.unit_of, candidates.all_configs(arch)), *quantizers]
+
+
+def sampled(of: list[Unit], count: int | None) -> list[Unit]:
+    """Returns units evenly spread over a list."""
+    if count is None or count >= len(of):
+        return of
+    return [of[index * len(of) // count] for index in range(count)]
+
+
+def row(unit: Unit, built: compiler.Built) -> dict[str, Any]:
+    """Returns what became of a unit, as JSON knows it."""
+    line: dict[str, Any] = {"name": unit.name, "arch": unit.arch, "wanted": unit.opcode}
+    failure = built.failures.get(unit)
+    if failure is not None:
+        return line | {"ok": False, "error": str(failure)}
+    entry = cache.read(built.libraries[unit].parent)
+    assert entry is not None
+    found = entry.manifest
+    used = found.resources
+    return line | {
+        "ok": bool(found.opcode) or not unit.opcode,
+        "opcode": found.opcode,
+        "seconds": found.seconds,
+        "registers": used.registers,
+        "shared_memory": used.shared_memory,
+        "stack": used.stack,
+        "spills": used.spills,
+        "bytes": found.size,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints a table."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    columns = ("name", "seconds", "registers", "shared_memory", "stack", "bytes", "opcode")
+    for name in columns:
+        table.add_column(
+            name.replace("_", " "), overflow="fold", justify="left" if name in ("name", "opcode") else "right"
+        )
+    for line in rows:
+        table.add_row(*(Text(str(line.get(name, "")), "" if line["ok"] else "red") for name in columns))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--arch", action="append", choices=ARCHITECTURES, help="repeatable; by default all that nvcc has"
+    )
+    parser.add_argument("--heavy", action="store_true", help="kernels of CUTLASS 3 too")
+    parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
+    parser.add_argument("--sample", metavar="N", type=int, help="so many of each architecture")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="one row for each kernel")
+    arguments = parser.parse_args()
+    tools = toolchain.toolchain()
+    if sass.disassembler() is None:
+        print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
+        return 1
+    rows, since = [], time.monotonic()
+    for arch in arguments.arch or ARCHITECTURES:
+        try:
+            toolchain.check_arch(tools.nvcc, arch)
+        except QSyncError as error:
+            print(f"{arch} is left out: {error.what}", file=sys.stderr)
+            continue
+        wanted = [unit for unit in units(arch) if arguments.only in unit.name and (arguments.heavy or not unit.heavy)]
+        chosen = sampled(wanted, arguments.sample)
+        built = compiler.attempt(chosen)
+        rows += [row(unit, built) for unit in chosen]
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            write_text(arguments.json, json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    failed = [line for line in rows if not line["ok"]]
+    for line in failed:
+        print(
+            f"{line['name']}: {line.get('error', 'its instruction was not looked for; qsync kernels clear')}",
+            file=sys.stderr,
+        )
+    print(f"{len(rows)} kernels, {len(failed)} failed, {time.monotonic() - since:.0f} s", file=sys.stderr)
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
