@@ -1,11 +1,12 @@
 """Rounding to a format in plain torch: the meaning of every kernel that does it faster.
 
-Invariant: the same inputs give the same bits on every device and in every kernel. The random number of an element depends on the
-seed, the stream and the element's place in memory alone, so that nothing has to be stored to repeat a rounding, and FP32 true
-division is the only inexact step of quantization.
+Invariant: the same inputs give the same bits in every kernel of a kind of device, and on every device where nothing is random. The
+random number of an element depends on the seed, the stream and the element's place in memory alone, so that nothing has to be
+stored to repeat a rounding, and FP32 true division is the only inexact step of quantization.
 
-The hash is `lowbias32` (C. Wellons, "Prospecting for Hash Functions", 2018), here in int64 arithmetic, whose low 32 bits are those
-of uint32. Stochastic rounding is that of QSync, section IV-A: up with the probability of the fraction, so the mean is the value.
+Random numbers are those that the kernels of the device make: a hash on the CPU, Philox on CUDA devices (`philox`). The hash is
+`lowbias32` (C. Wellons, "Prospecting for Hash Functions", 2018), here in int64 arithmetic, whose low 32 bits are those of uint32.
+Stochastic rounding is that of QSync, section IV-A: up with the probability of the fraction, so the mean is the value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.operators import philox
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.precision import Precision
 
@@ -47,11 +49,15 @@ def _mix(word: _Words) -> _Words:
 def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
     """Returns a multiple of 2**-24 in [0, 1) for each element of `like`, which must fill its memory without gaps: FP32, same layout.
 
+    On CUDA devices it is `philox.uniform`.
+
     Args:
         like: its sizes, strides and device are what counts.
         seed: one int64, `[1]` or `[]`.
         stream: tells operators of one graph apart; its low 32 bits count.
     """
+    if like.device.type == "cuda":
+        return philox.uniform(like, seed, stream)
     seed = seed.to(like.device).reshape(())
     key = _mix((seed & _LOW) ^ _mix(((seed >> 32) & _LOW) ^ _mix((stream + 0x9E3779B9) & _LOW)))
     place = torch.arange(like.numel(), device=like.device).as_strided(like.size(), like.stride())

@@ -1,0 +1,42 @@
+"""The source of a quantizer: largest magnitude and rounding of one type to one format.
+
+Plain CUDA: what it computes is in cpp/cutlass, `rounding.cuh` (one value), `absmax.cuh` (scales) and `quantizer.cuh` (a matrix).
+
+Invariant: one library a (type, format) pair has every way to round, every grouping, with and without the transpose; what the others share
+is little, and a model needs few of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda.unit import Unit
+
+X_TYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2}
+"""`x_type` of the arguments, by the name of the format in `qsync_fx.precision`."""
+
+FORMATS: Final = {"int8": 0, "fp8": 1, "fp8_e5m2": 2}
+"""`format` of the arguments."""
+
+ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "floor": 2}
+"""`rounding` of the arguments."""
+
+_X_NAMES: Final = {"fp32": "FLOAT32", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
+_FORMAT_NAMES: Final = {"int8": "INT8", "fp8": "E4M3", "fp8_e5m2": "E5M2"}
+
+
+def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+    """Returns what is to be compiled to quantize.
+
+    Args:
+        arch: the target; any, FP8 needs no unit of its own here.
+        x: what is read: "fp32", "fp16" or "bf16".
+        fmt: what is written: "int8", "fp8" or "fp8_e5m2".
+    """
+    name = f"quantize_{arch}_{x}_{fmt}"
+    source = (
+        '#include "quantizer_library.cuh"\n\n'
+        f'QSYNC_QUANTIZER("{name}", qsync::{_X_NAMES[x]}, qsync::{_FORMAT_NAMES[fmt]})\n'
+    )
+    return Unit(name=name, arch=arch, source=source, interface="quantize")

@@ -1,0 +1,239 @@
+// Rounding a matrix to INT8 or FP8, with the transposed matrix in the same pass where it is asked for.
+//
+// The work is bound by memory only as long as an element costs some twenty instructions; what is spent where is said in rounding.cuh. Each
+// thread loads all it will need before it computes. Transposes go through shared memory in words of four rows, placed so that neither
+// the words written nor the sixteen bytes read of a warp meet in a bank.
+#pragma once
+
+#include "absmax.cuh"
+
+namespace qsync {
+
+// How the values of one vector of eight become bytes.
+template <Type X, Format F, Rounding R> struct Rounder {
+    Random random;
+    std::int64_t columns;
+
+    // The bytes of eight elements, the first of which is in this row and column, of one divisor or eight.
+    template <class Divisors> QSYNC_BOTH void operator()(const Eight<X> &x, const Divisors &by, std::int64_t row, std::int64_t column, std::uint32_t (&out)[2]) const {
+        Words words = {};
+        if constexpr (R == STOCHASTIC) {
+            const std::uint64_t place = static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(columns) + static_cast<std::uint64_t>(column);
+            words = random.at(place / 8);
+            if (columns % 8 != 0) shift(words, random.at(place / 8 + 1), static_cast<int>(place % 8));
+        }
+        std::uint32_t code[8];
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) code[i] = rounded<F, R>(x.value(i), by.of(i), sixteen(words, i));
+        out[0] = packed(code[0], code[1], code[2], code[3]) & by.known(0);
+        out[1] = packed(code[4], code[5], code[6], code[7]) & by.known(1);
+    }
+
+    // The sixteen bytes from `by` elements on, of the 32 of two blocks.
+    QSYNC_BOTH static void shift(Words &words, const Words &next, int by) {
+        std::uint32_t all[9] = {words.word[0], words.word[1], words.word[2], words.word[3], next.word[0], next.word[1], next.word[2], next.word[3], 0};
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int step = 4; step; step /= 2) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+            for (int i = 0; i < 8; ++i) {
+                if (!(by & step)) continue;
+                if (step == 1) {
+                    all[i] = all[i] >> 16 | all[i + 1] << 16;
+                } else {
+                    all[i] = i + step / 2 < 8 ? all[i + step / 2] : 0u;
+                }
+            }
+        }
+        for (int i = 0; i < 4; ++i) words.word[i] = all[i];
+    }
+
+    QSYNC_BOTH static std::uint32_t packed(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+        return permuted(permuted(a, b, 0x0040), permuted(c, d, 0x0040), 0x5410);
+    }
+};
+
+// One scale for eight elements, or one for each. Elements whose scale is NaN become zero.
+template <Rounding R> struct OneDivisor {
+    Divisor divisor_;
+    std::uint32_t known_;
+
+    OneDivisor() = default;
+    QSYNC_BOTH explicit OneDivisor(float scale) : divisor_(divisor<R>(scale)), known_(scale == scale ? 0xFFFFFFFFu : 0u) {}
+    QSYNC_BOTH const Divisor &of(int) const { return divisor_; }
+    QSYNC_BOTH std::uint32_t known(int) const { return known_; }
+};
+
+template <Rounding R> struct EightDivisors {
+    Divisor divisors[8];
+    std::uint32_t known_[2];
+
+    EightDivisors() = default;
+    QSYNC_BOTH EightDivisors(const float *scale, std::int64_t column, std::int64_t columns) : known_{} {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) {
+            const float mine = column + i < columns ? scale[column + i] : 1.0f;
+            divisors[i] = divisor<R>(mine);
+            known_[i / 4] |= mine == mine ? 0xFFu << 8 * (i % 4) : 0u;
+        }
+    }
+    QSYNC_BOTH const Divisor &of(int i) const { return divisors[i]; }
+    QSYNC_BOTH std::uint32_t known(int half) const { return known_[half]; }
+};
+
+#ifdef QSYNC_KERNELS
+
+struct Outputs {
+    std::uint8_t *q, *qt;
+    float *scale;
+    const std::int64_t *seed;
+    const std::uint32_t *parts; // of the largest magnitude, where there is one scale
+    std::uint32_t number_of_parts, stream;
+    bool by_row, q_aligned, qt_aligned;
+
+    template <Rounding R> __device__ __forceinline__ Random random() const {
+        if constexpr (R != STOCHASTIC) return {0, 0, 0};
+        const auto key = static_cast<std::uint64_t>(*seed);
+        return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32), stream};
+    }
+
+    __device__ __forceinline__ void store(const std::uint32_t (&bytes)[2], std::int64_t row, std::int64_t column, std::int64_t columns) const {
+        std::uint8_t *to = q + row * columns + column;
+        if (q_aligned && column + 8 <= columns) {
+            *reinterpret_cast<uint2 *>(to) = make_uint2(bytes[0], bytes[1]);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (column + i < columns) to[i] = static_cast<std::uint8_t>(bytes[i / 4] >> 8 * (i % 4));
+        }
+    }
+};
+
+// The scale of the whole, which one threadblock writes down; where there are several, NaN.
+template <Type X, Format F> __device__ __forceinline__ float whole_scale(const Outputs &to, std::uint32_t *shared) {
+    if (!to.parts) return 1.0f;
+    const float scale = scale_of_parts<X, F>(to.parts, to.number_of_parts, shared);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *to.scale = scale;
+    return scale;
+}
+
+// Without a transpose, one scale for all or for each row.
+template <Type X, Format F, Rounding R> __global__ void __launch_bounds__(THREADS, 4) round_rows(Matrix<X> x, Outputs to) {
+    constexpr int UNROLLED = X == FLOAT32 ? 2 : 4;
+    __shared__ std::uint32_t shared[WARPS];
+    const Rounder<X, F, R> round{to.random<R>(), x.columns};
+    OneDivisor<R> by(whole_scale<X, F>(to, shared));
+    const std::uint32_t eighths = x.eighths(), stride = gridDim.x * THREADS;
+    for (std::uint32_t first = blockIdx.x * THREADS + threadIdx.x; first < eighths; first += UNROLLED * stride) {
+        Eight<X> found[UNROLLED];
+#pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) {
+            if (first + i * stride < eighths) found[i] = x.load(first + i * stride);
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) {
+            const std::uint32_t at = first + i * stride;
+            if (at >= eighths) break;
+            const std::uint32_t row = x.by_row(at);
+            const std::int64_t column = 8 * static_cast<std::int64_t>(at - row * x.row_eighths);
+            if (to.by_row) by = OneDivisor<R>(to.scale[row]);
+            std::uint32_t bytes[2];
+            round(found[i], by, row, column, bytes);
+            to.store(bytes, row, column, x.columns);
+        }
+    }
+}
+
+constexpr int TILE = 128;
+
+// Four words, each with four bytes of one row, to four words, each with four bytes of one column.
+__device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::uint32_t (&column)[4]) {
+    const std::uint32_t a = permuted(row[0], row[1], 0x5140), b = permuted(row[2], row[3], 0x5140);
+    const std::uint32_t c = permuted(row[0], row[1], 0x7362), d = permuted(row[2], row[3], 0x7362);
+    column[0] = permuted(a, b, 0x5410), column[1] = permuted(a, b, 0x7632);
+    column[2] = permuted(c, d, 0x5410), column[3] = permuted(c, d, 0x7632);
+}
+
+// Tiles of 128 rows and columns. A thread has eight columns of four rows, twice; a warp sixteen times eight columns of twice four rows.
+template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN>
+__global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
+    // [column][four rows], the rows of column c at their place with 2 * (c / 8) added bit by bit.
+    __shared__ __align__(16) std::uint32_t tile[TRANSPOSED ? TILE * TILE / 4 : 4];
+    __shared__ std::uint32_t shared[WARPS];
+    const Rounder<X, F, R> round{to.random<R>(), x.columns};
+    const OneDivisor<R> one(whole_scale<X, F>(to, shared));
+    const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, eighth = lane % 16;
+    for (std::uint64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const std::int64_t tile_row = static_cast<std::int64_t>(index / tiles_a_row) * TILE;
+        const std::int64_t tile_column = static_cast<std::int64_t>(index % tiles_a_row) * TILE, column = tile_column + 8 * eighth;
+        std::conditional_t<BY_COLUMN, EightDivisors<R>, OneDivisor<R>> by;
+        if constexpr (BY_COLUMN) {
+            by = EightDivisors<R>(to.scale, column, x.columns);
+        } else {
+            by = one;
+        }
+#pragma unroll 1
+        for (std::uint32_t half = 0; half < 2; ++half) {
+            const std::uint32_t quad = half * 16 + warp * 2 + lane / 16; // of rows
+            const std::int64_t first = tile_row + 4 * quad;
+            Eight<X> found[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (first + i < x.rows && column < x.columns) found[i] = x.load(static_cast<std::uint32_t>(first + i), column);
+            }
+            std::uint32_t left[4], right[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool inside = first + i < x.rows && column < x.columns;
+                if constexpr (!BY_COLUMN) {
+                    if (to.by_row && inside) by = OneDivisor<R>(to.scale[first + i]);
+                }
+                std::uint32_t bytes[2];
+                round(found[i], by, first + i, column, bytes);
+                if (inside) to.store(bytes, first + i, column, x.columns);
+                left[i] = bytes[0], right[i] = bytes[1];
+            }
+            if constexpr (TRANSPOSED) {
+                std::uint32_t columns[2][4];
+                transpose(left, columns[0]);
+                transpose(right, columns[1]);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) tile[(8 * eighth + i) * (TILE / 4) + (quad ^ 2 * eighth)] = columns[i / 4][i % 4];
+            }
+        }
+        if constexpr (TRANSPOSED) {
+            __syncthreads();
+#pragma unroll
+            for (std::uint32_t step = 0; step < 4; ++step) {
+                const std::uint32_t mine = step * 32 + threadIdx.x / 8, unit = threadIdx.x % 8, moved = 2 * (mine / 8);
+                uint4 bytes = *reinterpret_cast<const uint4 *>(tile + mine * (TILE / 4) + (4 * unit ^ (moved & 28)));
+                if (moved & 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);
+                const std::int64_t row = tile_row + 16 * unit;
+                if (tile_column + mine >= x.columns || row >= x.rows) continue;
+                std::uint8_t *at = to.qt + (tile_column + mine) * static_cast<std::int64_t>(x.rows) + row;
+                if (to.qt_aligned) {
+                    *reinterpret_cast<uint4 *>(at) = bytes;
+                    continue;
+                }
+                const std::uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    if (row + i < x.rows) at[i] = static_cast<std::uint8_t>(word[i / 4] >> 8 * (i % 4));
+                }
+            }
+            __syncthreads();
+        }
+    }
+}
+
+#endif
+
+} // namespace qsync
