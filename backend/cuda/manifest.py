@@ -19,7 +19,7 @@ _LIMIT: Final = 2**53
 
 @dataclass(frozen=True)
 class Resources:
-    """What a unit's kernels use, the largest of each: registers a thread, and bytes of shared memory (a threadblock's), stack and spills."""
+    """What a unit's kernels use, the largest of each: registers a thread; bytes of shared memory a threadblock, of stack, of spills."""
 
     registers: int
     shared_memory: int
