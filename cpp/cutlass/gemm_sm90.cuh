@@ -57,7 +57,7 @@ struct Gemm {
             {x.m, x.n, x.k, 1},
             {static_cast<typename Config::A const *>(x.a), strides<typename Kernel::StrideA>(x.lda),
              static_cast<typename Config::B const *>(x.b), strides<typename Kernel::StrideB>(x.ldb)},
-            {Fusion::arguments(x), nullptr, {}, static_cast<typename Config::Output *>(x.d), d},
+            {Fusion::arguments(x), nullptr, d, static_cast<typename Config::Output *>(x.d), d},
             hardware};
         made.scheduler.max_swizzle_size = Config::swizzle;
         if constexpr (Config::stream_k) {

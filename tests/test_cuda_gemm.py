@@ -1,0 +1,457 @@
+"""GEMM kernels without a GPU: what is a kernel, what is tried, what is compiled.
+
+The machine code is looked at and the host side is called; numerics on a device are for tests that have one. All kernels are compiled by
+tests/cuda_compile_all.py; here is one of each generation of CUTLASS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cuda_walk import program
+from hypothesis import given, settings, strategies as st
+
+from qsync_fx.backend.cuda import (
+    candidates as tried,
+    compiler,
+    gemm_source,
+    hardware,
+    keys,
+    library,
+    rules,
+    rules_gemm,
+    toolchain,
+)
+from qsync_fx.backend.cuda.abi import GemmArguments
+from qsync_fx.backend.cuda.config import ARCHITECTURES, KernelConfig
+from qsync_fx.backend.cuda.problem import GemmProblem
+from qsync_fx.errors import OptionError, ToolchainError
+
+RUNNING = [arch for arch in ARCHITECTURES if arch != "sm_70"]
+INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="channel", b_scale="channel", bias=True)
+BF16 = GemmProblem(4096, 4096, 4096, "bf16", "bf16", "bf16")
+
+
+def kernels(problem: GemmProblem, arch: str) -> tuple[KernelConfig, ...]:
+    return tried.candidates(problem, arch)  # type: ignore[arg-type]
+
+
+TURING, AMPERE, HOPPER = (kernels(INT8, arch)[0] for arch in ("sm_75", "sm_80", "sm_90a"))
+STREAM_K = next(config for config in kernels(INT8, "sm_80") if config.order == "stream_k")
+SIMT = kernels(GemmProblem(4096, 4096, 4096, "fp32", "fp32", "fp32"), "sm_80")[0]
+
+
+@st.composite
+def problems(draw: st.DrawFn, unit: int = 1) -> GemmProblem:
+    """Problems in all formats and layouts, with sizes that are multiples of `unit`."""
+    a, b = draw(st.sampled_from(sorted(hardware.OPERANDS)))
+    size = st.integers(1, 20000 // unit).map(lambda value: value * unit)
+    return GemmProblem(
+        draw(size),
+        draw(size),
+        draw(size),
+        a,
+        b,
+        draw(st.sampled_from(hardware.OUTPUTS)),
+        draw(st.sampled_from(["row", "column"])),
+        draw(st.sampled_from(["row", "column"])),
+        draw(st.sampled_from(["none", "tensor", "channel"])),
+        draw(st.sampled_from(["none", "tensor", "channel"])),
+        draw(st.booleans()),
+        draw(st.sampled_from(["none", "relu", "gelu"])),
+    )
+
+
+@given(problems(), st.sampled_from(ARCHITECTURES))
+def test_candidates_are_kernels_that_serve_in_a_stable_order(problem: GemmProblem, arch: str) -> None:
+    found = kernels(problem, arch)
+    assert found == kernels(problem, arch)
+    assert len(set(found)) == len(found) == len({config.name for config in found})
+    for config in found:
+        assert rules.problems(config) == []
+        assert rules.serves(config, problem) is None
+        assert config.arch == arch
+
+
+@given(problems(unit=16), st.sampled_from(RUNNING))
+def test_eight_to_twelve_wherever_the_tensor_cores_have_the_formats_and_layouts(
+    problem: GemmProblem, arch: str
+) -> None:
+    first = hardware.OPERANDS[problem.a, problem.b]
+    k_major = (problem.a_major, problem.b_major) == ("row", "column")
+    if ARCHITECTURES.index(arch) < ARCHITECTURES.index(first) or (hardware.size_of(problem.a) == 1 and not k_major):
+        assert kernels(problem, arch) == ()
+    else:
+        assert 8 <= len(kernels(problem, arch)) <= 12
+
+
+def test_there_are_none_for_volta_and_the_reason_is_said() -> None:
+    assert kernels(BF16, "sm_70") == tried.all_configs("sm_70") == ()
+    assert any("NVRTC 12" in sentence for sentence in rules.problems(dataclasses.replace(AMPERE, arch="sm_70")))
+
+
+def test_an_unknown_architecture_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(OptionError, match="sm_90a"):
+        kernels(BF16, "sm_90")
+
+
+def test_tiles_suit_the_size() -> None:
+    """A batch of 16 rows is not computed in tiles of 128, a large product not in tiles of 64."""
+    for arch in RUNNING:
+        few, many = (kernels(dataclasses.replace(INT8, m=m), arch)[0] for m in (16, 8192))
+        assert few.tile[0] * few.tile[1] < many.tile[0] * many.tile[1] or few.order == "stream_k"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "rule"),
+    [
+        (AMPERE, {"arch": "sm_90"}, "arch"),
+        (AMPERE, {"operation": "conv"}, "operation"),
+        (AMPERE, {"tile": (128, 128)}, "shapes"),
+        (AMPERE, {"tile": [128, 128, 64]}, "shapes"),
+        (AMPERE, {"warp": (64, 0, 64)}, "shapes"),
+        (AMPERE, {"b": "bf16"}, "operands"),
+        (AMPERE, {"a": "int4"}, "operands"),
+        (AMPERE, {"out": "int8"}, "output"),
+        (AMPERE, {"a_major": "diagonal"}, "layouts"),
+        (AMPERE, {"activation": "tanh"}, "activation"),
+        (AMPERE, {"a_scale": "tensor"}, "scales"),
+        (AMPERE, {"a_scale": "none"}, "scales"),
+        (AMPERE, {"schedule": "persistent"}, "schedule"),
+        (AMPERE, {"swizzle": 3}, "swizzle"),
+        (AMPERE, {"alignment": 3}, "alignment"),
+        (AMPERE, {"stages": -1}, "stages"),
+        (TURING, {"a": "bf16", "b": "bf16"}, "since"),
+        (AMPERE, {"unit": "simt"}, "unit"),
+        (AMPERE, {"a_major": "column"}, "K-major"),
+        (HOPPER, {"b_major": "row"}, "K-major"),
+        (AMPERE, {"schedule": "multistage_fast"}, "fast"),
+        (AMPERE, {"out": "fp32"}, "wide"),
+        (AMPERE, {"warp": None}, "parts"),
+        (AMPERE, {"cluster": (1, 1, 1)}, "parts"),
+        (AMPERE, {"warp": (96, 64, 64)}, "warp divides tile"),
+        (AMPERE, {"warp": (64, 64, 32)}, "warp divides tile"),
+        (AMPERE, {"instruction": (16, 8, 16)}, "instruction"),
+        (AMPERE, {"tile": (128, 128, 32), "warp": (64, 64, 32)}, "iterations"),
+        (AMPERE, {"tile": (128, 128, 256), "warp": (64, 64, 256)}, "rows of memory"),
+        (SIMT, {"tile": (128, 128, 16), "warp": (32, 64, 16)}, "simt tile"),
+        (SIMT, {"alignment": 4}, "simt tile"),
+        (AMPERE, {"warp": (16, 16, 64)}, "warps"),
+        (AMPERE, {"tile": (32, 128, 64), "warp": (16, 16, 64)}, "loads"),
+        (AMPERE, {"warp": (128, 128, 64)}, "registers"),
+        (AMPERE, {"order": "persistent"}, "order"),
+        (STREAM_K, {"swizzle": 4}, "order"),
+        (AMPERE, {"schedule": "pipelined"}, "pipeline"),
+        (TURING, {"schedule": "multistage"}, "pipeline"),
+        (TURING, {"stages": 3}, "stages of the pipeline"),
+        (AMPERE, {"stages": 2}, "stages of the pipeline"),
+        (SIMT, {"a": "bf16", "b": "bf16", "alignment": 1}, "asynchronous copies"),
+        (AMPERE, {"alignment": 8}, "aligned bytes"),
+        (AMPERE, {"arch": "sm_86", "stages": 8}, "shared memory"),
+        (AMPERE, {"a": "fp8", "b": "fp8", "arch": "sm_90a"}, "fp8 by wgmma"),
+        (HOPPER, {"arch": "sm_89"}, "hopper"),
+        (HOPPER, {"warp": (64, 64, 128)}, "wgmma"),
+        (HOPPER, {"cluster": (4, 4, 1)}, "cluster"),
+        (HOPPER, {"cluster": None}, "cluster"),
+        (HOPPER, {"tile": (64, 256, 128)}, "tile m"),
+        (HOPPER, {"tile": (128, 512, 128)}, "tile n"),
+        (HOPPER, {"tile": (128, 256, 64)}, "tile k"),
+        (HOPPER, {"out_alignment": 4}, "TMA"),
+        (HOPPER, {"tile": (256, 256, 128)}, "registers"),
+        (HOPPER, {"a": "fp8", "b": "fp8"}, "registers"),
+        (HOPPER, {"order": "identity"}, "order"),
+        (HOPPER, {"schedule": "pingpong", "tile": (64, 256, 128), "order": "stream_k"}, "order"),
+        (HOPPER, {"stages": 5}, "shared memory"),
+        (HOPPER, {"stages": 1}, "stages of the pipeline"),
+    ],
+    ids=str,
+)
+def test_a_broken_configuration_is_named(config: KernelConfig, changes: dict[str, object], rule: str) -> None:
+    assert rules.problems(config) == []
+    broken = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    assert rule in {found.name for found in rules_gemm.broken(broken)}
+    assert len(rules.problems(broken)) == len(rules_gemm.broken(broken))
+
+
+def test_every_rule_can_be_broken() -> None:
+    """What the cases above break is every rule there is."""
+    (cases,) = [mark.args[1] for mark in test_a_broken_configuration_is_named.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
+    assert {rule.name for table in rules_gemm.TABLES for rule in table} - {rule for _, _, rule in cases} == {"volta"}
+
+
+ANY_SHAPE = st.one_of(
+    st.none(), st.tuples(*[st.integers(-1, 2048)] * 3), st.sampled_from([(64, 64, 32), (128, 128, 64)])
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([TURING, AMPERE, HOPPER, STREAM_K, SIMT]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "arch": st.sampled_from([*ARCHITECTURES, "sm_100", ""]),
+            "a": st.sampled_from(["int8", "fp16", "tf32", "fp8", "fp32", "fp8_e5m2", "fp64", ""]),
+            "b": st.sampled_from(["int8", "fp16", "tf32", "fp8", "fp32", "nothing"]),
+            "out": st.sampled_from(["fp32", "fp16", "bf16", "int8"]),
+            "tile": ANY_SHAPE,
+            "warp": ANY_SHAPE,
+            "instruction": ANY_SHAPE,
+            "cluster": ANY_SHAPE,
+            "stages": st.integers(-2, 40),
+            "schedule": st.sampled_from(["multistage", "pipelined", "cooperative", "pingpong", "pingpong_fast", "x"]),
+            "order": st.sampled_from(["identity", "stream_k", "persistent", ""]),
+            "alignment": st.integers(0, 32),
+            "out_alignment": st.integers(0, 32),
+            "unit": st.sampled_from(["tensor", "simt", "none"]),
+        },
+    ),
+)
+def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str, object]) -> None:
+    """Rules say what is wrong with whatever users write; what they find nothing wrong with has a source."""
+    changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    if not rules.problems(changed):
+        assert changed.name in gemm_source.source(changed).source
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"a": "fp8"}, "it multiplies int8 by int8, not fp8 by int8"),
+        ({"out": "fp16"}, "its output is bf16, not fp16"),
+        ({"b_major": "row"}, "it takes a by rows and b by columns, not by rows and rows"),
+        ({"activation": "relu"}, "its activation is none, not relu"),
+        ({"k": 100}, "k = 100 is no multiple of 16"),
+        ({"n": 100}, "n = 100 is no multiple of 8"),
+        ({"k": 1 << 17}, "k = 131072 is above 131071: sums of products may leave 32 bits"),
+        ({"n": 1 << 24}, "n = 16777216 has more than 65535 tiles of 128"),
+        ({"m": 0}, "sizes are from 1 to 2147483647"),
+        ({"a_scale": "none", "b_scale": "tensor", "bias": False}, None),
+        ({"m": 1, "n": 8, "k": 16}, None),
+    ],
+)
+def test_why_a_kernel_does_not_serve(changes: dict[str, object], reason: str | None) -> None:
+    assert rules.serves(AMPERE, dataclasses.replace(INT8, **changes)) == reason  # type: ignore[arg-type]
+
+
+def test_kernels_without_scales_or_bias_do_not_serve_problems_with_them() -> None:
+    plain = dataclasses.replace(AMPERE, a_scale="none", b_scale="none", bias=False)
+    assert rules.serves(plain, INT8) == "it reads no scales"
+    assert rules.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none")) == "it adds no bias"
+
+
+def test_users_add_kernels() -> None:
+    own = dataclasses.replace(AMPERE, stages=6)
+    assert own not in kernels(INT8, "sm_80")
+    try:
+        assert tried.add(own) == tried.add(own) == own
+        assert kernels(INT8, "sm_80")[-1] == own
+        assert own in tried.all_configs("sm_80")
+        assert own not in kernels(BF16, "sm_80")
+        assert own not in kernels(INT8, "sm_86")
+    finally:
+        tried.remove(own)
+    assert own not in kernels(INT8, "sm_80")
+
+
+def test_a_kernel_that_breaks_rules_is_refused_with_all_of_them() -> None:
+    with pytest.raises(OptionError) as caught:
+        tried.add(dataclasses.replace(AMPERE, stages=40, swizzle=5))
+    assert "swizzle" in str(caught.value) and "stages" in str(caught.value)
+
+
+FIELDS = {
+    "tile": (256, 128, 64),
+    "warp": (32, 64, 64),
+    "stages": 5,
+    "order": "stream_k",
+    "swizzle": 8,
+    "bias": False,
+    "activation": "gelu",
+    "out": "fp16",
+    "out_alignment": 4,
+    "arch": "sm_86",
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_attribute_is_in_the_source(name: str) -> None:
+    """But for the name of the kernel, which is in it anyway."""
+    changed = dataclasses.replace(AMPERE, **{name: FIELDS[name]})  # type: ignore[arg-type]
+    before, after = (gemm_source.source(config) for config in (AMPERE, changed))
+    assert before == gemm_source.source(dataclasses.replace(AMPERE))
+    assert (after.source.replace(changed.name, AMPERE.name) != before.source) != (name == "arch")
+    assert after.name != before.name
+
+
+GOLDEN = """\
+#include "gemm_sm90.cuh"
+
+struct Config {
+    using A = std::int8_t;
+    using B = std::int8_t;
+    using Accumulator = std::int32_t;
+    using Output = cutlass::bfloat16_t;
+    using LayoutA = cutlass::layout::RowMajor;
+    using LayoutB = cutlass::layout::ColumnMajor;
+    using Tile = cute::Shape<cute::_128, cute::_256, cute::_128>;
+    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+    using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+    using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
+    using Scheduler = cutlass::gemm::PersistentScheduler;
+    static constexpr int alignment = 16;
+    static constexpr int out_alignment = 8;
+    static constexpr int stages = 0;
+    static constexpr int swizzle = 4;
+    static constexpr int largest_k = 131071;
+    static constexpr bool stream_k = false;
+    static constexpr bool scaled = true;
+    static constexpr bool biased = true;
+    static constexpr qsync::Activation activation = qsync::Activation::none;
+};
+
+QSYNC_GEMM(Config, "NAME")
+"""
+
+
+def test_the_source_of_the_first_kernel_for_hopper() -> None:
+    unit = gemm_source.source(HOPPER)
+    assert unit.source == GOLDEN.replace("NAME", HOPPER.name)
+    assert (unit.opcode, unit.heavy, unit.interface, unit.arch) == ("IGMMA", True, "gemm", "sm_90a")
+
+
+# What follows compiles.
+
+try:
+    TOOLS = toolchain.toolchain("sm_90a")
+    NO_TOOLS = ""
+except ToolchainError as error:
+    NO_TOOLS = str(error)
+
+compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " "))
+Libraries = Callable[[KernelConfig], library.Library]
+SMALL_HOPPER = next(config for config in kernels(INT8, "sm_90a") if config.tile == (64, 64, 128))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[KernelConfig], library.Library]:
+    """Returns what compiles a kernel, once. `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction."""
+    folder = tmp_path_factory.mktemp("kernels")
+
+    @functools.cache
+    def compiled(config: KernelConfig) -> library.Library:
+        unit = gemm_source.source(config)
+        return library.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
+
+    return compiled
+
+
+def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> GemmArguments:
+    """Arguments whose pointers are numbers: nothing here follows them."""
+    given = {"a": 4096, "b": 8192, "d": 16384, "lda": k, "ldb": k, "ldd": n, "m": m, "n": n, "k": k}
+    return GemmArguments(**(given | {"multiprocessors": 108} | changes))
+
+
+EACH = pytest.mark.parametrize("config", [STREAM_K, SMALL_HOPPER], ids=["2.x", "3.x"])
+
+
+@compiles
+@EACH
+@pytest.mark.timeout(900)
+def test_the_host_side_refuses_what_the_device_could_not_do(libraries: Libraries, config: KernelConfig) -> None:
+    """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
+    found = libraries(config)
+    served = (
+        arguments(),
+        arguments(a_scale=64, b_scale=64, bias=64),
+        arguments(a_scale=4, a_scale_per_row=1, b_scale=4, b_scale_per_column=1),
+        arguments(m=1),
+        arguments(m=511),
+        arguments(lda=2048, ldb=4096, ldd=264),
+        arguments(m=1, n=8, k=16),
+    )
+    assert [found.can_implement(each) for each in served] == [None] * len(served)
+    misaligned = (
+        arguments(a=4104),
+        arguments(b=8193),
+        arguments(d=16392),
+        arguments(lda=1032),
+        arguments(ldb=1025),
+        arguments(ldd=260),
+        arguments(k=1000, lda=1024, ldb=1024),
+        arguments(n=252, ldd=256),
+        arguments(bias=66),
+        arguments(a_scale=65),
+    )
+    assert {found.can_implement(each) for each in misaligned} == {"Error Misaligned Operand"}
+    impossible = (
+        arguments(a=0),
+        arguments(d=0),
+        arguments(m=0),
+        arguments(n=-8),
+        arguments(lda=512),
+        arguments(ldd=248),
+        arguments(k=1 << 17),
+        arguments(a_scale_per_row=1),
+        arguments(b_scale_per_column=1),
+        arguments(split=-1),
+    )
+    assert {found.can_implement(each) for each in impossible} == {"Error Invalid Problem"}
+
+
+@compiles
+@EACH
+@pytest.mark.timeout(900)
+def test_workspace_and_shared_memory(libraries: Libraries, config: KernelConfig) -> None:
+    """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at most two a multiprocessor."""
+    found = libraries(config)
+    if config == STREAM_K:
+        sizes = [found.workspace(arguments(4096, 4096, 4096, multiprocessors=count)) for count in (66, 108)]
+        assert 0 < sizes[0] < sizes[1] <= 2 * 4 * 128 * 128 * 108 + (1 << 16)
+        assert found.can_implement(arguments(split=4)) is None
+    else:
+        assert found.workspace(arguments()) == 0
+        assert found.can_implement(arguments(split=2)) == "Error Invalid Problem"
+    m, n, k = config.tile
+    assert (m + n) * k * max(config.stages, 2) <= found.shared_memory() <= hardware.SHARED_MEMORY[config.arch]
+
+
+WALKED = (
+    TURING,
+    AMPERE,
+    dataclasses.replace(AMPERE, out="fp32", out_alignment=4),
+    dataclasses.replace(AMPERE, out="fp16", out_alignment=1),
+    next(config for config in kernels(INT8, "sm_80") if config.tile[:2] == (256, 64)),
+    next(config for config in kernels(INT8, "sm_80") if config.tile[:2] == (64, 64)),
+    SIMT,
+    next(
+        config
+        for config in kernels(dataclasses.replace(BF16, a="fp32", b="fp32"), "sm_75")
+        if config.tile[:2] == (64, 64)
+    ),
+)
+
+
+@compiles
+@pytest.mark.timeout(900)
+def test_every_element_of_a_tile_is_stored_once_and_where_it_belongs(tmp_path: Path) -> None:
+    source = tmp_path / "walk.cu"
+    source.write_text(program(WALKED))
+    includes = [f"-I{folder}" for folder in (keys.TEMPLATES, *TOOLS.cutlass.folders)]
+    command = [
+        str(TOOLS.nvcc.path),
+        "-ccbin",
+        str(TOOLS.host.path),
+        "-std=c++17",
+        "-DNDEBUG",
+        "--expt-relaxed-constexpr",
+        "-arch=sm_80",
+    ]
+    subprocess.run([*command, *includes, "-o", str(tmp_path / "walk"), str(source)], check=True)
+    done = subprocess.run([str(tmp_path / "walk")], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"{config.name} 0" for config in WALKED]
