@@ -7,15 +7,13 @@ compiled there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
-from qsync_fx.backend.cuda import candidates, kernels, quantizer_source
+from qsync_fx.backend.cuda import candidates, kernels
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.quantizer_source import FORMATS, X_TYPES
 from qsync_fx.backend.cuda.select import decide, known, way
 from qsync_fx.backend.cuda.unit import Unit
-
-_INPUTS: Final = tuple(quantizer_source.X_TYPES)
 
 
 def of_all(arch: Arch) -> list[Unit]:
@@ -24,7 +22,7 @@ def of_all(arch: Arch) -> list[Unit]:
     for config in candidates.all_configs(arch):
         if config.activation == "none":
             first.setdefault((config.operation, config.a, config.b, config.out, config.a_major, config.b_major), config)
-    return [*map(kernels.unit_of, first.values()), *_quantizers(arch, quantizer_source.FORMATS)]
+    return [*map(kernels.unit_of, first.values()), *_quantizers(arch, X_TYPES, FORMATS)]
 
 
 def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) -> list[Unit]:
@@ -35,17 +33,18 @@ def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) 
     """
     configs: dict[KernelConfig, None] = {}
     formats: dict[str, None] = {}
+    # Weights are FP32; activations and gradients are that, or what another product gives out.
+    read = {"fp32": None}
     for problem in problems:
         formats |= dict.fromkeys((problem.a, problem.b))
+        read[problem.out] = None
         if every_candidate:
             found = way(problem, arch, known)
             configs |= dict.fromkeys(() if isinstance(found, str) else found.configs)
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None
-    return [*map(kernels.unit_of, configs), *_quantizers(arch, formats)]
+    return [*map(kernels.unit_of, configs), *_quantizers(arch, read, formats)]
 
 
-def _quantizers(arch: Arch, formats: Iterable[str]) -> list[Unit]:
-    return [
-        quantizer_source.quantizer(arch, x, fmt) for fmt in formats if fmt in quantizer_source.FORMATS for x in _INPUTS
-    ]
+def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[Unit]:
+    return [kernels.quantizer(arch, x, fmt) for fmt in formats if fmt in FORMATS for x in read if x in X_TYPES]
