@@ -41,8 +41,15 @@ class Lower:
                 _run_elsewhere(graph, operator, new)
             else:
                 _replace(graph, operator, new)
+                self._tell(graph, Operator(graph, new))
         graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
         graph.module.recompile()
+
+    def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
+        assert operator.row is not None
+        clause = self.lowerings[operator.row.name].computed(operator.node, graph.context.device)
+        if clause:
+            operator.update(reason=f"{operator.reason}; {clause}" if operator.reason else clause)
 
     def _emit(self, graph: PrecisionGraph, operator: Operator, stream: int) -> fx.Node | str:
         assert operator.row is not None

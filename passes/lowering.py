@@ -37,6 +37,10 @@ class Operands:
     out_dtype: torch.dtype
 
 
+def _unsaid(node: fx.Node, device: torch.device) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """The lowering of one operator.
@@ -47,11 +51,14 @@ class Lowering:
             computes, or returns the reason why it cannot, and has then created nothing.
         keep: called with the node and a role; returns the dimensions of the operand in that role that have a scale per index where
             scales are per channel, `[]` where the operand has one scale even then.
+        computed: called with the node that `emit` made and the device; returns a clause on what computes it there, for reports, "" where
+            there is nothing to say.
     """
 
     name: str
     emit: Callable[[fx.Node, Operands], fx.Node | str]
     keep: Callable[[fx.Node, Role], list[int]]
+    computed: Callable[[fx.Node, torch.device], str] = _unsaid
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def known_of(device: torch.device) -> Known:
         return assumption[1]
     if device.type != "cuda":
         return Known(None, f"{device.type} has no kernels", None)
-    return _known(torch.cuda.current_device() if device.index is None else device.index)
+    # Tensors know their index.
+    return _known(0 if device.index is None else device.index)
 
 
 def decision(problem: Problem, device: torch.device) -> Decision:
@@ -103,6 +104,8 @@ def forget() -> None:
 
 @functools.cache
 def _known(index: int) -> Known:
+    if index >= torch.cuda.device_count():
+        return Known(None, f"there is no device cuda:{index} here", None)
     major, minor = torch.cuda.get_device_capability(index)
     arch = _BY_CAPABILITY.get((major, minor))
     if arch is None:

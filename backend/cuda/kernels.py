@@ -36,12 +36,12 @@ def _source(config: KernelConfig) -> Unit:
     return conv_source.source(config)
 
 
-@functools.lru_cache(maxsize=16)
-def quantizer(arch: Arch) -> Unit:
-    """Returns the quantizer of an architecture."""
+@functools.lru_cache(maxsize=64)
+def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+    """Returns the quantizer of an architecture that reads values in the format `x` and writes `fmt`."""
     from qsync_fx.backend.cuda import quantizer_source
 
-    return quantizer_source.source(arch)
+    return quantizer_source.quantizer(arch, x, fmt)
 
 
 def library(unit: Unit, *, wait: bool = True) -> Library | None:
@@ -62,6 +62,12 @@ def library(unit: Unit, *, wait: bool = True) -> Library | None:
     if isinstance(found, QSyncError):
         raise found
     return found
+
+
+def failure(unit: Unit) -> QSyncError | None:
+    """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
+    found = _had.get(unit)
+    return found if isinstance(found, QSyncError) else None
 
 
 def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:

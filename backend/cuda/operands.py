@@ -7,7 +7,7 @@ where a pointer starts) is a fact of one call and decides whether an operand has
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,39 @@ _FORMATS: Final = {
 OUTPUTS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a problem takes of a tensor: type, shape and strides, as numbers. It stands for tensors that are not made yet."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+def outline(t: Tensor, dtype: torch.dtype | None = None) -> Outline | None:
+    """Returns the outline of a tensor, as `dtype` if given; with symbolic sizes, that of the example that is traced with.
+
+    None where a size depends on values. No guard is made: what is decided by it holds for any size, and is best for this one.
+    """
+    shape, strides = [_number(size) for size in t.shape], [_number(stride) for stride in t.stride()]
+    if None in shape or None in strides:
+        return None
+    return Outline(dtype or t.dtype, tuple(shape), tuple(strides))  # type: ignore[arg-type]
+
+
+def _number(size: int | torch.SymInt) -> int | None:
+    if isinstance(size, torch.SymInt):
+        hint: Any = size.node.hint
+        return hint if isinstance(hint, int) else None
+    return size
+
+
 def format_name(dtype: torch.dtype, tf32: bool = False) -> str | None:
     """Returns the format of operands of a type, which for FP32 may be "tf32"; None for types that products do not take."""
     return "tf32" if tf32 and dtype == torch.float32 else _FORMATS.get(dtype)
@@ -40,8 +73,8 @@ def type_of(fmt: str) -> torch.dtype:
 
 
 def gemm_problem(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Outline,
+    b: Tensor | Outline,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
@@ -79,8 +112,8 @@ class Window:
 
 
 def conv_problem(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Outline,
+    b: Tensor | Outline,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
@@ -107,7 +140,7 @@ def conv_problem(
     )  # fmt: skip
 
 
-def _format(t: Tensor, tf32: bool) -> str:
+def _format(t: Tensor | Outline, tf32: bool) -> str:
     found = format_name(t.dtype, tf32)
     assert found is not None, t.dtype
     return found
@@ -118,13 +151,13 @@ def scale_kind(scale: Tensor | None) -> Scale:
     return "none" if scale is None else "tensor" if scale.dim() == 0 else "channel"
 
 
-def major(t: Tensor, preferred: Major = "row") -> Major | None:
+def major(t: Tensor | Outline, preferred: Major = "row") -> Major | None:
     """Returns how a matrix lies in memory, `preferred` where both are so; None where it lies neither way."""
     ways: tuple[Major, Major] = ("row", "column") if preferred == "row" else ("column", "row")
     return next((way for way in ways if leading(t, way) is not None), None)
 
 
-def leading(t: Tensor, way: Major) -> int | None:
+def leading(t: Tensor | Outline, way: Major) -> int | None:
     """Returns the stride in elements between rows (columns) of a matrix that lies by rows (columns); None if it does not.
 
     Of a single row any stride is right, so it is given the one that its length implies.

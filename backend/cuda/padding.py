@@ -45,7 +45,7 @@ def filled(problem: Problem) -> Problem:
     steps = {"m": 1, "n": VECTOR // type_of(problem.out).itemsize, "k": 1}
     for name, fmt in ((inner_a, problem.a), (inner_b, problem.b)):
         steps[name] = max(steps[name], VECTOR // type_of(fmt).itemsize)
-    return replace(problem, **{name: _up(getattr(problem, name), step) for name, step in steps.items()})
+    return replace(problem, m=_up(problem.m, steps["m"]), n=_up(problem.n, steps["n"]), k=_up(problem.k, steps["k"]))
 
 
 def _up(size: int, step: int) -> int:

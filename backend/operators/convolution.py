@@ -1,7 +1,7 @@
 """`qsync::convolution`: the three convolutions of a layer, output, input gradient and weight gradient; 1-D to 3-D, and transposed.
 
-Why composite: see `qsync::linear`. Why in the carrier: there is no integer convolution in torch that takes weights as they are, and
-packing them anew each step costs more than an integer unit gains.
+Why composite: see `qsync::linear`. Why in the carrier where no kernel of ours computes: there is no integer convolution in torch that takes
+weights as they are, and packing them anew each step costs more than an integer unit gains.
 
 Invariant: no convolution sees anything but values of its format, and neither `x` nor `weight` is saved.
 """
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from qsync_fx.backend.cuda.collect import computed
+from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
 from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
-from qsync_fx.precision import precision
+from qsync_fx.precision import Precision, precision
 
 
 def convolution(
@@ -50,6 +52,9 @@ def convolution(
 
     Gradients are those of `qsync::linear`: the incoming one is rounded to the format's `gradient` once, or, with scales per channel,
     once for each product with the saved operand's scale multiplied in before; then convolved in the carrier.
+
+    On CUDA each product of a 1-D or 2-D convolution without groups may be a kernel (`qsync::conv2d_product`), whose sums are not rounded to
+    the carrier, and exact for INT8. Its results have their channels last in memory.
 
     Args:
         x: `[N, C, *size]` or `[C, *size]`, floating point; for autograd only.
@@ -86,6 +91,57 @@ def _per_channel(scale: Tensor | None, ndim: int) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1, *[1] * (ndim - 2))
 
 
+_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+_Rounded = tuple[Tensor, Tensor | None]
+
+
+def output(
+    xq: Tensor,
+    x_scale: Tensor | None,
+    wq: Tensor,
+    w_scale: Tensor | None,
+    bias: Tensor | None,
+    geometry: _Geometry,
+    row: Precision,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Returns the convolution of a batch, with scales (`w_scale` is `[]` or `[1, O, 1, ...]`) and bias; `row` is the layer's format."""
+    found = by_kernel.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
+    if found is not None:
+        return found
+    # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
+    dtype = torch.promote_types(carrier(row), out_dtype)
+    product = torch.ops.aten.convolution.default(carry(xq, dtype), carry(wq, dtype), None, *geometry)
+    added = None if bias is None else bias.reshape(-1, *[1] * (wq.dim() - 2))
+    return scaled(product, combined(x_scale, w_scale), added, out_dtype)
+
+
+def input_gradient(
+    gradient: _Rounded,
+    saved: tuple[Tensor, Tensor],
+    factor: Tensor | None,
+    geometry: _Geometry,
+    row: Precision,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Returns the input gradient of a batch by a kernel, from a rounded gradient and the saved (input, weight); None without one."""
+    (g, scale), (xq, wq) = gradient, saved
+    return by_kernel.convolved(g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, by_kernel.partner(g))
+
+
+def weight_gradient(
+    gradient: _Rounded,
+    saved: tuple[Tensor, Tensor],
+    factor: Tensor | None,
+    geometry: _Geometry,
+    row: Precision,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Returns the weight gradient by a kernel; see `input_gradient`."""
+    (g, scale), (xq, wq) = gradient, saved
+    return by_kernel.convolved(g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, by_kernel.partner(g))
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,16 +165,11 @@ class _Convolution(torch.autograd.Function):
         ctx.how = stream, geometry, fmt, rounding
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
-        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
-        dtype = torch.promote_types(carrier(precision(fmt)), out_dtype)
-        product = torch.ops.aten.convolution.default(
-            carry(_batched(xq, ndim), dtype), carry(wq, dtype), None, *geometry
-        )
-        added = None if bias is None else bias.reshape(-1, *[1] * (ndim - 2))
-        y = scaled(product, combined(x_scale, _per_channel(w_scale, ndim)), added, out_dtype)
+        how = geometry, precision(fmt), out_dtype
+        y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *how)
         # A view that a function like this one returns could not be written to in place.
-        output: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
-        return output
+        result: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
+        return result
 
     @staticmethod
     @once_differentiable
@@ -136,7 +187,15 @@ class _Convolution(torch.autograd.Function):
         if need_weight:
             folds["weight"] = None if uniform(x_scale) else x_scale
         rounded = round_gradients(g, folds, seed, stream, fmt, rounding)
-        xc, wc = _batched(xq, ndim).to(dtype), wq.to(dtype)
+        factors = w_scale if uniform(w_scale) else None, x_scale if uniform(x_scale) else None
+        saved, how = (_batched(xq, ndim), wq), (geometry, precision(fmt))
+        grad_x = grad_weight = grad_bias = None
+        if need_x:
+            grad_x = input_gradient(rounded["activation"], saved, factors[0], *how, x_dtype)
+        if need_weight:
+            grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, weight_dtype)
+        missing = [need_x and grad_x is None, need_weight and grad_weight is None]
+        xc, wc = (t.to(dtype) for t in saved) if any(missing) else saved
 
         def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor]:
             pair: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
@@ -144,20 +203,20 @@ class _Convolution(torch.autograd.Function):
             )
             return pair[:2]
 
-        grad_x = grad_weight = grad_bias = None
-        if need_x and need_weight and rounded["activation"] is rounded["weight"]:
-            grad_x, grad_weight = products("activation", [True, True])
+        to_x = to_weight = None
+        if all(missing) and rounded["activation"] is rounded["weight"]:
+            to_x, to_weight = products("activation", [True, True])
         else:
-            if need_x:
-                grad_x, _ = products("activation", [True, False])
-            if need_weight:
-                _, grad_weight = products("weight", [False, True])
+            if missing[0]:
+                to_x, _ = products("activation", [True, False])
+            if missing[1]:
+                _, to_weight = products("weight", [False, True])
+        if to_x is not None:
+            grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, x_dtype)
+        if to_weight is not None:
+            grad_weight = scaled(to_weight, combined(rounded["weight"][1], factors[1]), None, weight_dtype)
         if grad_x is not None:
-            after = combined(rounded["activation"][1], w_scale if uniform(w_scale) else None)
-            grad_x = scaled(grad_x, after, None, x_dtype).view(xq.shape)
-        if grad_weight is not None:
-            after = combined(rounded["weight"][1], x_scale if uniform(x_scale) else None)
-            grad_weight = scaled(grad_weight, after, None, weight_dtype)
+            grad_x = grad_x.view(xq.shape)
         if need_bias:
             grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 10
@@ -220,7 +279,7 @@ def _keep(node: fx.Node, role: Role) -> list[int]:
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep)
+    Lowering(name, _emit, _keep, computed)
     for name in (
         *(f"conv{spatial}d" for spatial in (1, 2, 3)),
         *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),

@@ -1,8 +1,9 @@
 """`qsync::linear`: the three products of a linear layer, output, input gradient and weight gradient.
 
-Why composite: the products are torch's own, and AOTAutograd and Inductor see them, so that conversions, scales and bias are fused
-with what surrounds the layer. The real tensors are there for autograd alone: arithmetic uses the quantized ones, which are also
-what is saved for the backward pass, at one byte a value (QSync, section IV-B: operator = forward and backward together).
+Why composite: the products are torch's own where no kernel of ours is faster, and AOTAutograd and Inductor see them, so that
+conversions, scales and bias are fused with what surrounds the layer. The real tensors are there for autograd alone: arithmetic uses the
+quantized ones, which are also what is saved for the backward pass, at one byte a value (QSync, section IV-B: operator = forward and
+backward together).
 
 Invariant: no product sees anything but values of its format, and neither `x` nor `weight` is saved.
 """
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from qsync_fx.backend.cuda.collect import computed
+from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
@@ -45,6 +48,8 @@ def linear(
     with the saved operand in the carrier, rounded to the carrier, and scaled in FP32. Where the saved operand has a scale per channel,
     that lies along the contracted dimension: it is multiplied into the incoming gradient in FP32 before the gradient is rounded, and
     each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
+
+    On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out.
 
     Args:
         x: `[..., K]`, floating point; for autograd only.
@@ -102,6 +107,50 @@ def _summed_exactly(xq: Tensor, wq: Tensor, row: Precision) -> bool:
     return xq.device.type != "cuda" or (xq.shape[0] > 16 and inner % 8 == 0 and wq.shape[0] % 8 == 0)
 
 
+def output(
+    rows: Tensor,
+    x_scale: Tensor | None,
+    wq: Tensor,
+    w_scale: Tensor | None,
+    bias: Tensor | None,
+    row: Precision,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer."""
+    found = by_kernel.product(rows, wq.t(), x_scale, w_scale, bias, out_dtype, row)
+    if found is not None:
+        return found
+    if _summed_exactly(rows, wq, row):
+        product = torch._int_mm(_strided(rows), _strided(wq).t())
+    else:
+        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32; so do integers, which a sum in the
+        # carrier would round where another shape has them exact.
+        whole = row.kind == "integer" and rows.device.type == "cpu"
+        dtype = torch.float32 if whole else torch.promote_types(carrier(row), out_dtype)
+        product = carry(rows, dtype) @ carry(wq, dtype).t()
+    return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
+
+
+def input_gradient(
+    g: Tensor, scale: Tensor | None, wq: Tensor, w_scale: Tensor | None, row: Precision, dtype: torch.dtype
+) -> Tensor:
+    """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
+    found = by_kernel.product(g, wq, scale, w_scale, None, dtype, row, by_kernel.partner(g))
+    if found is not None:
+        return found
+    return scaled(g.to(carrier(row)) @ wq.to(carrier(row)), combined(scale, w_scale), None, dtype)
+
+
+def weight_gradient(
+    g: Tensor, scale: Tensor | None, xq: Tensor, x_scale: Tensor | None, row: Precision, dtype: torch.dtype
+) -> Tensor:
+    """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers."""
+    found = by_kernel.product(g.t(), xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
+    if found is not None:
+        return found
+    return scaled(g.to(carrier(row)).t() @ xq.to(carrier(row)), combined(scale, x_scale), None, dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -125,17 +174,10 @@ class _Linear(torch.autograd.Function):
         ctx.shape = xq.shape
         ctx.how = stream, fmt, rounding
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        row, rows = precision(fmt), _rows(xq)
-        if _summed_exactly(rows, wq, row):
-            product = torch._int_mm(_strided(rows), _strided(wq).t())
-        else:
-            # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
-            dtype = torch.promote_types(carrier(row), out_dtype)
-            product = carry(rows, dtype) @ carry(wq, dtype).t()
-        y = scaled(product, combined(_per_row(x_scale), _per_column(w_scale)), bias, out_dtype)
+        y = output(_rows(xq), _per_row(x_scale), wq, _per_column(w_scale), bias, precision(fmt), out_dtype)
         # A view that a function like this one returns could not be written to in place.
-        output: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[0]])
-        return output
+        result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[0]])
+        return result
 
     @staticmethod
     @once_differentiable
@@ -144,7 +186,7 @@ class _Linear(torch.autograd.Function):
         stream, fmt, rounding = ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dtype, rows = carrier(precision(fmt)), _rows(gradient)
+        row, rows = precision(fmt), _rows(gradient)
         # The input gradient contracts the output channels, the weight gradient the rows: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
@@ -154,13 +196,11 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
         if need_x:
-            g, scale = rounded["activation"]
-            after = combined(scale, w_scale if uniform(w_scale) else None)
-            grad_x = scaled(g.to(dtype) @ wq.to(dtype), after, None, x_dtype).view(ctx.shape)
+            factor = w_scale if uniform(w_scale) else None
+            grad_x = input_gradient(*rounded["activation"], wq, factor, row, x_dtype).view(ctx.shape)
         if need_weight:
-            g, scale = rounded["weight"]
-            after = combined(scale, x_scale if uniform(x_scale) else None)
-            grad_weight = scaled(g.to(dtype).t() @ _rows(xq).to(dtype), after, None, weight_dtype)
+            factor = x_scale if uniform(x_scale) else None
+            grad_weight = weight_gradient(*rounded["weight"], _rows(xq), factor, row, weight_dtype)
         if need_bias:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 9
@@ -212,4 +252,7 @@ def _keep_addmm(node: fx.Node, role: Role) -> list[int]:
     return [1] if role == "weight" else [0]
 
 
-LOWERINGS = (Lowering("linear", _emit_linear, _keep_linear), Lowering("addmm", _emit_addmm, _keep_addmm))
+LOWERINGS = (
+    Lowering("linear", _emit_linear, _keep_linear, computed),
+    Lowering("addmm", _emit_addmm, _keep_addmm, computed),
+)

@@ -1,0 +1,159 @@
+"""Whether a layer's products are kernels of ours or torch's, and the calls of those that are.
+
+Why it is decided while a graph is traced: torch's own products are seen by the compiler, which fuses scales and bias with what surrounds
+them; a kernel is one opaque call with its epilogue inside. Of the two the one is written into the graph that is faster for the shapes at
+hand. Other shapes of the same graph (symbolic sizes) are computed right by either.
+
+Invariant: without kernels for the device nothing changes; every function returns None then, and the layer computes as it always has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda import kernels, reasons
+from qsync_fx.backend.cuda.device import decision, known_of
+from qsync_fx.backend.cuda.operands import OUTPUTS, Window, conv_problem, format_name, gemm_problem, outline, too_large
+from qsync_fx.backend.cuda.problem import ConvOperation, Problem
+from qsync_fx.backend.cuda.problem_json import shown
+from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.backend.operators.implicit_gemm import conv2d_product
+from qsync_fx.precision import Precision
+
+_asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[Problem]]:
+    """Yields a list that the problems of all products computed within are put into; torch computes them, which meta tensors may be for."""
+    found: list[Problem] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+def _silent(device: torch.device) -> bool:
+    """Whether nobody asks for kernels: the device has none, and no problems are collected."""
+    return _asked.get() is None and known_of(device).arch is None
+
+
+def partner(gradient: Tensor) -> torch.dtype | None:
+    """Returns what a saved operand is converted to for a product with a rounded gradient; None where FP8 meets FP8 as it is."""
+    return None if gradient.dtype.itemsize == 1 else gradient.dtype
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+    b_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Returns `a @ b * a_scale * b_scale + bias` by a kernel, or None where torch computes; arguments are those of `qsync::gemm`.
+
+    Args:
+        row: the format of the layer; for TF32 the operands are on its grid.
+        b_dtype: what `b` is converted to first, if given.
+    """
+    if _silent(a.device):
+        return None
+    first, second = outline(a), outline(b, b_dtype)
+    if (
+        first is None
+        or second is None
+        or not _multiplies(first.dtype, second.dtype)
+        or 0 in (*first.shape, *second.shape)
+    ):
+        return None
+    out, tf32 = _out(out_dtype), row.name == "tf32"
+    problem = gemm_problem(first, second, a_scale, b_scale, bias, "none", out, tf32)
+    if too_large(problem.m, problem.n, problem.k) or not _by_kernel(problem, a.device):
+        return None
+    return gemm(a, b if b_dtype is None else b.to(b_dtype), a_scale, b_scale, bias, "none", out, tf32).to(out_dtype)
+
+
+def convolved(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    like: Tensor,
+    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int],
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+    row: Precision,
+    b_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Returns one product of a 1-D or 2-D convolution by a kernel, or None; see `product` and `qsync::conv2d_product`.
+
+    Args:
+        like: a tensor with the spatial sizes that `conv2d_product` is told: of the input for dgrad, else of the weight.
+        geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
+    """
+    stride, padding, dilation, transposed, _, groups = geometry
+    if _silent(a.device) or transposed or groups != 1 or a.dim() not in (3, 4):
+        return None
+    if a_scale is not None and a_scale.dim():
+        return None
+    flat = a.dim() == 3
+    if flat:
+        # One-dimensional: images of height 1.
+        a, b, like = a.unsqueeze(2), b.unsqueeze(2), like.unsqueeze(2)
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+        b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
+    first, second, sizes = outline(a), outline(b, b_dtype), outline(like)
+    if first is None or second is None or sizes is None or not _multiplies(first.dtype, second.dtype):
+        return None
+    if 0 in (*first.shape, *second.shape, *sizes.shape):
+        return None
+    numbers = [outline_pair(part) for part in (stride, padding, dilation)]
+    if any(pair is None for pair in numbers):
+        return None
+    window, out, tf32 = Window(*numbers), _out(out_dtype), row.name == "tf32"  # type: ignore[arg-type]
+    size = sizes.shape[2], sizes.shape[3]
+    problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, "none", out, tf32)
+    if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
+        return None
+    second_operand = b if b_dtype is None else b.to(b_dtype)
+    how = like.shape[2:], stride, padding, dilation, operation, "none", out, tf32
+    found = conv2d_product(a, second_operand, a_scale, b_scale, bias, *how).to(out_dtype)
+    return found.squeeze(2) if flat else found
+
+
+def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
+    """Returns two numbers; None where they are symbolic."""
+    first, second = values
+    return (first, second) if isinstance(first, int) and isinstance(second, int) else None
+
+
+def _multiplies(a: torch.dtype, b: torch.dtype) -> bool:
+    narrow = torch.float8_e4m3fn, torch.float8_e5m2
+    return format_name(a) is not None and format_name(b) is not None and (a == b or (a in narrow and b in narrow))
+
+
+def _out(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in OUTPUTS else torch.float32
+
+
+def _by_kernel(problem: Problem, device: torch.device) -> bool:
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(problem)
+        return False
+    found = decision(problem, device)
+    failed = None if found.config is None else kernels.failure(kernels.unit_of(found.config))
+    if found.config is not None and failed is None:
+        return True
+    reasons.note(shown(problem), found.reason if failed is None else failed.what)
+    return False

@@ -1,0 +1,421 @@
+"""`qsync::gemm` and `qsync::conv2d_product`: what they compute, and the layers that go through them where a device has kernels.
+
+There is no GPU here. The operators' CPU implementation is plain torch and says what kernels compute, so layers that are told that the CPU
+has kernels run for real: same decisions, same graph, same operators, same gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from lowered_layers import OUT, Geometry, Layer, leaf, recorded
+from products_in_fp64 import SEED, Product
+from test_operators import assert_right
+from torch import Tensor
+
+from qsync_fx.backend.cuda.candidates import candidates
+from qsync_fx.backend.cuda.collect import computed, problems_of
+from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.select import known, way
+from qsync_fx.backend.cuda.table import Environment, Table
+from qsync_fx.backend.cuda.tuning import Choice
+from qsync_fx.backend.operators import by_kernel, linear
+from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.backend.operators.implicit_gemm import conv2d_product
+from qsync_fx.errors import OptionError, PrecisionError
+from qsync_fx.explanation import explain
+from qsync_fx.precision import FORMATS
+
+TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
+SIZES = st.integers(1, 40)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, shape, dtype=torch.int8)
+    return torch.randn(shape).to(dtype)
+
+
+def scale(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    return None if kind == "none" else torch.rand(shape if kind == "channel" else ()) + 0.1
+
+
+KINDS = st.sampled_from(["none", "tensor", "channel"])
+PAIRS = st.sampled_from([(t, t) for t in TYPES] + [(torch.float8_e5m2, torch.float8_e4m3fn)])
+
+
+@settings(max_examples=80)
+@given(
+    SIZES,
+    SIZES,
+    SIZES,
+    PAIRS,
+    KINDS,
+    KINDS,
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_gemm_is_what_fp64_gives(
+    m: int,
+    n: int,
+    k: int,
+    types: tuple[torch.dtype, torch.dtype],
+    a_kind: str,
+    b_kind: str,
+    biased: bool,
+    out: torch.dtype,
+    turned: bool,
+) -> None:
+    a, b = values((m, k), types[0]), values((n, k) if turned else (k, n), types[1])
+    b = b.t() if turned else b
+    a_scale, b_scale = scale(a_kind, (m, 1)), scale(b_kind, (1, n))
+    bias = torch.randn(n) if biased else None
+    found = gemm(a, b, a_scale, b_scale, bias, out_dtype=out)
+    first, second = (t.double() * (1.0 if s is None else s.double()) for t, s in ((a, a_scale), (b, b_scale)))
+    Product.of(torch.matmul, first, second, bias).assert_met(found, None)
+    assert found.dtype == out and found.is_contiguous()
+
+
+def test_int8_sums_are_exact_at_any_length() -> None:
+    a = torch.full((2, 131_071), -128, dtype=torch.int8)
+    assert gemm(a, a.t(), None, None, None).tolist() == [[131_071 * 2.0**14] * 2] * 2
+    odd = torch.full((1, 3001), 127, dtype=torch.int8)
+    assert (
+        gemm(odd, odd.t(), None, None, None).item() == torch.tensor(3001 * 127.0**2, dtype=torch.float64).float().item()
+    )
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_goes_through(bad: float) -> None:
+    a, b = torch.ones(2, 3, dtype=torch.float8_e4m3fn), torch.ones(3, 2, dtype=torch.float8_e4m3fn)
+    y = gemm(a, b, torch.tensor([[bad], [1.0]]), None, None, "relu" if bad == bad else "none")
+    assert not y[0].isfinite().any() and y[1].tolist() == [3.0, 3.0]
+
+
+def test_activations_follow_scales_and_bias() -> None:
+    a, b, bias = values((5, 8), torch.bfloat16), values((8, 6), torch.bfloat16), torch.randn(6)
+    plain = gemm(a, b, torch.tensor(2.0), None, bias)
+    assert torch.equal(gemm(a, b, torch.tensor(2.0), None, bias, "relu"), plain.relu())
+    assert torch.equal(gemm(a, b, torch.tensor(2.0), None, bias, "gelu"), torch.nn.functional.gelu(plain))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"a": torch.zeros(2, 3, dtype=torch.int32)}, PrecisionError),
+        ({"a": torch.zeros(2, 3)}, PrecisionError),  # FP32 and INT8
+        ({"out_dtype": torch.float64}, PrecisionError),
+        ({"activation": "rel"}, OptionError),
+        ({"a_scale": torch.ones(2, 1, dtype=torch.float16)}, PrecisionError),
+        ({"a_scale": torch.ones(3, 1)}, RuntimeError),
+        ({"b_scale": torch.ones(4)}, RuntimeError),
+        ({"bias": torch.ones(1, 4)}, RuntimeError),
+        ({"b": torch.zeros(2, 4, dtype=torch.int8)}, RuntimeError),
+        ({"b": torch.zeros(3, dtype=torch.int8)}, RuntimeError),
+    ],
+)
+def test_what_is_no_product_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
+    good: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=torch.int8), "b": torch.zeros(3, 4, dtype=torch.int8)}
+    good |= {"a_scale": None, "b_scale": None, "bias": None}
+    gemm(**good)
+    with pytest.raises(error):
+        gemm(**good | change)
+    with pytest.raises(error), torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        gemm(**good | change)
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_gemm_passes_torchs_checks(dtype: torch.dtype) -> None:
+    a, b = values((5, 16), dtype), values((7, 16), dtype).t()
+    how = torch.rand(5, 1), torch.rand(()), torch.rand(7), "relu", torch.bfloat16, False
+    # torch compares arguments before and after with operators that FP8 does not have.
+    checks = [check for check in CHECKS if dtype.itemsize > 1 or dtype == torch.int8 or check != "test_schema"]
+    torch.library.opcheck(torch.ops.qsync.gemm.default, (a, b, *how), test_utils=checks)
+
+
+@pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
+def test_conv_passes_torchs_checks(operation: str) -> None:
+    x, weight, y = (2, 3, 9, 8), (4, 3, 3, 2), (2, 4, 5, 9)
+    shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[operation]
+    a, b = (values(shape, torch.bfloat16) for shape in shapes)
+    size = [9, 8] if operation == "dgrad" else [3, 2]
+    how = size, [2, 1], [1, 1], [1, 1], operation, "none", torch.float32, False
+    torch.library.opcheck(
+        torch.ops.qsync.conv2d_product.default, (a, b, torch.rand(()), None, None, *how), test_utils=CHECKS
+    )
+
+
+PAIR = st.tuples(st.integers(1, 2), st.integers(1, 2))
+
+
+@settings(max_examples=40)
+@given(
+    st.tuples(*[st.integers(1, 7)] * 7),
+    PAIR,
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    PAIR,
+    PAIRS,
+    st.booleans(),
+)
+def test_convolutions_are_what_fp64_gives(
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, types: tuple[torch.dtype, torch.dtype], last: bool
+) -> None:
+    """The three products against autograd's in FP64, from the same operands."""
+    n, c, k, h, w, r, s = sizes
+    problem = ConvProblem("fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32")
+    assume(problem.p > 0 and problem.q > 0)
+    how = list(stride), list(padding), list(dilation)
+
+    def operand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = values(shape, dtype)
+        return made.contiguous(memory_format=torch.channels_last) if last else made
+
+    x, weight, g = (
+        operand((n, c, h, w), types[1]),
+        operand((k, c, r, s), types[1]),
+        operand((n, k, problem.p, problem.q), types[0]),
+    )
+    a_scale, bias = torch.rand(()), torch.randn(k)
+
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(x, weight, None, *how)
+
+    def backward(g: Tensor, x: Tensor, weight: Tensor, at: int) -> Tensor:
+        leaves = leaf(x), leaf(weight)
+        return torch.autograd.grad(convolve(*leaves), leaves, g)[at]
+
+    one = torch.empty(1, dtype=torch.float64)
+    like_x, like_w = one.expand(x.shape).contiguous(), one.expand(weight.shape).contiguous()
+    found = conv2d_product(x, weight, a_scale, None, bias, [r, s], *how, "fprop")
+    Product.of(convolve, x.double() * a_scale.double(), weight.double(), bias.view(-1, 1, 1)).assert_met(found, None)
+    found = conv2d_product(g, weight, None, a_scale, None, [h, w], *how, "dgrad")
+    Product.of(lambda g, w: backward(g, like_x, w, 0), g.double(), weight.double() * a_scale.double()).assert_met(
+        found, None
+    )
+    found = conv2d_product(g, x, None, None, None, [r, s], *how, "wgrad")
+    Product.of(lambda g, x: backward(g, x, like_w, 1), g.double(), x.double()).assert_met(found, None)
+
+
+# Layers on a device with kernels: all that asks for one gets one.
+
+
+def everything(arch: Arch, problems: list[Problem]) -> Table:
+    """Returns a table that has kernels win every problem that there are any for."""
+    choices = {}
+    for problem in problems:
+        found = way(problem, arch, known)
+        if not isinstance(found, str):
+            name = found.configs[0].name
+            choices[problem.bucket()] = Choice(problem.bucket(), name, {"torch": 2.0, name: 1.0})
+    return Table(Environment("", "", "", "", "", 1), choices)
+
+
+@contextlib.contextmanager
+def kernels_on_the_cpu(arch: Arch, problems: list[Problem]) -> Iterator[list[str]]:
+    with assumed(arch, everything(arch, problems), on="cpu"), recorded() as calls:
+        yield calls
+
+
+def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Problem]:
+    with by_kernel.collected() as problems:
+        y = layer(x, weight, bias)
+        torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    return problems
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "tf32"])
+@pytest.mark.parametrize("channel", [False, True])
+def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
+    """Output and gradients of a layer whose products are kernels are within the bounds of one whose products are torch's."""
+    x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
+    layer = Layer(fmt, channel=channel)
+    problems = asked_by(layer, x, weight, bias)
+    assert [p.bias for p in problems] == [True, False, False] and all(isinstance(p, GemmProblem) for p in problems)
+    with kernels_on_the_cpu(arch, problems) as calls:
+        assert_right(layer, x, weight, bias)
+    # FP8 has units from sm_89 on.
+    assert calls.count("qsync::gemm") == (0 if fmt == "fp8" and arch == "sm_80" else 3)
+    assert ("aten::_int_mm" in calls) == (fmt == "int8" and False)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "tf32"])
+@pytest.mark.parametrize("geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])])
+def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
+    x, weight, bias = leaf(torch.randn(2, 32, 9, 8)), leaf(torch.randn(64, 32, 3, 3)), leaf(torch.randn(64))
+    layer = Layer(fmt, geometry)
+    problems = asked_by(layer, x, weight, bias)
+    assert [p.operation for p in problems if isinstance(p, ConvProblem)] == ["fprop", "dgrad", "wgrad"]
+    served = [p for p in problems if not isinstance(way(p, "sm_80", known), str)]
+    assert served
+    with kernels_on_the_cpu("sm_80", problems) as calls:
+        assert_right(layer, x, weight, bias)
+    assert calls.count("qsync::conv2d_product") == len(served)
+
+
+def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
+    x, weight = leaf(torch.randn(2, 32, 20)), leaf(torch.randn(64, 32, 3))
+    layer = Layer("tf32", Geometry([2], [1], [1]))
+    problems = asked_by(layer, x, weight, None)
+    assert [(p.h, p.r, p.w) for p in problems if isinstance(p, ConvProblem)] == [(1, 1, 20)] * 3
+    with kernels_on_the_cpu("sm_80", problems) as calls:
+        assert_right(layer, x, weight, None)
+    assert "qsync::conv2d_product" in calls
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry([1, 1], [0, 0], [1, 1], groups=2),
+        Geometry([1, 1], [0, 0], [1, 1], transposed=True),
+        Geometry([1, 1, 1], [0, 0, 0], [1, 1, 1]),
+    ],
+)
+def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
+    spatial = len(geometry.stride)
+    x, weight = leaf(torch.randn(2, 32, *[5] * spatial)), leaf(torch.randn(32, 32 // geometry.groups, *[3] * spatial))
+    assert asked_by(Layer("int8", geometry), x, weight, None) == []
+
+
+def test_a_frozen_operand_asks_for_nothing() -> None:
+    x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
+    with by_kernel.collected() as problems:
+        y = Layer("int8")(x, weight)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert len(problems) == 2
+
+
+def test_without_kernels_nothing_changes() -> None:
+    x, weight = leaf(torch.randn(8, 64)), leaf(torch.randn(16, 64))
+    with recorded() as calls:
+        y = Layer("int8")(x, weight)
+        before = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert "qsync::gemm" not in calls and "aten::_int_mm" in calls
+    with assumed("sm_90a"), recorded() as calls:  # of CUDA devices
+        y = Layer("int8")(x, weight)
+        after = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert "qsync::gemm" not in calls
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+# The same decisions for tensors on a device that is not here.
+
+
+@pytest.mark.parametrize(("size", "ours"), [(4096, True), (64, False)])
+def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"), assumed("sm_90a"), recorded() as calls:
+        q, scale = torch.empty(size, size, dtype=torch.int8), torch.empty(())
+        y = linear.output(q, scale, q, scale, torch.empty(size), FORMATS["int8"], torch.bfloat16)
+        g = torch.empty(size, size, dtype=torch.float8_e5m2)
+        e4m3 = torch.empty(size, size, dtype=torch.float8_e4m3fn)
+        grad = linear.weight_gradient(g, scale, e4m3, scale, FORMATS["fp8"], torch.float32)
+    assert y.device.type == grad.device.type == "cuda" and (y.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
+    assert calls.count("qsync::gemm") == (2 if ours else 0)
+
+
+def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    x = torch.randn(32, 64)
+    with torch._subclasses.FakeTensorMode(shape_env=env) as mode, assumed("sm_80", on="cpu"), recorded() as calls:
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        rows = mode.from_tensor(x, symbolic_context=context)
+        y = linear.output(rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32)
+    assert "qsync::gemm" in calls and isinstance(y.shape[0], torch.SymInt) and not env.guards
+
+
+# Whole models.
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32)]
+    return torch.nn.Sequential(*layers)
+
+
+def test_explain_says_what_computes() -> None:
+    explained = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
+    assert all("kernel" not in op.reason for op in explained.operators)
+    problems = problems_of(explained)
+    # The input of the model needs no gradient.
+    assert [(p.a, p.out) for p in problems] == [
+        ("int8", "bf16"),
+        ("bf16", "fp32"),
+        ("int8", "fp32"),
+        ("bf16", "bf16"),
+        ("bf16", "fp32"),
+    ]
+    [first, second] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    device = torch.device("cuda")
+    with assumed(None):
+        assert computed(first, device) == "torch computes: no kernels are assumed"
+    with assumed("sm_90a"):
+        assert "torch computes output: 8 x 96 x 64 is too small for int8" in computed(first, device)
+    with assumed("sm_80", everything("sm_80", problems)):
+        assert computed(second, device) == "CUTLASS sm_80 kernels for output, input gradient, weight gradient"
+    with assumed("sm_80", everything("sm_80", problems), on="cpu"):
+        again = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
+    reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
+    assert len(reasons) == 2 and all("CUTLASS sm_80 kernels for output" in reason for reason in reasons)
+    json.dumps(reasons)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
+    from qsync_fx.backend.cuda import kernels
+
+    # What would be compiled for a GPU is not what computes here.
+    monkeypatch.setattr(kernels, "prepare", lambda units: [])
+    x = torch.randn(8, 64)
+    options = {"precision": "int8", "inner": inner, "rounding": "nearest"}
+    problems = problems_of(explain(model(), x, options={"precision": "int8"}))
+    saved: list[Tensor] = []
+
+    def train() -> tuple[list[Tensor], int]:
+        """Returns output and gradients, and how often the operator ran in a second step."""
+        torch.compiler.reset()
+        net = model()
+        compiled = torch.compile(net, backend="qsync", options=options)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            y = compiled(x)
+        y.float().square().mean().backward()
+        found = [y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(x).float().square().mean().backward()
+        return found, sum(event.name == "qsync::gemm" for event in profile.events())
+
+    before, calls = train()
+    assert not calls
+    saved.clear()
+    with assumed("sm_80", everything("sm_80", problems), on="cpu"):
+        after, calls = train()
+    assert calls == 5
+    torch.compiler.reset()
+    assert sum(t.dtype == torch.int8 for t in saved) >= 3
+    for one, other in zip(before, after, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item())
+
+
+def test_candidates_are_there_for_what_the_tests_assume() -> None:
+    """Should the lists of candidates change, the tests above must still be about kernels."""
+    bf16 = GemmProblem(32, 64, 48, "bf16", "bf16", "fp32", "column", "row")
+    assert candidates(bf16, "sm_80") and candidates(replace(bf16, a="tf32", b="tf32"), "sm_90a")
+
+
+def test_seed_is_whole() -> None:
+    assert SEED.dtype == torch.int64 and set(OUT) >= {"int8", "fp8", "tf32"}
