@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx import __version__, kernels_cli
+from qsync_fx import __version__, kernels_cli, tune_cli
 from qsync_fx.errors import QSyncError
 from qsync_fx.options import DOCUMENTED
 
@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     kernels_cli.add(commands)
+    tune_cli.add(commands)
     return parser
 
 

@@ -39,6 +39,9 @@ def gemm(
     Args:
         integers: whether INT8 operands are multiplied as integers on CUDA where cuBLAS can. Without, in BF16, where they are exact.
     """
+    bare = a_scale is None and b_scale is None and bias is None and activation == "none"
+    if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
+        return a @ b
     total, scales = _sum(a, b, (a_scale, b_scale), integers) if a.shape[1] else (_zeros(a, b), (a_scale, b_scale))
     return epilogue(total, *scales, bias, activation, out_dtype)
 
@@ -85,7 +88,7 @@ def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor,
             return torch._int_mm(a, b), scales
         return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
     if a.dtype in _NARROW or b.dtype in _NARROW:
-        if _takes_fp8(a, b):
+        if takes_fp8(a, b):
             return _fp8_sum(a, b, scales)
         return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
     return (_narrow_sum(a, b) if a.dtype != torch.float32 else a @ b), scales
@@ -102,10 +105,10 @@ def takes_integers(m: int, n: int, k: int) -> bool:
     return m > 16 and n % 8 == 0 and k % 8 == 0 and k > 0 and n > 0 and k * FORMATS["int8"].max ** 2 < 2**31
 
 
-def _takes_fp8(a: Tensor, b: Tensor) -> bool:
-    # cuBLAS: contiguous along k, sizes in 16s, and not both E5M2.
+def takes_fp8(a: Tensor, b: Tensor) -> bool:
+    """Whether cuBLAS multiplies these FP8 matrices: contiguous along k, sizes in 16s, and not both E5M2."""
     return (
-        torch.cuda.get_device_capability(a.device) >= (8, 9)
+        (a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) >= (8, 9))
         and not a.dtype == b.dtype == torch.float8_e5m2
         and a.stride(1) == 1
         and b.stride(0) == 1
@@ -144,7 +147,7 @@ def conv2d_product(
     On CUDA in the carrier, whose rounding the sum gets; an output in FP32 is convolved in FP32.
     """
     dtype = _conv_type(a, b, out_dtype if operation == "fprop" else None)
-    total = _convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
+    total = convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
     # Scales for each channel are `[1, K, 1, 1]` already, the bias is a vector.
     added = None if bias is None else bias.reshape(1, -1, 1, 1)
     value = epilogue(total, a_scale, b_scale, added, activation, out_dtype)
@@ -160,9 +163,10 @@ def _conv_type(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dty
     return narrow if out_dtype is None else torch.promote_types(narrow, out_dtype)
 
 
-def _convolve(
+def convolve(
     a: Tensor, b: Tensor, size: Sequence[int], geometry: tuple[Sequence[int], ...], operation: ConvOperation
 ) -> Tensor:
+    """Returns the product alone, in the operands' type; `geometry` is stride, padding and dilation."""
     how = (*map(list, geometry), False, [0, 0], 1)
     if operation == "fprop":
         found: Tensor = torch.ops.aten.convolution.default(a, b, None, *how)

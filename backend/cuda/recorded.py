@@ -54,12 +54,13 @@ class RecordedTimer:
 
 @dataclass
 class Keeper:
-    """A timer that keeps what another one measures, for a recording."""
+    """A timer that keeps what another one measures, for a recording. `timer` may be dropped when it has measured."""
 
-    timer: Timer
+    timer: Timer | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def measure(self, candidate: Candidate) -> list[float]:
+        assert self.timer is not None
         found = self.timer.measure(candidate)
         self.seconds.setdefault(name_of(candidate), []).extend(found)
         return found

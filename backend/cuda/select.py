@@ -46,7 +46,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """A way to compute a problem by kernels: how they take it, and those that do."""
 
     taken: Problem
@@ -68,13 +68,13 @@ def decide(problem: Problem, arch: Arch, table: Table | None = None, candidates:
     return _untuned(problem, arch, found) if choice is None else _tuned(problem, found, choice)
 
 
-def way(problem: Problem, arch: Arch, candidates: Candidates) -> _Way | str:
+def way(problem: Problem, arch: Arch, candidates: Candidates) -> Way | str:
     """Returns how kernels compute a problem, copying as little as possible, or the reason why they do not."""
     dear = False
     for taken in padding.alternatives(problem):
         configs = tuple(candidates(taken, arch))
         if configs and padding.pays(problem, taken):
-            return _Way(taken, configs)
+            return Way(taken, configs)
         dear = dear or bool(configs)
     if dear:
         return "filling up its sizes for a kernel costs more than it gains"
@@ -93,13 +93,13 @@ def _torch(problem: Problem, reason: str, integers: bool = True) -> Decision:
     return Decision(None, problem, reason, integers)
 
 
-def _kernel(problem: Problem, found: _Way, config: KernelConfig, reason: str) -> Decision:
+def _kernel(problem: Problem, found: Way, config: KernelConfig, reason: str) -> Decision:
     if found.taken != problem:
         reason += ", its operands copied"
     return Decision(config, found.taken, reason)
 
 
-def _tuned(problem: Problem, found: _Way, choice: Choice) -> Decision:
+def _tuned(problem: Problem, found: Way, choice: Choice) -> Decision:
     if choice.faster_than_bf16 is False:
         return _torch(problem, f"{problem.a} was measured to be no faster than bf16 here", integers=False)
     if choice.name == "torch":
@@ -117,7 +117,7 @@ def _tuned(problem: Problem, found: _Way, choice: Choice) -> Decision:
     return _torch(problem, "the kernel that was tuned for it does not take this size")
 
 
-def _untuned(problem: Problem, arch: Arch, found: _Way) -> Decision:
+def _untuned(problem: Problem, arch: Arch, found: Way) -> Decision:
     first = found.configs[0]
     narrow = problem.a in NARROW or problem.b in NARROW
     if not narrow and "tf32" not in (problem.a, problem.b):

@@ -1,0 +1,271 @@
+"""`qsync tune`: which kernel is fastest for each product of a model, measured on a GPU.
+
+Invariant: the table on disk changes only after everything was measured, and only in the rows that were. With recorded timings nothing is
+measured, and nothing is kept but in a file that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.errors import DeviceError, OptionError
+from qsync_fx.options import DOCUMENTED
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsync_fx.backend.cuda.config import Arch
+    from qsync_fx.backend.cuda.problem import Problem
+    from qsync_fx.backend.cuda.recorded import Keeper
+    from qsync_fx.backend.cuda.table import Environment
+    from qsync_fx.backend.cuda.tuning import Choice, Timer
+
+_ABOUT = """\
+Measures torch's own product and each kernel that serves for every matrix
+product and convolution of a model, forward and backward, and keeps the
+fastest. Training uses what is kept from then on.
+
+Sizes are rounded to the next quarter of a power of two, so one run serves
+similar batches. A kernel replaces torch where it is more than 3 % faster;
+int8 and fp8 are used where they beat bf16."""
+
+_EXAMPLES = """\
+examples:
+  qsync tune bert:small --precision int8
+  qsync tune bert:small --precision fp8 --device cuda:1 --rounds 21
+  qsync tune bert:small --precision int8 --record h200.json   keep every timing
+  qsync tune bert:small --precision int8 --recorded h200.json decide without a GPU"""
+
+
+def add(commands: Any) -> None:
+    """Adds `tune` to the commands of `qsync`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    tune = commands.add_parser(
+        "tune", help="find the fastest kernels for a model", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw
+    )
+    tune.set_defaults(run=_tune)
+    tune.add_argument("model", metavar="MODULE:CALLABLE", help="what returns (model, args) or (model, args, kwargs)")
+    tune.add_argument("--precision", metavar="NAME", help=DOCUMENTED["precision"])
+    tune.add_argument("--plan", metavar="FILE", help="path of a saved plan, in place of --precision")
+    tune.add_argument("--scaling", metavar="WHAT", help=DOCUMENTED["scaling"])
+    tune.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
+    tune.add_argument("--rounds", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
+    tune.add_argument("--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU")
+    tune.add_argument("--record", metavar="FILE", type=Path, help="also write every timing to this file")
+    tune.add_argument(
+        "--output", metavar="FILE", type=Path, help="table to keep results in, in place of the user's own"
+    )
+    tune.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from qsync_fx.backend.cuda import device, recorded, table
+    from qsync_fx.backend.cuda.select import known, way
+    from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, tune_all
+
+    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
+    if rounds < 1:
+        raise OptionError(f"a candidate cannot be measured {rounds} times", where="--rounds", do="give 1 or more")
+    if arguments.recorded and arguments.record:
+        raise OptionError("timings are read or written", where="--recorded, --record", do="give one of them")
+    make: Callable[[Problem], Timer]
+    keepers: dict[Problem, Keeper] = {}
+    if arguments.recorded is not None:
+        recording = recorded.load(arguments.recorded)
+        here, arch, make = recording.environment, recording.arch, recording.timer
+        problems = buckets(_problems(arguments, None))
+    else:
+        gpu, arch = _gpu(arguments.device)
+        here = device.environment(gpu)
+        problems = buckets(_problems(arguments, gpu))
+        _compile(problems, arch)
+        make, keepers = _measuring(gpu, arch)
+    if not problems:
+        raise OptionError(
+            "torch computes every product of this model, whatever the device",
+            where=arguments.model,
+            do="give a --precision that kernels are for, such as int8; see qsync inspect",
+        )
+
+    def candidates(problem: Problem) -> Sequence[Any]:
+        found = way(problem, arch, known)
+        return () if isinstance(found, str) else found.configs
+
+    skipped: dict[Problem, str] = {}
+    with _progress(len(problems)) as advance:
+
+        def report(problem: Problem, choice: Choice | None, why: str) -> None:
+            if choice is None:
+                skipped[problem] = why
+            advance(problem)
+
+        choices = tune_all(problems, candidates, make, rounds, report)
+    if arguments.record is not None:
+        _record(arguments.record, here, arch, keepers)
+    path = arguments.output or (None if arguments.recorded else table.path_in(device.folder(), here))
+    if path is not None and choices:
+        table.save(path, here, choices)
+        device.forget()
+        print(f"qsync: wrote {path}", file=sys.stderr)
+    _show(arguments, here, arch, choices, skipped)
+
+
+def _gpu(name: str) -> tuple[torch.device, Arch]:
+    """Returns the device called `name` and what kernels are compiled for on it."""
+    import torch
+
+    from qsync_fx.backend.cuda import device
+
+    try:
+        gpu = torch.device(name)
+    except RuntimeError:
+        raise OptionError(
+            f"{name!r} is no device", where="--device", do="write cuda, or cuda:1 for the second"
+        ) from None
+    count = torch.cuda.device_count()
+    if gpu.type != "cuda" or (gpu.index or 0) >= count:
+        raise DeviceError(
+            f"there is no GPU {name} to measure on: this machine has {count or 'none'}",
+            where="--device",
+            do="run it on a machine that has one; --recorded FILE decides by timings from there",
+        )
+    gpu = torch.device("cuda", gpu.index or 0)
+    found = device.known_of(gpu)
+    if found.arch is None:
+        raise DeviceError(f"there are no kernels to tune: {found.reason}", where=str(gpu), do="see qsync doctor")
+    return gpu, found.arch
+
+
+def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
+    """Returns the problems of the model named, which is taken to the GPU if there is one."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from qsync_fx.backend.cuda.collect import problems_of
+    from qsync_fx.explanation import explain
+    from qsync_fx.model_reference import load
+
+    named = ("precision", "plan", "scaling")
+    options = {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
+    model, args, kwargs = load(arguments.model)
+    if gpu is not None and isinstance(model, torch.nn.Module):
+        model.to(gpu)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(gpu), (args, kwargs))
+    return problems_of(explain(model, *args, options=options, **kwargs))
+
+
+def _compile(problems: Sequence[Problem], arch: Arch) -> None:
+    """Compiles all candidates side by side. What fails is told by the table, as a candidate that failed."""
+    from qsync_fx.backend.cuda import kernels
+    from qsync_fx.backend.cuda.select import known, way
+
+    ways = [way(problem, arch, known) for problem in problems]
+    kernels.prepare(kernels.unit_of(config) for found in ways if not isinstance(found, str) for config in found.configs)
+
+
+def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keeper], dict[Problem, Keeper]]:
+    """Returns what makes timers on a GPU, and what they will have measured."""
+    from qsync_fx.backend.cuda.event_timer import EventTimer
+    from qsync_fx.backend.cuda.recorded import Keeper
+    from qsync_fx.backend.cuda.select import known, way
+
+    keepers: dict[Problem, Keeper] = {}
+
+    def make(problem: Problem) -> Keeper:
+        found = way(problem, arch, known)
+        # Timings are kept, the tensors that they were measured with are not.
+        for keeper in keepers.values():
+            keeper.timer = None
+        keepers[problem] = Keeper(EventTimer(problem, problem if isinstance(found, str) else found.taken, gpu))
+        return keepers[problem]
+
+    return make, keepers
+
+
+def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Keeper]) -> None:
+    from qsync_fx.backend.cuda import recorded
+    from qsync_fx.files import write_text
+
+    timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
+    write_text(path, json.dumps(recorded.as_json(recorded.Recording(here, arch, timings)), indent=1))
+    print(f"qsync: wrote {path}", file=sys.stderr)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Problem], None]]:
+    """Shows how many problems are done, on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from qsync_fx.backend.cuda.problem_json import shown
+
+    columns = (
+        TextColumn("tuning"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda problem: bar.update(task, advance=1, description=shown(problem))
+
+
+def _show(
+    arguments: argparse.Namespace, here: Environment, arch: Arch, choices: list[Choice], skipped: dict[Problem, str]
+) -> None:
+    from dataclasses import asdict
+
+    from qsync_fx.backend.cuda.problem_json import problem_as_json, shown
+    from qsync_fx.backend.cuda.table import choice_as_json
+
+    if arguments.json:
+        left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
+        rows = [choice_as_json(choice) for choice in choices]
+        print(json.dumps({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left}, indent=2))
+        return
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 400).print(_table(choices))
+    for problem, why in skipped.items():
+        print(f"qsync: not measured: {shown(problem)}: {why}", file=sys.stderr)
+
+
+def _table(choices: list[Choice]) -> Any:
+    """Returns a table for a rich console: problem, torch's time, the best kernel and its time, and how they compare."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from qsync_fx.backend.cuda.problem_json import shown
+
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for name in ("problem", "torch us", "kernel us", "ratio", "runs", "note"):
+        table.add_column(
+            name, justify="right" if name in ("torch us", "kernel us", "ratio") else "left", overflow="fold"
+        )
+    for choice in choices:
+        torch_takes = choice.seconds.get("torch")
+        others = {name: seconds for name, seconds in choice.seconds.items() if name != "torch"}
+        best = min(others.values(), default=None)
+        ratio = "" if torch_takes is None or best is None else f"{torch_takes / best:.2f}"
+        cells = shown(choice.problem), _microseconds(torch_takes), _microseconds(best), ratio
+        table.add_row(*map(Text, (*cells, choice.name, _note(choice))))
+    return table
+
+
+def _note(choice: Choice) -> str:
+    notes = [f"no faster than bf16, so {choice.problem.a} is not used"] if choice.faster_than_bf16 is False else []
+    if choice.failed:
+        name, why = next(iter(choice.failed.items()))
+        notes.append(f"{len(choice.failed)} did not run: {name}: {why.splitlines()[0]}")
+    return "; ".join(notes)
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
