@@ -32,7 +32,7 @@ class KernelConfig:
         a, b, out: formats, as in `GemmProblem` and `ConvProblem`.
         a_major, b_major: layouts of a GEMM's operands; convolutions have channels last.
         a_scale, b_scale: of a GEMM: both "none", and it reads no scales, or both "channel", and it serves every kind of scale and none.
-            Of a convolution: as rules_conv says.
+            Of a convolution: both "none", or "tensor" and, of an output, "channel", of a gradient "tensor"; it serves every kind then.
         bias: whether the kernel can add one. A kernel that can also serves problems without.
         activation: after scales and bias.
 
@@ -46,9 +46,9 @@ class KernelConfig:
         cluster: threadblocks that share loads (sm_90a only).
         schedule: of CUTLASS 2.x kernels "multistage" (cp.async) or "pipelined" (two stages, sm_70 and sm_75); of wgmma kernels, which
             are sm_90a's own, "cooperative" or "pingpong". "_fast" behind it: FP8 sums in the tensor core's own accuracy. sm_90a runs
-            multistage kernels too: FP32, and sizes that TMA does not take.
+            multistage kernels too: FP32, and sizes that TMA does not take. Convolutions by wgmma have "warp_specialized" alone.
         order: how tiles are handed to multiprocessors: "identity" (2.x, swizzled by `swizzle`), "persistent" (wgmma, likewise), or
-            "stream_k".
+            "stream_k"; "split_k" of weight gradients, as sums of as many parts as keep the device busy.
         swizzle: width of the swizzle: 1, 2, 4 or 8.
         alignment: of `a` and `b`, in elements; pointers and leading dimensions are multiples of it.
         out_alignment: of `d`, in elements.
