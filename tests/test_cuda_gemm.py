@@ -1,19 +1,16 @@
 """GEMM kernels without a GPU: what is a kernel, what is tried, what is compiled.
 
-The machine code is looked at and the host side is called; numerics on a device are for tests that have one. All kernels are compiled by
-tests/cuda_compile_all.py; here is one of each generation of CUTLASS.
+The machine code is looked at and the host side is called; what kernels compute is in test_cuda_gemm_on_cpu.py. All kernels are compiled
+by tests/cuda_compile_all.py; here is one of each generation of CUTLASS.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from cuda_walk import program
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.backend.cuda import (
@@ -21,7 +18,6 @@ from qsync_fx.backend.cuda import (
     compiler,
     gemm_source,
     hardware,
-    keys,
     library,
     rules,
     rules_gemm,
@@ -419,39 +415,3 @@ def test_workspace_and_shared_memory(libraries: Libraries, config: KernelConfig)
         assert found.can_implement(arguments(split=2)) == "Error Invalid Problem"
     m, n, k = config.tile
     assert (m + n) * k * max(config.stages, 2) <= found.shared_memory() <= hardware.SHARED_MEMORY[config.arch]
-
-
-WALKED = (
-    TURING,
-    AMPERE,
-    dataclasses.replace(AMPERE, out="fp32", out_alignment=4),
-    dataclasses.replace(AMPERE, out="fp16", out_alignment=1),
-    next(config for config in kernels(INT8, "sm_80") if config.tile[:2] == (256, 64)),
-    next(config for config in kernels(INT8, "sm_80") if config.tile[:2] == (64, 64)),
-    SIMT,
-    next(
-        config
-        for config in kernels(dataclasses.replace(BF16, a="fp32", b="fp32"), "sm_75")
-        if config.tile[:2] == (64, 64)
-    ),
-)
-
-
-@compiles
-@pytest.mark.timeout(900)
-def test_every_element_of_a_tile_is_stored_once_and_where_it_belongs(tmp_path: Path) -> None:
-    source = tmp_path / "walk.cu"
-    source.write_text(program(WALKED))
-    includes = [f"-I{folder}" for folder in (keys.TEMPLATES, *TOOLS.cutlass.folders)]
-    command = [
-        str(TOOLS.nvcc.path),
-        "-ccbin",
-        str(TOOLS.host.path),
-        "-std=c++17",
-        "-DNDEBUG",
-        "--expt-relaxed-constexpr",
-        "-arch=sm_80",
-    ]
-    subprocess.run([*command, *includes, "-o", str(tmp_path / "walk"), str(source)], check=True)
-    done = subprocess.run([str(tmp_path / "walk")], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [f"{config.name} 0" for config in WALKED]

@@ -1,0 +1,136 @@
+"""Kernels of CUTLASS 2.x, compiled for the CPU by the headers in cutlass_on_cpu and run on torch's tensors.
+
+Invariant: what runs is the text that nvcc gets, in the same configurations, but for the few headers that are PTX: so tiles, layouts,
+swizzles, predicates, split tiles and epilogues are those of the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda import gemm_source, keys, toolchain
+from qsync_fx.backend.cuda.abi import GemmArguments
+from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.hardware import size_of
+from qsync_fx.precision import FORMATS
+
+HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
+TOGETHER = 4
+"""Kernels compiled in one file: the headers are read once for all of them, and files are compiled side by side."""
+
+MULTIPROCESSORS = 5
+
+
+def build(configs: Sequence[KernelConfig], folder: Path, jobs: int = 2) -> dict[KernelConfig, ctypes.CDLL]:
+    """Compiles kernels; the library of each has the function `run_DIGEST`."""
+    parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
+    with ThreadPoolExecutor(jobs) as pool:
+        built = pool.map(lambda numbered: _compiled(numbered[1], folder / f"part{numbered[0]}"), enumerate(parts))
+        return {config: ctypes.CDLL(str(path)) for part, path in zip(parts, built, strict=True) for config in part}
+
+
+def _compiled(configs: Sequence[KernelConfig], stem: Path) -> Path:
+    lines = ['#include "run.h"']
+    for config in configs:
+        text = gemm_source.source(config).source
+        structure = text[text.index("struct Config") : text.index("QSYNC_GEMM")]
+        lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
+        lines.append(f'extern "C" int run_{config.digest}(const qsync::GemmArguments *x) {{')
+        lines.append(f"    return on_cpu::gemm<Config_{config.digest}>(*x, {MULTIPROCESSORS});")
+        lines.append("}")
+    source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+    source.write_text("\n".join([*lines, ""]))
+    tools = toolchain.toolchain()
+    toolkit = [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
+    folders = (HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit), *toolkit)
+    flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
+    includes = (f"-I{path}" for path in folders)
+    command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return library
+
+
+def run(
+    library: ctypes.CDLL,
+    config: KernelConfig,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    split: int = 1,
+) -> Tensor:
+    """Returns `d` `[m, n]`. Operands lie in larger memory, whose other bytes are NaN, or large; what is around `d` must stay as it is."""
+    (m, k), n = a.shape, b.shape[1]
+    gap = 16
+    a_memory = _surrounded(a if config.a_major == "row" else a.t(), gap)
+    b_memory = _surrounded(b if config.b_major == "row" else b.t(), gap)
+    d = torch.full((m + 1, n + gap), -77.0, dtype=FORMATS[config.out].dtype)
+    arguments = GemmArguments(
+        a=a_memory.data_ptr(),
+        b=b_memory.data_ptr(),
+        d=d.data_ptr(),
+        a_scale=0 if a_scale is None else a_scale.data_ptr(),
+        b_scale=0 if b_scale is None else b_scale.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        lda=a_memory.shape[1],
+        ldb=b_memory.shape[1],
+        ldd=d.shape[1],
+        m=m,
+        n=n,
+        k=k,
+        a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
+        b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
+        split=split,
+        multiprocessors=MULTIPROCESSORS,
+    )
+    status = getattr(library, f"run_{config.digest}")(ctypes.byref(arguments))
+    assert status == 0, f"status {status}"
+    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
+    return d[:m, :n]
+
+
+def _surrounded(matrix: Tensor, gap: int) -> Tensor:
+    rows, columns = matrix.shape
+    memory = torch.empty((rows + 1, columns + gap), dtype=matrix.dtype)
+    memory.view(torch.uint8).fill_(0x7F)
+    memory[:rows, :columns] = matrix
+    return memory
+
+
+def operands(config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order: small whole numbers, in floats."""
+
+    def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
+        high = 128 if fmt == "int8" else 5
+        return torch.randint(-high, high, shape, generator=generator).to(FORMATS[fmt].dtype)
+
+    return drawn(config.a, (m, k)), drawn(config.b, (k, n))
+
+
+def sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
+    """Returns sizes that a kernel serves: less than one tile, and some tiles with a rest in each direction."""
+    step = {"m": 1, "n": config.out_alignment, "k": 1}
+    for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
+        contiguous = "k" if major == inner else "m" if name == "a" else "n"
+        step[contiguous] = max(step[contiguous], config.alignment)
+    tile = dict(zip("mnk", config.tile, strict=True))
+    small = {name: step[name] for name in "mnk"}
+    large = {name: _up(tile[name] * (2 if name == "k" else 1) + 3, step[name]) for name in "mnk"}
+    return [(s["m"], s["n"], s["k"]) for s in (small, large)]
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def bytes_a_tile(config: KernelConfig) -> int:
+    return sum(config.tile[:2]) * config.tile[2] * size_of(config.a)

@@ -1,0 +1,97 @@
+"""GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to the last bit.
+
+Here one kernel of each kind; all 2.x kernels with QSYNC_TEST_ALL_KERNELS=1, which takes half an hour.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+from collections.abc import Callable
+
+import cuda_emulation as emulation
+import cutlass_cpu
+import pytest
+import torch
+
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
+from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.gemm_source import hopper
+from qsync_fx.errors import ToolchainError
+from qsync_fx.precision import FORMATS
+
+try:
+    toolchain.toolchain()
+except ToolchainError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def all_kernels() -> list[KernelConfig]:
+    """Kernels of 2.x, but for those that differ from another one in the target alone: the same text is compiled for both."""
+    found: dict[KernelConfig, KernelConfig] = {}
+    for arch in ("sm_75", "sm_80", "sm_89"):
+        for config in gemm_configs(arch):  # type: ignore[arg-type]
+            if not hopper(config):
+                found.setdefault(dataclasses.replace(config, arch="sm_80" if arch != "sm_75" else arch), config)
+    return list(found.values())
+
+
+def one_of_each() -> list[KernelConfig]:
+    """The smallest tile of each of these: compiling is what takes time."""
+    wanted: tuple[Callable[[KernelConfig], bool], ...] = (
+        lambda c: c.arch == "sm_75" and c.a == "int8",
+        lambda c: c.arch == "sm_80" and c.a == "int8" and c.order == "stream_k",
+        lambda c: c.a == "bf16" and (c.a_major, c.b_major) == ("column", "row"),
+        lambda c: c.a == "fp16" and c.arch == "sm_80" and (c.a_major, c.b_major) == ("row", "row"),
+        lambda c: c.a == "tf32" and (c.a_major, c.b_major) == ("column", "row"),
+        lambda c: c.a == "fp8_e5m2",
+        lambda c: c.a == "fp32" and c.arch == "sm_80" and c.order == "stream_k",
+        lambda c: c.a == "bf16" and c.alignment == 2,
+    )
+    kernels = all_kernels()
+    return [min(filter(each, kernels), key=cutlass_cpu.bytes_a_tile) for each in wanted]
+
+
+KERNELS = all_kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else one_of_each()
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, ctypes.CDLL]:
+    return cutlass_cpu.build(KERNELS, tmp_path_factory.mktemp("on_cpu"))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
+def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, ctypes.CDLL], config: KernelConfig) -> None:
+    generator = torch.Generator().manual_seed(int(config.digest, 16))
+    scaled = config.a_scale != "none"
+    for m, n, k in cutlass_cpu.sizes(config):
+        a, b = cutlass_cpu.operands(config, m, n, k, generator)
+        # Small, so that nothing leaves FP16: CUTLASS rounds to it in software here.
+        vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
+        for each in (False, True):
+            # With and without each vector; scales of rows and columns, and of the whole.
+            a_scale, b_scale = (
+                (vector if each else vector[0].clone() for vector in vectors[:2]) if scaled else (None, None)
+            )
+            bias = vectors[2] if each and config.bias else None
+            split = 2 if each and config.order == "stream_k" else 1
+            found = cutlass_cpu.run(libraries[config], config, a, b, a_scale, b_scale, bias, split)
+            expected = emulation.gemm(a, b, a_scale, b_scale, bias, config.activation, FORMATS[config.out].dtype)
+            if config.activation == "gelu":
+                # erf is another one here.
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected)
+
+
+def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, ctypes.CDLL]) -> None:
+    config = next(config for config in KERNELS if config.a == "int8")
+    m, n, k = cutlass_cpu.sizes(config)[1]
+    a, b = cutlass_cpu.operands(config, m, n, k, torch.Generator().manual_seed(0))
+    a_scale = torch.ones(m)
+    a_scale[3] = torch.nan
+    found = cutlass_cpu.run(libraries[config], config, a, b, a_scale, torch.ones(()), None)
+    assert found[3].isnan().all() and found.isnan().sum() == n
