@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from qsync_fx.backend.cuda import budget, sass, toolchain
+from qsync_fx.backend.cuda import budget, progress, sass, toolchain
 from qsync_fx.backend.cuda.manifest import Resources
 from qsync_fx.backend.cuda.toolchain import Program
 from qsync_fx.backend.cuda.unit import Unit
@@ -27,6 +31,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setattr(toolchain, "USUAL", str(tmp_path / "usual/bin"))
     monkeypatch.setattr(toolchain, "package_folders", lambda name: [])
+    monkeypatch.setattr(toolchain, "BESIDE", tmp_path / "third_party/cutlass")
     return tmp_path
 
 
@@ -164,6 +169,11 @@ def test_cutlass_too_old_or_none(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         toolchain.cutlass()
 
 
+def test_cutlass_beside_the_sources(bare: Path) -> None:
+    cutlass(bare / "third_party/cutlass")
+    assert toolchain.cutlass().folders[0] == bare / "third_party/cutlass/include"
+
+
 def test_the_package_of_cutlass_is_not_imported(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     cutlass(bare / "site/cutlass_library/source")
@@ -211,6 +221,66 @@ def test_what_must_not_be_used() -> None:
     )
     assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))
     assert sass.complaint("ptxas info    : 0 bytes gmem\n") == "it holds no kernel"
+
+
+# What is said meanwhile.
+
+
+def test_lines_are_said_after_a_second_and_by_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with progress.watch(2, True) as tell:
+        tell(0, ["one"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+
+    def said(wanted: bool = True) -> str:
+        with progress.watch(2, wanted) as tell:
+            for step in ((0, ["one"]), (0, ["one"]), (1, ["two"]), (2, [])):
+                tell(*step)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    assert [line.split(": ")[-1] for line in said().splitlines()] == [
+        "0 of 2 after 0 s, now one",
+        "1 of 2 after 0 s, now two",
+        "2 of 2 after 0 s",
+    ]
+    assert said(wanted=False) == ""
+    monkeypatch.setenv("RANK", "3")
+    assert said() == ""
+
+
+def test_a_bar_on_a_terminal() -> None:
+    code = """
+import time
+from qsync_fx.backend.cuda import progress
+progress._PATIENCE = 0.0
+with progress.watch(2, True) as tell:
+    tell(0, ["gemm_[bold]one"])
+    time.sleep(0.3)
+    tell(2, [])
+"""
+    ours, theirs = pty.openpty()
+    environment = dict(os.environ) | {"TERM": "xterm", "COLUMNS": "150"}
+    environment.pop("RANK", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=theirs, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(theirs)
+        said = b""
+        # A pseudo-terminal whose other end is closed ends with an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 4096):
+                said += part
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"compiling CUDA kernels" in said
+    assert b"gemm_[bold]one" in said, "a name is no markup"
 
 
 # How many compilers at once.

@@ -45,6 +45,9 @@ OLDEST_CUTLASS: Final = (4, 0)
 USUAL: Final = "/usr/local/cuda/bin"
 """Where toolkits are that nobody has put anywhere else."""
 
+BESIDE: Final = Path(__file__).resolve().parents[2] / "third_party" / "cutlass"
+"""Where CUTLASS may lie in a source tree that travels to a machine without a network."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -185,7 +188,7 @@ def _host(name: str) -> Program | None:
 
 
 def cutlass() -> Headers:
-    """Returns the headers of CUTLASS: those of a checkout in $QSYNC_CUTLASS_PATH or $CUTLASS_PATH, or of the wheel nvidia-cutlass."""
+    """Returns the headers of CUTLASS: $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, or third_party/cutlass."""
     for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
         if named := os.environ.get(name):
             root = Path(os.path.abspath(named))
@@ -197,12 +200,12 @@ def cutlass() -> Headers:
                     do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, or unset it",
                 )
             return _checked(found)
-    for folder in package_folders("cutlass_library"):
-        if found := _headers(folder / "source"):
+    for root in (*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE):
+        if found := _headers(root):
             return _checked(found)
     raise ToolchainError(
         "the headers of CUTLASS are missing",
-        where="QSYNC_CUTLASS_PATH, CUTLASS_PATH, and the wheel nvidia-cutlass",
+        where=f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}",
         do="pip install --no-deps nvidia-cutlass==4.2.0.0",
     )
 
