@@ -39,6 +39,7 @@ def kernels(problem: GemmProblem, arch: str) -> tuple[KernelConfig, ...]:
 
 TURING, AMPERE, HOPPER = (kernels(INT8, arch)[0] for arch in ("sm_75", "sm_80", "sm_90a"))
 STREAM_K = next(config for config in kernels(INT8, "sm_80") if config.order == "stream_k")
+TF32 = kernels(GemmProblem(4096, 4096, 4096, "tf32", "tf32", "fp32"), "sm_90a")[0]
 SIMT = kernels(GemmProblem(4096, 4096, 4096, "fp32", "fp32", "fp32"), "sm_80")[0]
 
 
@@ -111,6 +112,7 @@ def test_tiles_suit_the_size() -> None:
         (AMPERE, {"tile": (128, 128)}, "shapes"),
         (AMPERE, {"tile": [128, 128, 64]}, "shapes"),
         (AMPERE, {"warp": (64, 0, 64)}, "shapes"),
+        (AMPERE, {"warp": ()}, "shapes"),
         (AMPERE, {"b": "bf16"}, "operands"),
         (AMPERE, {"a": "int4"}, "operands"),
         (AMPERE, {"out": "int8"}, "output"),
@@ -160,6 +162,7 @@ def test_tiles_suit_the_size() -> None:
         (HOPPER, {"out_alignment": 4}, "TMA"),
         (HOPPER, {"tile": (256, 256, 128)}, "registers"),
         (HOPPER, {"a": "fp8", "b": "fp8"}, "registers"),
+        (TF32, {"a_major": "column"}, "registers beside an operand"),
         (HOPPER, {"order": "identity"}, "order"),
         (HOPPER, {"schedule": "pingpong", "tile": (64, 256, 128), "order": "stream_k"}, "order"),
         (HOPPER, {"stages": 5}, "shared memory"),

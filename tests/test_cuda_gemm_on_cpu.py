@@ -32,7 +32,7 @@ def all_kernels() -> list[KernelConfig]:
     """Kernels of 2.x, but for those that differ from another one in the target alone: the same text is compiled for both."""
     found: dict[KernelConfig, KernelConfig] = {}
     for arch in ("sm_75", "sm_80", "sm_89"):
-        for config in gemm_configs(arch):  # type: ignore[arg-type]
+        for config in gemm_configs(arch):
             if not hopper(config):
                 found.setdefault(dataclasses.replace(config, arch="sm_80" if arch != "sm_75" else arch), config)
     return list(found.values())

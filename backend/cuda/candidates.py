@@ -9,10 +9,10 @@ equal answers, in the same order, until a user adds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from qsync_fx.backend.cuda import rules
+from qsync_fx.backend.cuda.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.candidates_gemm import gemm_candidates, gemm_configs
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, Problem
@@ -29,13 +29,7 @@ def candidates(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
         OptionError: no such architecture.
     """
     _known(arch)
-    own: Iterable[KernelConfig]
-    if isinstance(problem, ConvProblem):
-        from qsync_fx.backend.cuda import candidates_conv
-
-        own = candidates_conv.conv_candidates(problem, arch)
-    else:
-        own = gemm_candidates(problem, arch)
+    own = conv_candidates(problem, arch) if isinstance(problem, ConvProblem) else gemm_candidates(problem, arch)
     users = (config for config in _ADDED.values() if config.arch == arch and rules.serves(config, problem) is None)
     return tuple(dict.fromkeys((*own, *users)))
 
@@ -48,7 +42,7 @@ def all_configs(arch: Arch) -> tuple[KernelConfig, ...]:
     """
     _known(arch)
     users = (config for config in _ADDED.values() if config.arch == arch)
-    return tuple(dict.fromkeys((*gemm_configs(arch), *users)))
+    return tuple(dict.fromkeys((*gemm_configs(arch), *conv_configs(arch), *users)))
 
 
 def add(config: KernelConfig) -> KernelConfig:

@@ -114,7 +114,8 @@ _HOPPER: Final = (
     _Tile3(64, 64, "pingpong", (1, 1, 1)),
 )
 
-_HOPPER_FP8: Final = (
+# Half as many sums a thread: accurate FP8 has them twice, and TF32 that is not contiguous along k goes through registers.
+_HOPPER_HALF: Final = (
     _Tile3(128, 128, "cooperative", swizzle=4),
     _Tile3(128, 128, "cooperative", (1, 2, 1), swizzle=4),
     _Tile3(256, 64, "cooperative", swizzle=4),
@@ -188,7 +189,8 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
     if kind.arch == "sm_90a":
-        return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
+        half = fp8 or (kind.a == "tf32" and kind.a_major == "column")
+        return (*(_HOPPER_HALF if half else _HOPPER), *loose)
     return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from qsync_fx.backend.cuda import rules_gemm
+from qsync_fx.backend.cuda import rules_conv, rules_gemm
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.gemm_source import LARGEST_K, hopper
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem, Problem
@@ -17,8 +17,6 @@ from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProble
 def problems(config: KernelConfig) -> list[str]:
     """Returns the sentences of the rules that a configuration breaks; none if it is valid."""
     if config.operation in get_args(ConvOperation):
-        from qsync_fx.backend.cuda import rules_conv
-
         return rules_conv.problems(config)
     return [rule.sentence for rule in rules_gemm.broken(config)]
 
@@ -26,8 +24,6 @@ def problems(config: KernelConfig) -> list[str]:
 def serves(config: KernelConfig, problem: Problem) -> str | None:
     """Returns why a valid configuration does not serve a problem: a clause; None if it does."""
     if isinstance(problem, ConvProblem):
-        from qsync_fx.backend.cuda import rules_conv
-
         return rules_conv.serves(config, problem)
     if config.operation != "gemm":
         return f"it computes a convolution ({config.operation})"

@@ -39,9 +39,8 @@ class Rule:
 
 
 def _positive(shape: object) -> bool:
-    return (
-        isinstance(shape, tuple) and len(shape) == 3 and all(type(size) is int and 0 < size <= 1024 for size in shape)
-    )
+    sizes = shape if isinstance(shape, tuple) else ()
+    return len(sizes) == 3 and all(type(size) is int and 0 < size <= 1024 for size in sizes)
 
 
 def _warps(c: KernelConfig) -> int:
@@ -55,13 +54,12 @@ def _divides(c: KernelConfig) -> bool:
 
 
 def _sums(c: KernelConfig) -> int:
-    """Accumulators a thread."""
+    """Accumulators a thread. FP8 ones are moved to a second set every few instructions, unless the unit's own accuracy is enough."""
+    sets = 2 if c.a in _FP8 and not c.schedule.endswith("_fast") else 1
     if hopper(c):
-        groups = 2 if c.schedule.startswith("cooperative") else 1
-        # FP8 sums are moved to a second set of registers every few instructions, unless the tensor core's own accuracy is enough.
-        return c.tile[0] * c.tile[1] // (128 * groups) * (2 if c.a in _FP8 and not c.schedule.endswith("_fast") else 1)
+        return sets * c.tile[0] * c.tile[1] // (256 if c.schedule.startswith("cooperative") else 128)
     assert c.warp is not None
-    return c.warp[0] * c.warp[1] // _WARP * (2 if c.a in _FP8 and not c.schedule.endswith("_fast") else 1)
+    return sets * c.warp[0] * c.warp[1] // _WARP
 
 
 def _stage_bytes(c: KernelConfig) -> int:
@@ -88,9 +86,7 @@ _PLAIN: Final = (
     Rule("operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"),
     Rule(
         "shapes",
-        lambda c: (
-            not all(map(_positive, (c.tile, c.warp or (1, 1, 1), c.instruction or (1, 1, 1), c.cluster or (1, 1, 1))))
-        ),
+        lambda c: not all(map(_positive, (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)))),
         "tile, warp, instruction and cluster are three sizes from 1 to 1024",
     ),
     Rule(
@@ -276,6 +272,11 @@ _CUTLASS_3: Final = (
         "registers",
         lambda c: _sums(c) > 128,
         "the sums of a tile, twice for accurate FP8, fit into registers: 128 a thread",
+    ),
+    Rule(
+        "registers beside an operand",
+        lambda c: c.a == "tf32" and c.a_major == "column" and _sums(c) > 64,
+        "TF32 that is not contiguous along k goes through registers, which leaves 64 a thread for sums",
     ),
     Rule(
         "order",
