@@ -13,6 +13,8 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 import qsync_fx
+from qsync_fx.backend.cuda.toolchain import toolchain
+from qsync_fx.errors import ToolchainError
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = sysconfig.get_path("platlib")
@@ -117,6 +119,26 @@ def test_the_wheel_imports(installed: Path) -> None:
     assert len(files) == 4
     assert all(file.startswith(str(installed / "qsync_fx")) for file in files)
     assert last.endswith("True")
+
+
+def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headers come along, and spaces in their path and that of the cache do not matter."""
+    try:
+        toolchain()
+    except ToolchainError as error:
+        pytest.skip(error.what)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "a cache"))
+    monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
+    code = (
+        f"sys.path.append({str(ROOT / 'tests')!r}); from small_units import small_unit; "
+        "from qsync_fx.backend.cuda import compiler, keys, library; unit = small_unit(); "
+        "path = compiler.build([unit])[unit]; "
+        "print(keys.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
+    )
+    templates, library, memory = python(code, installed).splitlines()
+    assert templates == str(installed / "qsync_fx/backend/cuda/templates")
+    assert library.startswith(str(tmp_path / "a cache/kernels/"))
+    assert memory == "4096"
 
 
 def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
