@@ -79,17 +79,30 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
 
 
 def _cuda(device: torch.device, fmt: Precision) -> Support:
+    # Kernels are the backend's, which asks here for everything else; so it is asked only when a CUDA device is.
+    from qsync_fx.backend.cuda.device import capability, known_of
+
     since = _CUDA_SINCE.get(fmt.name)
-    major, minor = torch.cuda.get_device_capability(device)
-    if since is not None and (major, minor) >= since and not fmt.plain and fmt.kind == "float":
-        reason = (
-            f"qsync_fx has no kernels for the {fmt} tensor cores yet: its exact values are computed in {fmt.carrier}"
+    major, minor = found = capability(device)
+    if since is None or found < since:
+        return Support(
+            "simulated",
+            fmt,
+            f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}",
         )
-        return Support("simulated", fmt, reason)
-    if since is not None and (major, minor) >= since:
+    if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
+    kernels = known_of(device)
+    if kernels.arch is not None:
+        return Support(
+            "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {fmt} tensor cores where that is faster"
+        )
+    if fmt.kind == "integer":
+        return Support(
+            "native", fmt, f"cuBLAS multiplies {fmt}; convolutions run exactly in {fmt.carrier}: {kernels.reason}"
+        )
     return Support(
         "simulated",
         fmt,
-        f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}",
+        f"its exact values are computed in {fmt.carrier}, not by the {fmt} tensor cores: {kernels.reason}",
     )

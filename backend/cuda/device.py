@@ -83,6 +83,15 @@ def known_of(device: torch.device) -> Known:
     return _known(0 if device.index is None else device.index)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a CUDA device, that of the architecture where one is assumed."""
+    assumption = _assumed.get()
+    if assumption is not None and assumption[0] == device.type and assumption[1].arch is not None:
+        number = int(assumption[1].arch.strip("sm_a"))
+        return number // 10, number % 10
+    return torch.cuda.get_device_capability(device)
+
+
 def decision(problem: Problem, device: torch.device) -> Decision:
     """Returns which kernel computes a problem on a device, or that torch does, and why."""
     return _decided(problem, device)

@@ -20,7 +20,7 @@ from qsync_fx.backend.cuda import fallback, kernels, padding, reasons
 from qsync_fx.backend.cuda.abi import ConvArguments, GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.device import decision
-from qsync_fx.backend.cuda.library import Library
+from qsync_fx.backend.cuda.library import Arguments, Library
 from qsync_fx.backend.cuda.operands import Window, aligned, conv_problem, gemm_problem, leading, too_large, type_of
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem, Major
 from qsync_fx.backend.cuda.problem_json import shown
@@ -149,9 +149,9 @@ def run_gemm(
             lda=leading(a, taken.a_major), ldb=leading(b, taken.b_major), ldd=taken.n,
             m=taken.m, n=taken.n, k=taken.k,
             a_scale_per_row=taken.a_scale == "channel", b_scale_per_column=taken.b_scale == "channel",
-            split=1, **_place(a.device),
+            split=1, **place(a.device),
         )  # fmt: skip
-        _run(library, arguments, a.device)
+        run(library, arguments, a.device)
     return d if (taken.m, taken.n) == (m, n) else d[:m, :n].contiguous()
 
 
@@ -185,9 +185,9 @@ def run_conv(
             a_scale=_address(a_scale), b_scale=_address(channels), bias=_address(added),
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h, dilation_w=dilation_w,
-            b_scale_per_channel=t.b_scale == "channel", split=1, **_place(a.device),
+            b_scale_per_channel=t.b_scale == "channel", split=1, **place(a.device),
         )  # fmt: skip
-        _run(library, arguments, a.device)
+        run(library, arguments, a.device)
     if whole != shape:
         d = d[: shape[0], :, :, : shape[3]].contiguous()
     return d.permute(0, 3, 1, 2)
@@ -214,7 +214,8 @@ def _address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def _run(library: Library, arguments: GemmArguments | ConvArguments, device: torch.device) -> None:
+def run(library: Library, arguments: Arguments, device: torch.device) -> None:
+    """Asks a kernel whether it takes arguments, gives it memory and queues it on the current stream; raises `KernelError`."""
     why = library.can_implement(arguments)
     if why is not None:
         raise KernelError(f"its kernel does not take these operands: {why}", where=library.unit.name)
@@ -234,7 +235,7 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def _place(device: torch.device) -> dict[str, int]:
+def place(device: torch.device) -> dict[str, int]:
     """Returns what kernels are told of the device."""
     if device.type != "cuda":
         return {"device": 0, "multiprocessors": 1}

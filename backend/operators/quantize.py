@@ -74,10 +74,12 @@ def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: S
     return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
 
 
-def _reference(
+def _kernel(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return reference.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
+    from qsync_fx.backend.cuda import quantizing
+
+    return quantizing.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
 
 
 def _native(
@@ -90,7 +92,7 @@ define(
     "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor q, Tensor scale)",
     {
         "CPU": _native,
-        "CUDA": _reference,
+        "CUDA": _kernel,
         # The result has no gradient; the operators that take it pass theirs to the real tensor.
         "Autograd": torch.library.fallthrough_kernel,
     },
