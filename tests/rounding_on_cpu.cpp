@@ -4,7 +4,10 @@
 using namespace qsync;
 
 template <Format F, Rounding R> void each(std::int64_t n, const float *x, const float *scale, const std::uint16_t *sixteen_bits, std::uint8_t *out) {
-    for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<std::uint8_t>(rounded<F, R>(x[i], divisor<R>(scale[i]), sixteen_bits[i]));
+    for (std::int64_t i = 0; i < n; ++i) {
+        const Divisor by = divisor<R>(scale[i]);
+        out[i] = static_cast<std::uint8_t>(rounded<F, R>(multiply(x[i], by.enlarged), by, sixteen_bits[i]));
+    }
 }
 
 template <Format F> void each(int rounding, std::int64_t n, const float *x, const float *scale, const std::uint16_t *sixteen_bits, std::uint8_t *out) {
@@ -16,7 +19,10 @@ template <Format F> void each(int rounding, std::int64_t n, const float *x, cons
 extern "C" {
 
 void quotients(std::int64_t n, const float *x, const float *scale, float *out) {
-    for (std::int64_t i = 0; i < n; ++i) out[i] = quotient<STOCHASTIC>(x[i], divisor<STOCHASTIC>(scale[i]));
+    for (std::int64_t i = 0; i < n; ++i) {
+        const Divisor by = divisor<STOCHASTIC>(scale[i]);
+        out[i] = quotient<STOCHASTIC>(multiply(x[i], by.enlarged), by);
+    }
 }
 
 void round_each(int format, int rounding, std::int64_t n, const float *x, const float *scale, const std::uint16_t *sixteen_bits, std::uint8_t *out) {
@@ -33,13 +39,15 @@ void random_bits(std::int64_t blocks, std::int64_t first, std::int64_t seed, std
     const auto key = static_cast<std::uint64_t>(seed);
     const Random random{static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32), stream};
     for (std::int64_t i = 0; i < blocks; ++i) {
-        const Words words = random.at(static_cast<std::uint64_t>(first + i));
-        for (int j = 0; j < 8; ++j) out[8 * i + j] = static_cast<std::uint16_t>(sixteen(words, j));
+        Words words[1] = {random.counter(static_cast<std::uint64_t>(first + i))};
+        random.draw(words);
+        for (int j = 0; j < 8; ++j) out[8 * i + j] = static_cast<std::uint16_t>(sixteen(words[0], j));
     }
 }
 
 void philox(const std::uint32_t *counter, const std::uint32_t *key, std::uint32_t *out) {
-    const Words words = philox4x32(counter[0], counter[1], counter[2], counter[3], key[0], key[1]);
-    for (int i = 0; i < 4; ++i) out[i] = words.word[i];
+    Words blocks[2] = {{{counter[0], counter[1], counter[2], counter[3]}}, {}};
+    philox4x32(blocks, key[0], key[1]);
+    for (int i = 0; i < 4; ++i) out[i] = blocks[0].word[i];
 }
 }

@@ -222,7 +222,7 @@ def test_what_is_not_served_is_told() -> None:
         assert words in str(rules.serves(config, problem)), problem
 
 
-def arguments(p: ConvProblem, **changed: Any) -> ConvArguments:
+def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
     (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
     found: dict[str, int] = {
         "a": 4096,

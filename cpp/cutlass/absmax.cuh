@@ -54,8 +54,8 @@ __device__ __forceinline__ std::uint32_t maximum_of_block(std::uint32_t word, st
 }
 
 // One number a threadblock.
-template <Type X> __global__ void __launch_bounds__(THREADS) absmax_whole(Matrix<X> x, std::uint32_t *parts) {
-    constexpr int UNROLLED = X == FLOAT32 ? 4 : 8;
+template <Type X, bool WHOLE> __global__ void __launch_bounds__(THREADS) absmax_all(Matrix<X> x, std::uint32_t *parts) {
+    constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 4 : 8;
     __shared__ std::uint32_t shared[WARPS];
     std::uint32_t largest = 0;
     const std::uint32_t eighths = x.eighths(), stride = gridDim.x * THREADS;
@@ -63,11 +63,11 @@ template <Type X> __global__ void __launch_bounds__(THREADS) absmax_whole(Matrix
     for (; at + (UNROLLED - 1) * stride < eighths; at += UNROLLED * stride) {
         Eight<X> found[UNROLLED];
 #pragma unroll
-        for (int i = 0; i < UNROLLED; ++i) found[i] = x.load(at + i * stride);
+        for (int i = 0; i < UNROLLED; ++i) found[i] = x.template load<WHOLE>(at + i * stride);
 #pragma unroll
         for (int i = 0; i < UNROLLED; ++i) largest = maximum(largest, magnitude<X>(found[i]));
     }
-    for (; at < eighths; at += stride) largest = maximum(largest, magnitude<X>(x.load(at)));
+    for (; at < eighths; at += stride) largest = maximum(largest, magnitude<X>(x.template load<WHOLE>(at)));
     largest = maximum_of_block(largest, shared);
     if (threadIdx.x == 0) parts[blockIdx.x] = largest;
 }
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS) absmax_rows(Matrix<X> x, std::uint32_
         std::uint32_t largest = 0;
 #pragma unroll 4
         for (std::uint32_t at = part * length + threadIdx.x % 32; at < end; at += 32) {
-            largest = maximum(largest, magnitude<X>(x.load(row, 8 * static_cast<std::int64_t>(at))));
+            largest = maximum(largest, magnitude<X>(x.template load<false>(row, 8 * static_cast<std::int64_t>(at))));
         }
         largest = maximum_of_warp(largest);
         if (threadIdx.x % 32 == 0) {
@@ -108,7 +108,7 @@ template <Type X> __global__ void __launch_bounds__(THREADS) absmax_columns(Matr
     if (column < x.columns) {
 #pragma unroll 4
         for (std::uint32_t row = first + warp; row < end; row += WARPS) {
-            const Eight<X> found = x.load(row, column);
+            const Eight<X> found = x.template load<false>(row, column);
 #pragma unroll
             for (int i = 0; i < 8; ++i) largest[i] = maximum(largest[i], found.bits_of(i));
         }

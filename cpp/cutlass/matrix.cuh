@@ -1,7 +1,8 @@
 // A matrix in memory, read eight elements of a row at a time.
 //
-// Eight elements have one block of random numbers, and a store of eight bytes. Where rows are aligned they are one load of 16 bytes (two for
-// FP32), else eight loads; beyond the end of a row stand zeros, which are no one's largest magnitude and are not stored.
+// Eight elements have one block of random numbers, and a store of eight bytes. Where all rows are aligned and whole eighths they are one load
+// of 16 bytes (two for FP32); kernels are compiled for that case apart, as the branches cost more than the work. Else each eighth is looked
+// at on its own; beyond the end of a row stand zeros, which are no one's largest magnitude and are not stored.
 #pragma once
 
 #include <type_traits>
@@ -69,23 +70,27 @@ template <Type X> struct Matrix {
     std::uint32_t rows, row_eighths;
     std::int64_t columns;
     Division by_row;
-    bool aligned;
+    bool aligned, dense; // dense: no gaps between rows
 
     QSYNC_BOTH std::uint32_t eighths() const { return rows * row_eighths; }
+    bool whole_eighths() const { return aligned && columns % 8 == 0; }
 
 #ifdef QSYNC_KERNELS
-    __device__ __forceinline__ Eight<X> load(std::uint32_t row, std::int64_t column) const {
-        const Element *from = data + row * stride + column;
+    __device__ __forceinline__ static Eight<X> whole(const Element *from) {
         Eight<X> found;
-        if (aligned && column + 8 <= columns) {
-            const uint4 first = *reinterpret_cast<const uint4 *>(from);
-            found.word[0] = first.x, found.word[1] = first.y, found.word[2] = first.z, found.word[3] = first.w;
-            if constexpr (X == FLOAT32) {
-                const uint4 second = *reinterpret_cast<const uint4 *>(from + 4);
-                found.word[4] = second.x, found.word[5] = second.y, found.word[6] = second.z, found.word[7] = second.w;
-            }
-            return found;
+        const uint4 first = *reinterpret_cast<const uint4 *>(from);
+        found.word[0] = first.x, found.word[1] = first.y, found.word[2] = first.z, found.word[3] = first.w;
+        if constexpr (X == FLOAT32) {
+            const uint4 second = *reinterpret_cast<const uint4 *>(from + 4);
+            found.word[4] = second.x, found.word[5] = second.y, found.word[6] = second.z, found.word[7] = second.w;
         }
+        return found;
+    }
+
+    template <bool WHOLE> __device__ __forceinline__ Eight<X> load(std::uint32_t row, std::int64_t column) const {
+        const Element *from = data + row * stride + column;
+        if (WHOLE || (aligned && column + 8 <= columns)) return whole(from);
+        Eight<X> found;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const std::uint32_t element = column + i < columns ? from[i] : 0u;
@@ -98,9 +103,10 @@ template <Type X> struct Matrix {
         return found;
     }
 
-    __device__ __forceinline__ Eight<X> load(std::uint32_t eighth) const {
+    template <bool WHOLE> __device__ __forceinline__ Eight<X> load(std::uint32_t eighth) const {
+        if (WHOLE && dense) return whole(data + 8 * static_cast<std::int64_t>(eighth));
         const std::uint32_t row = by_row(eighth);
-        return load(row, 8 * static_cast<std::int64_t>(eighth - row * row_eighths));
+        return load<WHOLE>(row, 8 * static_cast<std::int64_t>(eighth - row * row_eighths));
     }
 #endif
 };

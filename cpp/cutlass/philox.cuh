@@ -20,29 +20,37 @@ struct Words {
     std::uint32_t word[4];
 };
 
-QSYNC_BOTH Words philox4x32(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, std::uint32_t c3, std::uint32_t k0, std::uint32_t k1) {
+// Counters to blocks, in place. Several at once share the keys of the rounds, and hide each other's latencies.
+template <int number> QSYNC_BOTH void philox4x32(Words (&blocks)[number], std::uint32_t key0, std::uint32_t key1) {
 #ifdef __CUDACC__
 #pragma unroll
 #endif
     for (int round = 0; round < 10; ++round) {
-        const std::uint64_t left = static_cast<std::uint64_t>(c0) * 0xD2511F53u, right = static_cast<std::uint64_t>(c2) * 0xCD9E8D57u;
-        c0 = static_cast<std::uint32_t>(right >> 32) ^ c1 ^ k0;
-        c1 = static_cast<std::uint32_t>(right);
-        c2 = static_cast<std::uint32_t>(left >> 32) ^ c3 ^ k1;
-        c3 = static_cast<std::uint32_t>(left);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < number; ++i) {
+            std::uint32_t(&c)[4] = blocks[i].word;
+            const std::uint64_t left = static_cast<std::uint64_t>(c[0]) * 0xD2511F53u, right = static_cast<std::uint64_t>(c[2]) * 0xCD9E8D57u;
+            c[0] = static_cast<std::uint32_t>(right >> 32) ^ c[1] ^ key0;
+            c[1] = static_cast<std::uint32_t>(right);
+            c[2] = static_cast<std::uint32_t>(left >> 32) ^ c[3] ^ key1;
+            c[3] = static_cast<std::uint32_t>(left);
+        }
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
     }
-    return {{c0, c1, c2, c3}};
 }
 
 struct Random {
     std::uint32_t key0, key1, stream;
 
-    // The words of the eight elements whose places are 8 * eighth to 8 * eighth + 7.
-    QSYNC_BOTH Words at(std::uint64_t eighth) const {
-        return philox4x32(static_cast<std::uint32_t>(eighth), static_cast<std::uint32_t>(eighth >> 32), stream, 0, key0, key1);
+    // Of the eight elements whose places are 8 * eighth to 8 * eighth + 7.
+    QSYNC_BOTH Words counter(std::uint64_t eighth) const {
+        return {{static_cast<std::uint32_t>(eighth), static_cast<std::uint32_t>(eighth >> 32), stream, 0}};
     }
+
+    template <int number> QSYNC_BOTH void draw(Words (&counters)[number]) const { philox4x32(counters, key0, key1); }
 };
 
 // The sixteen bits of element i of the eight, in the low half; i is known when this is compiled.

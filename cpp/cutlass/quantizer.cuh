@@ -14,19 +14,39 @@ template <Type X, Format F, Rounding R> struct Rounder {
     Random random;
     std::int64_t columns;
 
-    // The bytes of eight elements, the first of which is in this row and column, of one divisor or eight.
-    template <class Divisors> QSYNC_BOTH void operator()(const Eight<X> &x, const Divisors &by, std::int64_t row, std::int64_t column, std::uint32_t (&out)[2]) const {
-        Words words = {};
+    // The random numbers of some eights of elements, the first of which are at these places.
+    template <bool WHOLE, int number> QSYNC_BOTH void draw(const std::int64_t (&places)[number], Words (&words)[number]) const {
         if constexpr (R == STOCHASTIC) {
-            const std::uint64_t place = static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(columns) + static_cast<std::uint64_t>(column);
-            words = random.at(place / 8);
-            if (columns % 8 != 0) shift(words, random.at(place / 8 + 1), static_cast<int>(place % 8));
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+            for (int i = 0; i < number; ++i) words[i] = random.counter(static_cast<std::uint64_t>(places[i]) / 8);
+            random.draw(words);
+            if (WHOLE || columns % 8 == 0) return;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+            for (int i = 0; i < number; ++i) {
+                Words next[1] = {random.counter(static_cast<std::uint64_t>(places[i]) / 8 + 1)};
+                random.draw(next);
+                shift(words[i], next[0], static_cast<int>(places[i] % 8));
+            }
         }
+    }
+
+    // The bytes of eight elements, of one divisor or eight.
+    template <class Divisors> QSYNC_BOTH void operator()(const Eight<X> &x, const Divisors &by, const Words &words, std::uint32_t (&out)[2]) const {
+        float value[8];
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) value[i] = x.value(i);
+        by.enlarge(value);
         std::uint32_t code[8];
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-        for (int i = 0; i < 8; ++i) code[i] = rounded<F, R>(x.value(i), by.of(i), sixteen(words, i));
+        for (int i = 0; i < 8; ++i) code[i] = rounded<F, R>(value[i], by.of(i), sixteen(words, i));
         out[0] = packed(code[0], code[1], code[2], code[3]) & by.known(0);
         out[1] = packed(code[4], code[5], code[6], code[7]) & by.known(1);
     }
@@ -66,6 +86,14 @@ template <Rounding R> struct OneDivisor {
     OneDivisor() = default;
     QSYNC_BOTH explicit OneDivisor(float scale) : divisor_(divisor<R>(scale)), known_(scale == scale ? 0xFFFFFFFFu : 0u) {}
     QSYNC_BOTH const Divisor &of(int) const { return divisor_; }
+    // Seldom needed, and then for all: a branch around eight multiplications.
+    QSYNC_BOTH void enlarge(float (&value)[8]) const {
+        if (divisor_.enlarged == 1.0f) return;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) value[i] = multiply(value[i], divisor_.enlarged);
+    }
     QSYNC_BOTH std::uint32_t known(int) const { return known_; }
 };
 
@@ -85,6 +113,12 @@ template <Rounding R> struct EightDivisors {
         }
     }
     QSYNC_BOTH const Divisor &of(int i) const { return divisors[i]; }
+    QSYNC_BOTH void enlarge(float (&value)[8]) const {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) value[i] = multiply(value[i], divisors[i].enlarged);
+    }
     QSYNC_BOTH std::uint32_t known(int half) const { return known_[half]; }
 };
 
@@ -104,15 +138,16 @@ struct Outputs {
         return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32), stream};
     }
 
-    __device__ __forceinline__ void store(const std::uint32_t (&bytes)[2], std::int64_t row, std::int64_t column, std::int64_t columns) const {
-        std::uint8_t *to = q + row * columns + column;
-        if (q_aligned && column + 8 <= columns) {
+    // Eight bytes at a place, of which only so many are left in the row.
+    template <bool WHOLE> __device__ __forceinline__ void store(const std::uint32_t (&bytes)[2], std::int64_t place, std::int64_t left) const {
+        std::uint8_t *to = q + place;
+        if (WHOLE || (q_aligned && left >= 8)) {
             *reinterpret_cast<uint2 *>(to) = make_uint2(bytes[0], bytes[1]);
             return;
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            if (column + i < columns) to[i] = static_cast<std::uint8_t>(bytes[i / 4] >> 8 * (i % 4));
+            if (i < left) to[i] = static_cast<std::uint8_t>(bytes[i / 4] >> 8 * (i % 4));
         }
     }
 };
@@ -125,30 +160,43 @@ template <Type X, Format F> __device__ __forceinline__ float whole_scale(const O
     return scale;
 }
 
+// Some eights of elements, a stride of the grid apart: all loads first.
+template <bool WHOLE, int number, Type X, Format F, Rounding R>
+__device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs &to, const Rounder<X, F, R> &round, OneDivisor<R> by, std::uint32_t first, std::uint32_t stride) {
+    Eight<X> found[number];
+    std::int64_t column[number], places[number];
+    std::uint32_t row[number];
+#pragma unroll
+    for (int i = 0; i < number; ++i) {
+        const std::uint32_t at = first + i * stride;
+        found[i] = x.template load<WHOLE>(at);
+        row[i] = WHOLE && !to.by_row ? 0 : x.by_row(at);
+        column[i] = 8 * static_cast<std::int64_t>(at - row[i] * x.row_eighths);
+        // Of whole eighths the number tells the place, in whichever row it is.
+        places[i] = WHOLE ? 8 * static_cast<std::int64_t>(at) : row[i] * x.columns + column[i];
+    }
+    Words words[number] = {};
+    round.template draw<WHOLE>(places, words);
+#pragma unroll
+    for (int i = 0; i < number; ++i) {
+        if (to.by_row) by = OneDivisor<R>(to.scale[row[i]]);
+        std::uint32_t bytes[2];
+        round(found[i], by, words[i], bytes);
+        to.template store<WHOLE>(bytes, places[i], x.columns - column[i]);
+    }
+}
+
 // Without a transpose, one scale for all or for each row.
-template <Type X, Format F, Rounding R> __global__ void __launch_bounds__(THREADS, 4) round_rows(Matrix<X> x, Outputs to) {
-    constexpr int UNROLLED = X == FLOAT32 ? 2 : 4;
+template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, 4) round_rows(Matrix<X> x, Outputs to) {
+    constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 2 : 4;
     __shared__ std::uint32_t shared[WARPS];
     const Rounder<X, F, R> round{to.random<R>(), x.columns};
-    OneDivisor<R> by(whole_scale<X, F>(to, shared));
+    const OneDivisor<R> by(whole_scale<X, F>(to, shared));
     const std::uint32_t eighths = x.eighths(), stride = gridDim.x * THREADS;
-    for (std::uint32_t first = blockIdx.x * THREADS + threadIdx.x; first < eighths; first += UNROLLED * stride) {
-        Eight<X> found[UNROLLED];
-#pragma unroll
-        for (int i = 0; i < UNROLLED; ++i) {
-            if (first + i * stride < eighths) found[i] = x.load(first + i * stride);
-        }
-#pragma unroll
-        for (int i = 0; i < UNROLLED; ++i) {
-            const std::uint32_t at = first + i * stride;
-            if (at >= eighths) break;
-            const std::uint32_t row = x.by_row(at);
-            const std::int64_t column = 8 * static_cast<std::int64_t>(at - row * x.row_eighths);
-            if (to.by_row) by = OneDivisor<R>(to.scale[row]);
-            std::uint32_t bytes[2];
-            round(found[i], by, row, column, bytes);
-            to.store(bytes, row, column, x.columns);
-        }
+    std::uint32_t at = blockIdx.x * THREADS + threadIdx.x;
+    for (; at + (UNROLLED - 1) * stride < eighths; at += UNROLLED * stride) round_eighths<WHOLE, UNROLLED>(x, to, round, by, at, stride);
+    if constexpr (UNROLLED > 1) {
+        for (; at < eighths; at += stride) round_eighths<WHOLE, 1>(x, to, round, by, at, stride);
     }
 }
 
@@ -163,7 +211,7 @@ __device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::ui
 }
 
 // Tiles of 128 rows and columns. A thread has eight columns of four rows, twice; a warp sixteen times eight columns of twice four rows.
-template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN>
+template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
     // [column][four rows], the rows of column c at their place with 2 * (c / 8) added bit by bit.
     __shared__ __align__(16) std::uint32_t tile[TRANSPOSED ? TILE * TILE / 4 : 4];
@@ -185,10 +233,14 @@ __global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) ro
             const std::uint32_t quad = half * 16 + warp * 2 + lane / 16; // of rows
             const std::int64_t first = tile_row + 4 * quad;
             Eight<X> found[4] = {};
+            std::int64_t places[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (first + i < x.rows && column < x.columns) found[i] = x.load(static_cast<std::uint32_t>(first + i), column);
+                if (first + i < x.rows && column < x.columns) found[i] = x.template load<WHOLE>(static_cast<std::uint32_t>(first + i), column);
+                places[i] = (first + i) * x.columns + column;
             }
+            Words words[4] = {};
+            round.template draw<WHOLE>(places, words);
             std::uint32_t left[4], right[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -197,8 +249,8 @@ __global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) ro
                     if (to.by_row && inside) by = OneDivisor<R>(to.scale[first + i]);
                 }
                 std::uint32_t bytes[2];
-                round(found[i], by, first + i, column, bytes);
-                if (inside) to.store(bytes, first + i, column, x.columns);
+                round(found[i], by, words[i], bytes);
+                if (inside) to.template store<WHOLE>(bytes, places[i], x.columns - column);
                 left[i] = bytes[0], right[i] = bytes[1];
             }
             if constexpr (TRANSPOSED) {

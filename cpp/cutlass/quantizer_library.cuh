@@ -75,6 +75,7 @@ template <Type X, Format F> struct Quantizer {
         found.columns = columns;
         found.row_eighths = static_cast<std::uint32_t>(ceiling(columns, 8));
         found.by_row = Division(found.row_eighths);
+        found.dense = found.rows == 1 || given.ldx == columns;
         found.aligned = multiple(given.x, 16) && (found.rows == 1 || given.ldx * size % 16 == 0);
         return found;
     }
@@ -99,7 +100,7 @@ template <Type X, Format F> struct Quantizer {
         const Matrix<X> x = matrix();
         const std::int64_t number = parts();
         const auto part = static_cast<std::uint32_t>(number);
-        if (given.group == 0) return launch(absmax_whole<X>, dim3(part), THREADS, stream, x, partial);
+        if (given.group == 0) return launch(x.whole_eighths() ? absmax_all<X, true> : absmax_all<X, false>, dim3(part), THREADS, stream, x, partial);
         int status = OK;
         if (given.group == 1) {
             const std::int64_t tasks = ceiling(x.rows * number, WARPS);
@@ -123,17 +124,25 @@ template <Type X, Format F> struct Quantizer {
         to.by_row = given.group == 1;
         to.q_aligned = multiple(given.q, 8) && (x.rows == 1 || x.columns % 8 == 0);
         to.qt_aligned = multiple(given.qt, 16) && x.rows % 16 == 0;
-        if (!given.qt && given.group != 2) {
+        // Rounding down is no one's inner loop.
+        if constexpr (R != FLOOR) {
+            if (x.whole_eighths() && to.q_aligned) return round<R, true>(x, to, stream);
+        }
+        return round<R, false>(x, to, stream);
+    }
+
+    template <Rounding R, bool WHOLE> int round(const Matrix<X> &x, const Outputs &to, cudaStream_t stream) const {
+        if (!to.qt && given.group != 2) {
             const std::int64_t work = ceiling(x.eighths(), THREADS * (X == FLOAT32 ? 2 : 4));
-            return launch(round_rows<X, F, R>, dim3(static_cast<unsigned>(blocks(work, 16))), THREADS, stream, x, to);
+            return launch(round_rows<X, F, R, WHOLE>, dim3(static_cast<unsigned>(blocks(work, 8))), THREADS, stream, x, to);
         }
         const std::int64_t tiles_a_row = ceiling(x.columns, TILE), tiles = tiles_a_row * ceiling(x.rows, TILE);
         const dim3 grid(static_cast<unsigned>(blocks(tiles, 12)));
         const auto a_row = static_cast<std::uint32_t>(tiles_a_row);
         const auto all = static_cast<std::uint64_t>(tiles);
-        if (!given.qt) return launch(round_tiles<X, F, R, false, true>, grid, THREADS, stream, x, to, a_row, all);
-        if (given.group == 2) return launch(round_tiles<X, F, R, true, true>, grid, THREADS, stream, x, to, a_row, all);
-        return launch(round_tiles<X, F, R, true, false>, grid, THREADS, stream, x, to, a_row, all);
+        if (!to.qt) return launch(round_tiles<X, F, R, false, true, WHOLE>, grid, THREADS, stream, x, to, a_row, all);
+        if (given.group == 2) return launch(round_tiles<X, F, R, true, true, WHOLE>, grid, THREADS, stream, x, to, a_row, all);
+        return launch(round_tiles<X, F, R, true, false, WHOLE>, grid, THREADS, stream, x, to, a_row, all);
     }
 
     int run(void *workspace_, cudaStream_t stream) const {

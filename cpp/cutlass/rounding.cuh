@@ -99,7 +99,7 @@ template <Format F> QSYNC_BOTH float scale_of(float largest) {
 
 // Division by one scale, many times. With the reciprocal rounded correctly, two steps of Markstein's ("Computation of elementary
 // functions on the IBM RISC System/6000 processor", 1990, theorem 8.1) give the correctly rounded quotient, as long as the residual is
-// exact. For that, small scales are enlarged, and values with them. Quotients below 2^-34 may be off, where rounding to nearest and
+// exact. For that, small scales are enlarged, and whoever divides enlarges the values likewise. Quotients below 2^-34 may be off, where rounding to nearest and
 // stochastic rounding do not see it; rounding down divides as it is written.
 struct Divisor {
     float scale, inverse, enlarged;
@@ -112,9 +112,8 @@ template <Rounding R> QSYNC_BOTH Divisor divisor(float scale) {
     return {by, divide(1.0f, by), enlarged};
 }
 
-template <Rounding R> QSYNC_BOTH float quotient(float value, const Divisor &by) {
-    if constexpr (R == FLOOR) return divide(value, by.scale);
-    const float a = multiply(value, by.enlarged);
+template <Rounding R> QSYNC_BOTH float quotient(float a, const Divisor &by) {
+    if constexpr (R == FLOOR) return divide(a, by.scale);
     float q = multiply(a, by.inverse);
     q = fused(fused(-by.scale, q, a), by.inverse, q);
     return fused(fused(-by.scale, q, a), by.inverse, q);
@@ -170,7 +169,7 @@ template <Format F> QSYNC_BOTH std::uint32_t float8_stochastic(float units, std:
     return (code > G::LARGEST ? G::LARGEST : code) | sign >> 24;
 }
 
-// `x`, divided by its scale and rounded, in the low byte; the others hold anything.
+// `x`, enlarged, divided by its scale and rounded, in the low byte; the others hold anything.
 template <Format F, Rounding R> QSYNC_BOTH std::uint32_t rounded(float x, const Divisor &by, std::uint32_t sixteen_bits) {
     const float units = quotient<R>(x, by);
     if constexpr (F == INT8) {
