@@ -7,6 +7,7 @@ Invariant: one answer per (device, format), with a reason, and everybody asks he
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,37 @@ class Support:
     how: Literal["native", "simulated", "substituted"]
     runs_as: Precision
     reason: str
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Whether there are kernels of ours for a CUDA device.
+
+    Attributes:
+        arch: what they are compiled for; None where there are none.
+        reason: why not.
+        capability: of a device that is assumed and not there; None for one that torch knows.
+    """
+
+    arch: str | None
+    reason: str
+    capability: tuple[int, int] | None = None
+
+
+def _not_loaded(device: torch.device) -> Kernels:
+    return Kernels(None, "the backend is not loaded")
+
+
+class _Offer:
+    """Who knows of kernels: the backend, which stands above this module and says so when it is imported."""
+
+    kernels: Callable[[torch.device], Kernels] = staticmethod(_not_loaded)
+
+
+def offer(kernels: Callable[[torch.device], Kernels]) -> None:
+    """Lets `support` ask `kernels` for what there is for a CUDA device; what it has answered before is forgotten."""
+    _Offer.kernels = staticmethod(kernels)
+    support.cache_clear()
 
 
 @functools.cache
@@ -79,11 +111,9 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
 
 
 def _cuda(device: torch.device, fmt: Precision) -> Support:
-    # Kernels are the backend's, which asks here for everything else; so it is asked only when a CUDA device is.
-    from qsync_fx.backend.cuda.device import capability, known_of
-
+    kernels = _Offer.kernels(device)
     since = _CUDA_SINCE.get(fmt.name)
-    major, minor = found = capability(device)
+    major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
     if since is None or found < since:
         return Support(
             "simulated",
@@ -92,7 +122,6 @@ def _cuda(device: torch.device, fmt: Precision) -> Support:
         )
     if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
-    kernels = known_of(device)
     if kernels.arch is not None:
         return Support(
             "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {fmt} tensor cores where that is faster"

@@ -23,6 +23,7 @@ from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.select import Decision, decide
 from qsync_fx.backend.cuda.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tuning import TuningError
+from qsync_fx.devices import Kernels, offer, support
 from qsync_fx.errors import QSyncError, ToolchainError
 
 _BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
@@ -58,8 +59,6 @@ _assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_devic
 @contextlib.contextmanager
 def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> Iterator[None]:
     """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
-    from qsync_fx.devices import support
-
     reason = "" if arch is not None else "no kernels are assumed"
     token = _assumed.set((on, Known(arch, reason, table)))
     support.cache_clear()
@@ -81,15 +80,6 @@ def known_of(device: torch.device) -> Known:
         return Known(None, f"{device.type} has no kernels", None)
     # Tensors know their index.
     return _known(0 if device.index is None else device.index)
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a CUDA device, that of the architecture where one is assumed."""
-    assumption = _assumed.get()
-    if assumption is not None and assumption[0] == device.type and assumption[1].arch is not None:
-        number = int(assumption[1].arch.strip("sm_a"))
-        return number // 10, number % 10
-    return torch.cuda.get_device_capability(device)
 
 
 def decision(problem: Problem, device: torch.device) -> Decision:
@@ -180,3 +170,14 @@ def _driver() -> str:
     # Its own name for this is internal.
     version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return f"CUDA {version()}" if version else ""
+
+
+def _kernels(device: torch.device) -> Kernels:
+    found, assumption = known_of(device), _assumed.get()
+    if assumption is None or assumption[0] != device.type or found.arch is None:
+        return Kernels(found.arch, found.reason)
+    number = int(found.arch.strip("sm_a"))
+    return Kernels(found.arch, found.reason, (number // 10, number % 10))
+
+
+offer(_kernels)

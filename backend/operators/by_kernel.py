@@ -18,10 +18,10 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda import kernels, reasons
 from qsync_fx.backend.cuda.device import decision, known_of
-from qsync_fx.backend.cuda.operands import OUTPUTS, Window, conv_problem, format_name, gemm_problem, outline, too_large
+from qsync_fx.backend.cuda.operands import OUTPUTS, Window, conv_problem, gemm_problem, outline, too_large
 from qsync_fx.backend.cuda.problem import ConvOperation, Problem
 from qsync_fx.backend.cuda.problem_json import shown
-from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.backend.operators.gemm import gemm, multiplies
 from qsync_fx.backend.operators.implicit_gemm import conv2d_product
 from qsync_fx.precision import Precision
 
@@ -39,8 +39,8 @@ def collected() -> Iterator[list[Problem]]:
         _asked.reset(token)
 
 
-def _silent(device: torch.device) -> bool:
-    """Whether nobody asks for kernels: the device has none, and no problems are collected."""
+def silent(device: torch.device) -> bool:
+    """Whether nobody asks for kernels: the device has none, and no problems are collected. Then nothing may be done for them either."""
     return _asked.get() is None and known_of(device).arch is None
 
 
@@ -65,17 +65,17 @@ def product(
         row: the format of the layer; for TF32 the operands are on its grid.
         b_dtype: what `b` is converted to first, if given.
     """
-    if _silent(a.device):
+    if silent(a.device):
         return None
     first, second = outline(a), outline(b, b_dtype)
     if (
         first is None
         or second is None
-        or not _multiplies(first.dtype, second.dtype)
+        or not multiplies(first.dtype, second.dtype)
         or 0 in (*first.shape, *second.shape)
     ):
         return None
-    out, tf32 = _out(out_dtype), row.name == "tf32"
+    out, tf32 = _out(out_dtype), _gridded(row)
     problem = gemm_problem(first, second, a_scale, b_scale, bias, "none", out, tf32)
     if too_large(problem.m, problem.n, problem.k) or not _by_kernel(problem, a.device):
         return None
@@ -102,7 +102,7 @@ def convolved(
         geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
     """
     stride, padding, dilation, transposed, _, groups = geometry
-    if _silent(a.device) or transposed or groups != 1 or a.dim() not in (3, 4):
+    if silent(a.device) or transposed or groups != 1 or a.dim() not in (3, 4):
         return None
     if a_scale is not None and a_scale.dim():
         return None
@@ -113,14 +113,14 @@ def convolved(
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
         b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
     first, second, sizes = outline(a), outline(b, b_dtype), outline(like)
-    if first is None or second is None or sizes is None or not _multiplies(first.dtype, second.dtype):
+    if first is None or second is None or sizes is None or not multiplies(first.dtype, second.dtype):
         return None
     if 0 in (*first.shape, *second.shape, *sizes.shape):
         return None
     numbers = [outline_pair(part) for part in (stride, padding, dilation)]
     if any(pair is None for pair in numbers):
         return None
-    window, out, tf32 = Window(*numbers), _out(out_dtype), row.name == "tf32"  # type: ignore[arg-type]
+    window, out, tf32 = Window(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
     size = sizes.shape[2], sizes.shape[3]
     problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, "none", out, tf32)
     if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
@@ -137,9 +137,9 @@ def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
     return (first, second) if isinstance(first, int) and isinstance(second, int) else None
 
 
-def _multiplies(a: torch.dtype, b: torch.dtype) -> bool:
-    narrow = torch.float8_e4m3fn, torch.float8_e5m2
-    return format_name(a) is not None and format_name(b) is not None and (a == b or (a in narrow and b in narrow))
+def _gridded(row: Precision) -> bool:
+    """Whether operands lie on the grid of a format that only a unit has, TF32."""
+    return not row.scaled and not row.plain
 
 
 def _out(dtype: torch.dtype) -> torch.dtype:

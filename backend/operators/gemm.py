@@ -19,8 +19,6 @@ from qsync_fx.backend.cuda.problem import Activation
 from qsync_fx.backend.operators.library import define, require
 from qsync_fx.errors import OptionError, PrecisionError, nearest
 
-_SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-
 
 def gemm(
     a: Tensor,
@@ -57,17 +55,23 @@ def gemm(
     return found
 
 
+def multiplies(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether operands of these types have a product: formats that products take, and the same, but for floats of one byte."""
+    bytes_of_floats = a.is_floating_point and b.is_floating_point and a.itemsize == b.itemsize == 1
+    return format_name(a) is not None and format_name(b) is not None and (a == b or bytes_of_floats)
+
+
 def check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> None:
     """Raises `PrecisionError` unless products take operands and output of these types."""
-    types = {a.dtype, b.dtype}
-    fp8 = types <= {torch.float8_e4m3fn, torch.float8_e5m2}
-    if any(format_name(t) is None for t in types) or (len(types) > 1 and not fp8):
+    if not multiplies(a.dtype, b.dtype):
         raise PrecisionError(
             f"{a.dtype} and {b.dtype} cannot be multiplied", where=where, do="convert one operand to the other's type"
         )
     if out_dtype not in OUTPUTS:
         raise PrecisionError(
-            f"a product cannot have {out_dtype} as its type", where=where, do="ask for float32, float16 or bfloat16"
+            f"a product cannot have {out_dtype} as its type",
+            where=where,
+            do=f"ask for one of {', '.join(map(str, OUTPUTS))}",
         )
 
 
