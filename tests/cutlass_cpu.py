@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from qsync_fx.backend.cuda import gemm_source, keys, toolchain
 from qsync_fx.backend.cuda.abi import GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.hardware import size_of
+from qsync_fx.backend.cuda.library import Library
 from qsync_fx.precision import FORMATS
 
 HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
@@ -28,12 +30,21 @@ TOGETHER = 4
 MULTIPROCESSORS = 5
 
 
-def build(configs: Sequence[KernelConfig], folder: Path, jobs: int = 2) -> dict[KernelConfig, ctypes.CDLL]:
-    """Compiles kernels; the library of each has the function `run_DIGEST`."""
+def build(configs: Sequence[KernelConfig], folder: Path, jobs: int = 2) -> dict[KernelConfig, Library]:
+    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
     parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
     with ThreadPoolExecutor(jobs) as pool:
-        built = pool.map(lambda numbered: _compiled(numbered[1], folder / f"part{numbered[0]}"), enumerate(parts))
-        return {config: ctypes.CDLL(str(path)) for part, path in zip(parts, built, strict=True) for config in part}
+        built = list(pool.map(_compiled, parts, (folder / f"part{number}" for number in range(len(parts)))))
+    return {config: _library(config, path) for part, path in zip(parts, built, strict=True) for config in part}
+
+
+def _library(config: KernelConfig, path: Path) -> Library:
+    functions = ctypes.CDLL(str(path))
+    names = ("can_implement", "workspace", "run", "shared_memory", "error")
+    handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
+    handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
+    handle.qsync_run.argtypes = (ctypes.POINTER(GemmArguments), ctypes.c_void_p, ctypes.c_void_p)
+    return Library(gemm_source.source(config), path, handle)  # type: ignore[arg-type]
 
 
 def _compiled(configs: Sequence[KernelConfig], stem: Path) -> Path:
@@ -42,9 +53,7 @@ def _compiled(configs: Sequence[KernelConfig], stem: Path) -> Path:
         text = gemm_source.source(config).source
         structure = text[text.index("struct Config") : text.index("QSYNC_GEMM")]
         lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
-        lines.append(f'extern "C" int run_{config.digest}(const qsync::GemmArguments *x) {{')
-        lines.append(f"    return on_cpu::gemm<Config_{config.digest}>(*x, {MULTIPROCESSORS});")
-        lines.append("}")
+        lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
     tools = toolchain.toolchain()
@@ -59,7 +68,7 @@ def _compiled(configs: Sequence[KernelConfig], stem: Path) -> Path:
 
 
 def run(
-    library: ctypes.CDLL,
+    library: Library,
     config: KernelConfig,
     a: Tensor,
     b: Tensor,
@@ -92,8 +101,9 @@ def run(
         split=split,
         multiprocessors=MULTIPROCESSORS,
     )
-    status = getattr(library, f"run_{config.digest}")(ctypes.byref(arguments))
-    assert status == 0, f"status {status}"
+    assert library.can_implement(arguments) is None
+    workspace = torch.zeros(library.workspace(arguments) + 1, dtype=torch.uint8)
+    library.run(arguments, workspace.data_ptr(), 0)
     assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
     return d[:m, :n]
 

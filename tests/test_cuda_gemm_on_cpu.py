@@ -5,7 +5,6 @@ Here one kernel of each kind; all 2.x kernels with QSYNC_TEST_ALL_KERNELS=1, whi
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 from collections.abc import Callable
@@ -15,10 +14,12 @@ import cutlass_cpu
 import pytest
 import torch
 
-from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda import launch, padding, rules, toolchain
 from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.gemm_source import hopper
+from qsync_fx.backend.cuda.library import Library
+from qsync_fx.backend.cuda.problem import GemmProblem
 from qsync_fx.errors import ToolchainError
 from qsync_fx.precision import FORMATS
 
@@ -58,13 +59,13 @@ KERNELS = all_kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else one_of_
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, ctypes.CDLL]:
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Library]:
     return cutlass_cpu.build(KERNELS, tmp_path_factory.mktemp("on_cpu"))
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
-def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, ctypes.CDLL], config: KernelConfig) -> None:
+def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
     generator = torch.Generator().manual_seed(int(config.digest, 16))
     scaled = config.a_scale != "none"
     for m, n, k in cutlass_cpu.sizes(config):
@@ -87,7 +88,7 @@ def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, ctypes.
                 assert torch.equal(found, expected)
 
 
-def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, ctypes.CDLL]) -> None:
+def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, Library]) -> None:
     config = next(config for config in KERNELS if config.a == "int8")
     m, n, k = cutlass_cpu.sizes(config)[1]
     a, b = cutlass_cpu.operands(config, m, n, k, torch.Generator().manual_seed(0))
@@ -95,3 +96,37 @@ def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelCo
     a_scale[3] = torch.nan
     found = cutlass_cpu.run(libraries[config], config, a, b, a_scale, torch.ones(()), None)
     assert found[3].isnan().all() and found.isnan().sum() == n
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        GemmProblem(37, 41, 50, "int8", "int8", "bf16", "row", "column", "channel", "channel", True),
+        GemmProblem(37, 41, 50, "int8", "int8", "bf16", "column", "row", "tensor", "tensor"),
+        GemmProblem(70, 90, 33, "bf16", "bf16", "bf16", "column", "row"),
+    ],
+    ids=["filled up", "laid out anew", "backward"],
+)
+def test_the_wrapper_around_a_kernel(libraries: dict[KernelConfig, Library], problem: GemmProblem) -> None:
+    """What the operators call, with a kernel for tensor cores behind it: sizes filled up with zeros, layouts changed, results cut out."""
+    generator = torch.Generator().manual_seed(5)
+    for taken in padding.alternatives(problem):
+        served = [config for config in KERNELS if config.arch == "sm_80" and rules.serves(config, taken) is None]
+        if served:
+            break
+    (config, *_) = served
+    assert isinstance(taken, GemmProblem)
+    a, b = cutlass_cpu.operands(config, problem.m, problem.n, problem.k, generator)
+    a = a if problem.a_major == "row" else a.t().contiguous().t()
+    b = b if problem.b_major == "row" else b.t().contiguous().t()
+    drawn = {
+        "none": None,
+        "tensor": torch.tensor(0.01),
+        "channel": torch.rand(max(problem.m, problem.n), generator=generator),
+    }
+    a_scale, b_scale = drawn[problem.a_scale], drawn[problem.b_scale]
+    if a_scale is not None and b_scale is not None and a_scale.dim():
+        a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
+    bias = torch.rand(problem.n, generator=generator) if problem.bias else None
+    found = launch.run_gemm(libraries[config], config, taken, a, b, a_scale, b_scale, bias)
+    assert torch.equal(found, emulation.gemm(a, b, a_scale, b_scale, bias, "none", FORMATS[problem.out].dtype))

@@ -1,4 +1,4 @@
-// Runs a GEMM kernel of CUTLASS 2.x on the CPU, with the arguments of cpp/cutlass/abi.h.
+// A GEMM kernel of CUTLASS 2.x with the C interface of cpp/cutlass/abi.h, run on the CPU.
 #pragma once
 
 #include "gemm_sm75_sm89.cuh"
@@ -6,28 +6,48 @@
 namespace on_cpu {
 
 template <class Config>
-int gemm(qsync::GemmArguments const &x, int multiprocessors) {
-    using Gemm = qsync::Gemm<Config>;
-    using Kernel = typename Gemm::Kernel;
-    if (int const refused = Gemm::can_implement(x)) return refused;
-    typename Kernel::Params params(Gemm::arguments(x), multiprocessors, 1);
-    std::vector<unsigned char> workspace(params.get_workspace_size() + 16, 0);
-    if constexpr (Config::stream_k) params.init_workspace(workspace.data(), nullptr);
-    // Bytes that are NaN in every format: what is read before it was written shows.
-    std::vector<unsigned char> memory(sizeof(typename Kernel::SharedStorage) + 1024);
-    auto const start = (reinterpret_cast<std::uintptr_t>(memory.data()) + 1023) / 1024 * 1024;
-    auto *storage = reinterpret_cast<typename Kernel::SharedStorage *>(start);
-    gridDim = params.get_grid_dims();
-    for (unsigned z = 0; z < gridDim.z; ++z) {
-        for (unsigned y = 0; y < gridDim.y; ++y) {
-            for (unsigned i = 0; i < gridDim.x; ++i) {
-                blockIdx = uint3{i, y, z};
-                std::memset(static_cast<void *>(storage), 0xff, sizeof(*storage));
-                run(Kernel::kThreadCount, [&] { Kernel::invoke(params, *storage); });
+struct Gemm : qsync::Gemm<Config> {
+    using Base = qsync::Gemm<Config>;
+    using Kernel = typename Base::Kernel;
+
+    static typename Kernel::Params params(qsync::GemmArguments const &x) {
+        return typename Kernel::Params(Base::arguments(x), std::max(x.multiprocessors, 1), 1);
+    }
+
+    static std::int64_t workspace(qsync::GemmArguments const &x) { return static_cast<std::int64_t>(params(x).get_workspace_size()); }
+
+    static int run(qsync::GemmArguments const &x, void *workspace, cudaStream_t) {
+        if (int const refused = Base::can_implement(x)) return refused;
+        auto given = params(x);
+        if (given.init_workspace(workspace) != cutlass::Status::kSuccess) std::abort();
+        std::vector<unsigned char> memory(sizeof(typename Kernel::SharedStorage) + 1024);
+        auto const start = (reinterpret_cast<std::uintptr_t>(memory.data()) + 1023) / 1024 * 1024;
+        auto *storage = reinterpret_cast<typename Kernel::SharedStorage *>(start);
+        gridDim = given.get_grid_dims();
+        for (unsigned z = 0; z < gridDim.z; ++z) {
+            for (unsigned y = 0; y < gridDim.y; ++y) {
+                for (unsigned i = 0; i < gridDim.x; ++i) {
+                    blockIdx = uint3{i, y, z};
+                    // Bytes that are NaN in every float format: what is read before it was written shows.
+                    std::memset(static_cast<void *>(storage), 0xff, sizeof(*storage));
+                    on_cpu::run(Kernel::kThreadCount, [&] { Kernel::invoke(given, *storage); });
+                }
             }
         }
+        return 0;
     }
-    return 0;
-}
+};
 
 } // namespace on_cpu
+
+// Several kernels in one library, for headers to be read once: names end in what tells them apart.
+#define ON_CPU(Config, Name)                                                                                           \
+    extern "C" {                                                                                                       \
+    int can_implement_##Name(qsync::GemmArguments const *x) { return on_cpu::Gemm<Config>::can_implement(*x); }        \
+    std::int64_t workspace_##Name(qsync::GemmArguments const *x) { return on_cpu::Gemm<Config>::workspace(*x); }       \
+    int run_##Name(qsync::GemmArguments const *x, void *workspace, void *) {                                           \
+        return on_cpu::Gemm<Config>::run(*x, workspace, nullptr);                                                      \
+    }                                                                                                                  \
+    int shared_memory_##Name() { return on_cpu::Gemm<Config>::shared_memory(); }                                       \
+    char const *error_##Name(int status) { return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status)); } \
+    }
