@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import qsync_fx.backend.cuda.device  # noqa: F401  what `support` says of CUDA devices comes from there
 from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda import cache, sass, toolchain
 from qsync_fx.devices import Support, support

@@ -16,11 +16,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
+from small_units import small_unit
 from torch import Tensor
 
-from qsync_fx.backend.cuda import fallback, kernels, launch, padding, reasons
+from qsync_fx.backend.cuda import compiler, fallback, kernels, launch, padding, reasons
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.device import assumed, decision, unobtainable
+from qsync_fx.backend.cuda.device import assumed, decision, stored, unobtainable
 from qsync_fx.backend.cuda.keys import TEMPLATES
 from qsync_fx.backend.cuda.library import Library, load
 from qsync_fx.backend.cuda.operands import Window, conv_problem, gemm_problem, leading, major
@@ -351,3 +352,17 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
         assert kernels.library(kernels.unit_of(found.config), wait=False) is not None
     assert torch.equal(y, (a.double() @ b.double()).to(torch.float32).to(torch.bfloat16))
     assert any("cannot be started" in why or "does not take" in why for why in reasons.reasons().values())
+
+
+@pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
+def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
+    unit = small_unit("a_kernel")
+    compiler.build([unit], progress=False)
+    monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "none"))
+    assert kernels.stored(unit) and not kernels.stored(small_unit("a third"))
+    assert unobtainable(unit.arch) == "" and "no nvcc that runs" in unobtainable("sm_75")
+    assert stored(INT8, "sm_80") == ()

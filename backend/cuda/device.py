@@ -17,10 +17,10 @@ from typing import Final
 
 import torch
 
-from qsync_fx.backend.cuda import abi, cache, toolchain
-from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda import abi, cache, kernels, toolchain
+from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.select import Decision, decide
+from qsync_fx.backend.cuda.select import Decision, decide, known
 from qsync_fx.backend.cuda.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tuning import TuningError
 from qsync_fx.devices import Kernels, offer, support
@@ -46,11 +46,13 @@ class Known:
         arch: what kernels are compiled for; None where there can be none.
         reason: why there are none; "" where there are.
         table: what was tuned.
+        compiles: whether kernels can be compiled here; otherwise there are only those that have been.
     """
 
     arch: Arch | None
     reason: str
     table: Table | None
+    compiles: bool = True
 
 
 _assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_device", default=None)
@@ -92,7 +94,12 @@ def _decided(problem: Problem, device: torch.device) -> Decision:
     found = known_of(device)
     if found.arch is None:
         return Decision(None, problem, found.reason)
-    return decide(problem, found.arch, found.table)
+    return decide(problem, found.arch, found.table, None if found.compiles else stored)
+
+
+def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem and have been compiled, here or ahead of time."""
+    return tuple(config for config in known(problem, arch) if kernels.stored(kernels.unit_of(config)))
 
 
 def forget() -> None:
@@ -111,20 +118,27 @@ def _known(index: int) -> Known:
         return Known(None, f"qsync_fx has no kernels for compute capability {major}.{minor}", None)
     if reason := unobtainable(arch):
         return Known(None, reason, None)
-    return Known(arch, "", _table(index))
+    return Known(arch, "", _table(index), not _no_tools(arch))
+
+
+def _no_tools(arch: Arch) -> str:
+    """Returns why nothing can be compiled for an architecture; "" where it can."""
+    try:
+        toolchain.toolchain(arch)
+    except ToolchainError as error:
+        return error.what
+    return ""
 
 
 def unobtainable(arch: Arch) -> str:
     """Returns why kernels for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
-    try:
-        toolchain.toolchain(arch)
-    except ToolchainError as error:
+    reason = _no_tools(arch)
+    if reason:
         with contextlib.suppress(QSyncError):
             folders = [*cache.ahead_of_time(), cache.root()]
             if any(_holds(folder, arch) for folder in folders):
                 return ""
-        return error.what
-    return ""
+    return reason
 
 
 def _holds(folder: Path, arch: Arch) -> bool:

@@ -64,6 +64,17 @@ def library(unit: Unit, *, wait: bool = True) -> Library | None:
     return found
 
 
+@functools.lru_cache(maxsize=1024)
+def stored(unit: Unit) -> bool:
+    """Whether a unit's library is in the cache or among kernels built ahead of time, where nothing can be compiled."""
+    from qsync_fx.backend.cuda import compiler
+
+    try:
+        return unit in compiler.attempt([unit], progress=False).libraries
+    except QSyncError:
+        return False
+
+
 def failure(unit: Unit) -> QSyncError | None:
     """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
     found = _had.get(unit)
