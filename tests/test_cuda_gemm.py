@@ -162,7 +162,7 @@ def test_tiles_suit_the_size() -> None:
         (HOPPER, {"out_alignment": 4}, "TMA"),
         (HOPPER, {"tile": (256, 256, 128)}, "registers"),
         (HOPPER, {"a": "fp8", "b": "fp8"}, "registers"),
-        (TF32, {"a_major": "column"}, "registers beside an operand"),
+        (TF32, {"a_major": "column"}, "tf32 by columns"),
         (HOPPER, {"order": "identity"}, "order"),
         (HOPPER, {"schedule": "pingpong", "tile": (64, 256, 128), "order": "stream_k"}, "order"),
         (HOPPER, {"stages": 5}, "shared memory"),

@@ -68,8 +68,8 @@ _ADA_FP8: Final = (
     _Tile2(128, 128, 64, 4, (32, 64), swizzle=4),
     _Tile2(256, 64, 64, 4, (64, 32), swizzle=4),
     _Tile2(128, 128, 64, 4, (64, 32), "stream_k"),
-    _Tile2(128, 64, 128, 4, (64, 32), swizzle=2),
-    _Tile2(128, 64, 128, 4, (64, 32), "stream_k"),
+    _Tile2(128, 64, 64, 5, (64, 32), swizzle=2),
+    _Tile2(128, 64, 64, 5, (64, 32), "stream_k"),
     _Tile2(64, 128, 64, 5, (32, 64), swizzle=2),
     _Tile2(64, 64, 128, 5, (32, 32)),
     _Tile2(64, 64, 128, 5, (32, 32), "stream_k"),
@@ -114,8 +114,8 @@ _HOPPER: Final = (
     _Tile3(64, 64, "pingpong", (1, 1, 1)),
 )
 
-# Half as many sums a thread: accurate FP8 has them twice, and TF32 that is not contiguous along k goes through registers.
-_HOPPER_HALF: Final = (
+# Half as many sums a thread, which accurate FP8 has twice.
+_HOPPER_FP8: Final = (
     _Tile3(128, 128, "cooperative", swizzle=4),
     _Tile3(128, 128, "cooperative", (1, 2, 1), swizzle=4),
     _Tile3(256, 64, "cooperative", swizzle=4),
@@ -188,9 +188,9 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     if kind.arch == "sm_75":
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
-    if kind.arch == "sm_90a":
-        half = fp8 or (kind.a == "tf32" and kind.a_major == "column")
-        return (*(_HOPPER_HALF if half else _HOPPER), *loose)
+    # See the rule "tf32 by columns".
+    if kind.arch == "sm_90a" and (kind.a, kind.a_major) != ("tf32", "column"):
+        return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
     return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
 
 

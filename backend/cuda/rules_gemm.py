@@ -274,9 +274,9 @@ _CUTLASS_3: Final = (
         "the sums of a tile, twice for accurate FP8, fit into registers: 128 a thread",
     ),
     Rule(
-        "registers beside an operand",
-        lambda c: c.a == "tf32" and c.a_major == "column" and _sums(c) > 64,
-        "TF32 that is not contiguous along k goes through registers, which leaves 64 a thread for sums",
+        "tf32 by columns",
+        lambda c: c.a == "tf32" and c.a_major == "column",
+        "wgmma takes TF32 only contiguous along k; an a by columns is transposed in registers, which spill: multistage",
     ),
     Rule(
         "order",
