@@ -73,6 +73,7 @@ def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule,
 
     found: Any = lookup_backend(name)
     if name == "inductor":
+        tuned.register_layouts()
         return lambda module, inputs: found(module, list(inputs), config_patches=tuned.inductor(device))
     return lambda module, inputs: found(module, list(inputs))
 

@@ -6,24 +6,67 @@ the formats that the plan names, and the numbers that dropout draws.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.compiler.config
+from torch import fx
 from torch.backends import cuda
 
-from qsync_fx import __version__
+
+@functools.cache
+def register_layouts() -> None:
+    """Tells Inductor in which layout `qsync::quantize` wants its input: channels last in graphs where convolutions have it so.
+
+    Any layout is right. With that of the traced graph, Inductor copied every activation there and back, and a VGG step took a fifth
+    longer; with any, what was made just to be quantized came out with channels first, and the step of a ResNet took a tenth longer.
+    The price: random numbers belong to places in memory, so they are others than in the eager graph. Rounding stays unbiased.
+    """
+    from torch._inductor.ir import ExternKernel
+    from torch._inductor.lowering import make_fallback
+    from torch._inductor.virtualized import V
+
+    def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
+        # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
+        made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
+        if V.graph.layout_opt and made_here and len(x.get_size()) in (4, 5):
+            channels_last = (
+                ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
+            )
+            x = channels_last(x)
+        return (x, *others), {}
+
+    make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
 
 
 def inductor(device: torch.device) -> dict[str, Any]:
     """Returns the settings of `torch._inductor.config` for a device."""
     if device.type != "cpu":
         return {}
-    # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and its numbers
-    # are the eager model's.
-    return {"fallback_random": True}
+    return {
+        # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and its
+        # numbers are the eager model's.
+        "fallback_random": True,
+        # It keeps what takes more than four reads to compute again. A quantized activation takes its scales, statistics and parameters,
+        # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
+        "realize_reads_threshold": 24,
+    }
+
+
+@functools.cache
+def _revision() -> str:
+    """Returns a digest of the code of the lowered operators and of these settings.
+
+    torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
+    """
+    here = Path(__file__).parent
+    files = (Path(__file__), *sorted((here / "operators").glob("*.py")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @contextmanager
@@ -33,11 +76,11 @@ def tracing(device: torch.device) -> Iterator[None]:
     torch would convert the operands to FP32 there, which no plan has asked for; autocast prevents it as well.
     """
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    # The caches on disk know graphs by what goes into tracing, not by this switch.
-    tag = f"{torch.compiler.config.cache_key_tag} qsync_fx {__version__}"
+    settings: Any = torch.compiler.config
+    tag = f"{settings.cache_key_tag} qsync_fx {_revision()}"
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with settings.patch(cache_key_tag=tag):
             yield
     finally:
         cuda.allow_fp16_bf16_reduction_math_sdp(before)

@@ -33,6 +33,12 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
     Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
 
+    carrier = FORMATS[row.carrier].dtype
+    plain = FORMATS[row.gradient].plain and layer.geometry is not None
+    if plain:
+        # The scale is in an operand of the carrier: always the weight's, and the activation's where it varies.
+        b = Operand(b.value.float().to(carrier), None)
+        a = Operand(a.value.float().to(carrier), None) if a.scale is not None and a.scale.dim() else a
     # A scale that varies does so along the contracted dimension, and is in the rounded gradient then.
     folds: dict[Any, Tensor | None] = {
         "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
@@ -42,7 +48,6 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     into = {role: Operand(*pair).value for role, pair in rounded.items()}
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
-    carrier = FORMATS[row.carrier].dtype
     Product.of(to_x, into["activation"], for_x).assert_met(found[0], carrier)
     Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], carrier)
     if bias is not None:
@@ -51,7 +56,8 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
         ]
         ones = torch.ones((), dtype=torch.float64)
         total = functools.partial(torch.sum, dim=every) if every else torch.clone
-        Product.of(lambda g, one: total(g * one), gradient.double(), ones).assert_met(found[2], None)
+        summed, resolution = (into["weight"], carrier) if plain else (gradient.double(), None)
+        Product.of(lambda g, one: total(g * one), summed, ones).assert_met(found[2], resolution)
 
 
 def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:

@@ -39,13 +39,16 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
 
 def test_a_convolution_computes_both_gradients_in_one_call() -> None:
     x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
-    for channel, needed in itertools.product((False, True), ((True, True), (True, False), (False, True))):
+    formats, each = ("int8", "fp8"), ((True, True), (True, False), (False, True))
+    for fmt, channel, needed in itertools.product(formats, (False, True), each):
         inputs = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
-        y = Layer("int8", Geometry([1], [0], [1]), channel)(*inputs)
+        y = Layer(fmt, Geometry([1], [0], [1]), channel)(*inputs)
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        assert calls.count("aten::convolution_backward") == (2 if channel and all(needed) else 1)
+        # The gradient of FP8 is rounded for each product when scales vary; that of INT8 is not.
+        twice = fmt == "fp8" and channel and all(needed)
+        assert calls.count("aten::convolution_backward") == (2 if twice else 1)
 
 
 def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, Tensor]:

@@ -19,7 +19,7 @@ from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.products import backward_operand, carrier, combined, round_gradients, scaled, uniform
 from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.precision import Precision, precision
 
@@ -50,8 +50,11 @@ def convolution(
     absolute sums stay below 2**24, so for any 1040 products. The sum is rounded to the carrier (or to `out_dtype`, if that is wider: the
     convolution then runs in FP32), scaled and added to the bias in FP32, and rounded to `out_dtype`.
 
-    Gradients are those of `qsync::linear`: the incoming one is rounded to the format's `gradient` once, or, with scales per channel,
-    once for each product with the saved operand's scale multiplied in before; then convolved in the carrier.
+    Gradients: the incoming one is rounded to the format's `gradient` and convolved in the carrier with the saved operands. If that format
+    is plain, as for INT8, the weight is multiplied by its scale before and rounded to the carrier, and so is an input with a scale per
+    sample; other scales are applied to the result. If it is not, as for FP8, and scales are per channel, the saved operand's scale is
+    multiplied into the gradient, which is then rounded once for each product. The bias gradient has the carrier's resolution, as the
+    weight's has.
 
     On CUDA each product of a 1-D or 2-D convolution without groups may be a kernel (`qsync::conv2d_product`), whose sums are not rounded to
     the carrier, and exact for INT8. Its results have their channels last in memory.
@@ -178,46 +181,52 @@ class _Convolution(torch.autograd.Function):
         stream, geometry, fmt, rounding = ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dtype, ndim = carrier(precision(fmt)), wq.dim()
-        g = _batched(gradient, ndim)
+        row, ndim = precision(fmt), wq.dim()
+        dtype, g = carrier(row), _batched(gradient, ndim)
+        # Applied to the weight, its scale takes no pass over the input gradient.
+        wc, w_left = backward_operand(wq, w_scale, row, apply=True)
+        xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, apply=False)
         # The input gradient contracts the output channels, the weight gradient the batch: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
-            folds["activation"] = None if uniform(w_scale) else _per_channel(w_scale, ndim)
+            folds["activation"] = None if uniform(w_left) else _per_channel(w_left, ndim)
         if need_weight:
-            folds["weight"] = None if uniform(x_scale) else x_scale
+            folds["weight"] = None if uniform(x_left) else x_left
         rounded = round_gradients(g, folds, seed, stream, fmt, rounding)
-        factors = w_scale if uniform(w_scale) else None, x_scale if uniform(x_scale) else None
-        saved, how = (_batched(xq, ndim), wq), (geometry, precision(fmt))
+        factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
+        saved, how = (xc, wc), (geometry, row)
         grad_x = grad_weight = grad_bias = None
         if need_x:
             grad_x = input_gradient(rounded["activation"], saved, factors[0], *how, x_dtype)
         if need_weight:
             grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, weight_dtype)
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
-        xc, wc = (t.to(dtype) for t in saved) if any(missing) else saved
+        # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
+        own_bias = need_bias and missing[1] and precision(row.gradient).plain
 
-        def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor]:
-            pair: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
-                rounded[role][0].to(dtype), xc, wc, None, *geometry, [*needed, False]
+        def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+            found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
+                rounded[role][0].to(dtype), xc.to(dtype), wc.to(dtype), [g.shape[1]], *geometry, needed
             )
-            return pair[:2]
+            return found
 
         to_x = to_weight = None
         if all(missing) and rounded["activation"] is rounded["weight"]:
-            to_x, to_weight = products("activation", [True, True])
+            to_x, to_weight, grad_bias = products("activation", [True, True, own_bias])
         else:
             if missing[0]:
-                to_x, _ = products("activation", [True, False])
+                to_x, _, _ = products("activation", [True, False, False])
             if missing[1]:
-                _, to_weight = products("weight", [False, True])
+                _, to_weight, grad_bias = products("weight", [False, True, own_bias])
         if to_x is not None:
             grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, x_dtype)
         if to_weight is not None:
             grad_weight = scaled(to_weight, combined(rounded["weight"][1], factors[1]), None, weight_dtype)
         if grad_x is not None:
             grad_x = grad_x.view(xq.shape)
-        if need_bias:
+        if own_bias and grad_bias is not None:
+            grad_bias = grad_bias.to(bias_dtype)
+        elif need_bias:
             grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 10
 

@@ -5,7 +5,7 @@ Invariant: an operator is registered once, by the module that holds it, when `qs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,11 @@ _LIBRARY: Final = torch.library.Library("qsync", "FRAGMENT")  # type: ignore[no-
 
 
 def define(
-    schema: str, implementations: Mapping[str, Callable[..., Any]], fake: Callable[..., Any] | None = None
+    schema: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    fake: Callable[..., Any] | None = None,
+    *,
+    tags: Sequence[torch.Tag] = (torch.Tag.flexible_layout,),
 ) -> None:
     """Registers an operator.
 
@@ -24,13 +28,10 @@ def define(
         fake: returns outputs without values, of the sizes, strides and types that the implementations give. Only operators that are
             traced through (CompositeImplicitAutograd) need none: other kernels torch would run on fake tensors, where they turn
             symbolic sizes into the numbers at hand, and each batch size is compiled anew.
+        tags: what Inductor is told of layouts: by default that any will do.
     """
     assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, f"{schema} needs a fake"
-    # Any layout will do, so that Inductor may choose channels_last for the convolutions around an operator: with exact strides it
-    # copied every activation there and back, and a VGG step took a fifth longer. The price is that random numbers, which belong to
-    # places in memory, are others where Inductor has chosen another layout than the eager graph; rounding stays unbiased.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     for key, implementation in implementations.items():
         _LIBRARY.impl(name, implementation, key)  # type: ignore[no-untyped-call]

@@ -2,7 +2,8 @@
 
 Invariant: a product sees only values of its formats. Operands go to the carrier, a float type in which each of their values is
 exact; scales are FP32 and applied to the result. The one exception is a scale that varies along the contracted dimension, which cannot
-be applied after the product: it is multiplied into the incoming gradient before the gradient is rounded (`round_gradients`).
+be applied after the product: it is multiplied into the incoming gradient before the gradient is rounded (`round_gradients`), or into the
+other operand where that is then a plain format's (`backward_operand`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,18 @@ def scaled(product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: to
 def uniform(scale: Tensor | None) -> bool:
     """Whether one scale serves the whole tensor."""
     return scale is None or scale.dim() == 0
+
+
+def backward_operand(q: Tensor, scale: Tensor | None, row: Precision, apply: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns a saved operand for a product of the backward pass, and the scale that is left for the product's result.
+
+    With an incoming gradient of a plain format, a scale can be applied to the operand, which is rounded to the carrier once more: by
+    2**-9 of a value in BF16, no more than the result of a product is. It is where it varies along the contracted dimension, and where
+    `apply` says that the operand is smaller than the result.
+    """
+    if scale is not None and precision(row.gradient).plain and (apply or not uniform(scale)):
+        return (q.float() * scale).to(carrier(row)), None
+    return q, scale
 
 
 def round_gradients(

@@ -97,4 +97,5 @@ define(
         "Autograd": torch.library.fallthrough_kernel,
     },
     _fake,
+    tags=(),  # See `qsync_fx.backend.tuned`.
 )
