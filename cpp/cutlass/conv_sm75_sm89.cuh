@@ -235,18 +235,26 @@ struct Conv {
         }
     }
 
-    static cutlass::Status run_visited(ConvArguments const &x, cudaStream_t stream) {
+    static typename Visited::Params visited(ConvArguments const &x) {
         typename Visitor::Arguments const epilogue{
             static_cast<typename Config::Output *>(x.d), x.k, x.a_scale, x.b_scale, x.bias, 0, x.b_scale_per_channel != 0};
-        typename Visited::Params const params(problem(x), a(x), b(x), epilogue);
+        return {problem(x), a(x), b(x), epilogue};
+    }
+
+    static cutlass::Status run_visited(ConvArguments const &x, cudaStream_t stream) {
+        typename Visited::Params params = visited(x);
         int const bytes = shared_memory();
-        if (bytes >= 48 << 10 && cudaFuncSetAttribute(cutlass::Kernel<Visited>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
-            cudaGetLastError(); // it is told here and must not be found again by whoever asks next
-            return cutlass::Status::kErrorInternal;
+        auto *kernel = reinterpret_cast<void const *>(&cutlass::Kernel<Visited>);
+        cudaError_t error = cudaSuccess;
+        if (bytes >= 48 << 10) {
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         }
-        dim3 const grid = Visited::Swizzle::get_grid_shape(params.tiles);
-        cutlass::Kernel<Visited><<<grid, Visited::kThreadCount, bytes, stream>>>(params);
-        return cudaGetLastError() == cudaSuccess ? cutlass::Status::kSuccess : cutlass::Status::kErrorInternal;
+        if (error == cudaSuccess) {
+            void *given[] = {&params};
+            error = cudaLaunchKernel(kernel, Visited::Swizzle::get_grid_shape(params.tiles), dim3(Visited::kThreadCount), given, bytes, stream);
+        }
+        cudaGetLastError(); // it is told here and must not be found again by whoever asks next
+        return error == cudaSuccess ? cutlass::Status::kSuccess : cutlass::Status::kErrorInternal;
     }
 
     static int shared_memory() {
