@@ -217,7 +217,7 @@ def test_what_must_not_be_used() -> None:
     assert "40 bytes on the stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
     serialized = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
-        "non wgmma instructions defining accumulator registers\n"
+        "wgmma pipeline crossing function boundary at a function call in the function 'kernel'\n"
     )
     assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))
     assert sass.complaint("ptxas info    : 0 bytes gmem\n") == "it holds no kernel"
