@@ -446,6 +446,33 @@ def test_what_killed_processes_left_is_swept(home: Path) -> None:
     assert new.exists()
 
 
+# The runtime that libraries want.
+
+
+def test_the_runtime_is_found_where_the_system_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime of a version that no machine has, as torch brings it along in a folder of its own."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "one.c").write_text("int cuda_of_test(void) { return 41; }")
+    (tmp_path / "two.c").write_text("int cuda_of_test(void); int answer(void) { return cuda_of_test() + 1; }")
+    for output, source, *flags in (
+        ("lib/libcudart.so.99", "one.c", "-Wl,-soname,libcudart.so.99"),
+        ("kernel.so", "two.c", str(tmp_path / "lib/libcudart.so.99")),
+    ):
+        subprocess.run(
+            [TOOLS.host.path, "-x", "c", source, "-x", "none", "-shared", "-fPIC", "-o", output, *flags],
+            cwd=tmp_path,
+            check=True,
+        )
+    with pytest.raises(KernelError, match=r"needs CUDA's runtime libcudart.so.99[\s\S]*brings CUDA 99"):
+        library._opened(tmp_path / "kernel.so")
+    monkeypatch.setattr(toolchain, "wheel_folders", lambda name: [tmp_path / name])
+    assert library._opened(tmp_path / "kernel.so").answer() == 42
+
+
+def test_the_runtime_of_this_toolkit_is_found() -> None:
+    assert [path.name for path in library._runtimes(f"libcudart.so.{TOOLS.nvcc.version[0]}")]
+
+
 # Processes.
 
 BUILDER = """\
