@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
@@ -98,14 +99,15 @@ def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision
         met.append(graph)
         without_row.update(graph.unknown)
 
-    def compiled(backend: str, **how: Any) -> Callable[..., Any]:
+    def compiled(backend: Any, **how: Any) -> Callable[..., Any]:
         torch._dynamo.reset()
         return torch.compile(program.function, backend=backend, **how)
 
     options = {"precision": precision, "inner": "aot_eager", "passes": [GraphPass("watch", watch, after="lower")]}
+    counter = CompileCounterWithBackend("aot_eager")
     try:
         eager = program(program.function)
-        torch_compiled = program(compiled("aot_eager"))
+        torch_compiled = program(compiled(counter))
     except Exception as error:  # noqa: BLE001 - whatever torch raises is the outcome
         return "torch fails", _line(error), []
     try:
@@ -113,7 +115,8 @@ def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision
     except Exception as error:  # noqa: BLE001
         return "error", _line(error), list(without_row)
     if not met:
-        return "no graph", "", []
+        made = counter.frame_count
+        return ("error", f"aot_eager was given {made} graphs, we none", []) if made else ("no graph", "", [])
     if precision == "fp32":
         found = _difference(ours, torch_compiled)
         if found is not None and _difference(program(compiled("aot_eager")), torch_compiled) is not None:
