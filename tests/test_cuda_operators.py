@@ -247,9 +247,11 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     assert [p.bias for p in problems] == [True, False, False] and all(isinstance(p, GemmProblem) for p in problems)
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
-    # FP8 has units from sm_89 on.
-    assert calls.count("qsync::gemm") == (0 if fmt == "fp8" and arch == "sm_80" else 3)
-    assert ("aten::_int_mm" in calls) == (fmt == "int8" and False)
+    # FP8 has units from sm_89 on, which want the gradient by columns as well.
+    units = not (fmt == "fp8" and arch == "sm_80")
+    assert calls.count("qsync::gemm") == (3 if units else 0)
+    assert ("qsync::quantize_transposed" in calls) == (fmt == "fp8" and units and not channel)
+    assert "aten::_int_mm" not in calls
 
 
 @pytest.mark.parametrize("fmt", ["int8", "tf32"])
@@ -309,6 +311,14 @@ def test_without_kernels_nothing_changes() -> None:
         after = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
     assert "qsync::gemm" not in calls
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
+    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch multiplies in BF16."""
+    x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
+    with assumed("sm_80", on="cpu"), recorded() as calls:
+        assert_right(Layer("int8"), x, weight, None)
+    assert "aten::_int_mm" not in calls and "qsync::gemm" not in calls
 
 
 # The same decisions for tensors on a device that is not here.

@@ -138,3 +138,23 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
     want = reference.quantize(x, SEED, 3, row, "stochastic", [0])
     assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
     assert reasons.reasons() == {"quantize 8 x 16 fp32 -> int8": "no kernels are assumed"}
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (64, 64), (130, 33)])
+def test_a_matrix_and_its_transpose(on_cpu: Callable[[str, str], Library], rows: int, columns: int) -> None:
+    x, row = torch.randn(rows, columns, dtype=torch.bfloat16), precision("int8")
+    q, turned = (torch.empty(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows)))
+    groups = quantizing.Groups(rows, columns, 0)
+    scale = quantizing.run(on_cpu("bf16", "int8"), x, q, SEED, 3, row, "nearest", (), groups, turned)
+    want, scales = reference.quantize(x, SEED, 3, row, "nearest", ())
+    assert torch.equal(q, want) and torch.equal(turned, want.t()) and torch.equal(scale, scales)
+
+
+def test_quantize_transposed_is_quantize_and_its_transpose() -> None:
+    for x in (torch.randn(5, 9), torch.randn(9, 5).t(), torch.randn(0, 4), torch.randn(1, 7)):
+        q, turned, scale = torch.ops.qsync.quantize_transposed.default(x, SEED, 3, "fp8", "stochastic")
+        want, scales = torch.ops.qsync.quantize.default(x, SEED, 3, "fp8", "stochastic", [])
+        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale, scales)
+        assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), want.t().view(torch.uint8))
+    arguments = torch.randn(5, 9), SEED, 3, "int8", "stochastic"
+    torch.library.opcheck(torch.ops.qsync.quantize_transposed.default, arguments)

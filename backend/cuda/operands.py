@@ -75,8 +75,8 @@ def type_of(fmt: str) -> torch.dtype:
 def gemm_problem(
     a: Tensor | Outline,
     b: Tensor | Outline,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
+    a_scale: Tensor | Outline | None,
+    b_scale: Tensor | Outline | None,
     bias: Tensor | None,
     activation: Activation,
     out_dtype: torch.dtype,
@@ -146,7 +146,7 @@ def _format(t: Tensor | Outline, tf32: bool) -> str:
     return found
 
 
-def scale_kind(scale: Tensor | None) -> Scale:
+def scale_kind(scale: Tensor | Outline | None) -> Scale:
     """Returns how many scales there are, as problems say it."""
     return "none" if scale is None else "tensor" if scale.dim() == 0 else "channel"
 

@@ -40,17 +40,49 @@ def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
-    library = _library(x, row)
     q = reference.empty_quantized(x, row.dtype)
-    groups = groups_of(q, keep)
-    if library is not None and groups is not None:
-        try:
-            return q, run(library, x, q, seed, stream, row, rounding, keep, groups)
-        except KernelError as error:
-            reasons.note(_shown(x, row), error.what)
-    elif library is not None:
+    scale = _filled(x, q, seed, stream, row, rounding, keep, groups_of(q, keep))
+    return reference.quantize(x, seed, stream, row, rounding, keep) if scale is None else (q, scale)
+
+
+def quantize_transposed(
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
+    q = reference.empty_quantized(x, row.dtype)
+    rows, columns = q.shape
+    if q.numel() and q.is_contiguous():
+        turned = q.new_empty(columns, rows)
+        scale = _filled(x, q, seed, stream, row, rounding, (), Groups(rows, columns, 0), turned)
+        if scale is not None:
+            return q, turned, scale
+    q, scale = quantize(x, seed, stream, row, rounding, ())
+    return q, q.t().clone(memory_format=torch.contiguous_format), scale
+
+
+def _filled(
+    x: Tensor,
+    q: Tensor,
+    seed: Tensor,
+    stream: int,
+    row: Precision,
+    rounding: Rounding,
+    keep: Sequence[int],
+    groups: Groups | None,
+    turned: Tensor | None = None,
+) -> Tensor | None:
+    """Lets the kernel fill `q`, and `turned` with its transpose, and returns the scales; None, with a reason kept, where it does not."""
+    library = _library(x, row)
+    if library is None:
+        return None
+    if groups is None:
         reasons.note(_shown(x, row), "the values of a group do not lie in rows or columns of memory")
-    return reference.quantize(x, seed, stream, row, rounding, keep)
+        return None
+    try:
+        return run(library, x, q, seed, stream, row, rounding, keep, groups, turned)
+    except KernelError as error:
+        reasons.note(_shown(x, row), error.what)
+        return None
 
 
 def _library(x: Tensor, row: Precision) -> Library | None:
@@ -100,8 +132,9 @@ def run(
     rounding: Rounding,
     keep: Sequence[int],
     groups: Groups,
+    turned: Tensor | None = None,
 ) -> Tensor:
-    """Fills `q` and returns the scales.
+    """Fills `q`, and `turned` with its transpose if given, and returns the scales.
 
     Raises:
         KernelError: the kernel does not take these arguments, or cannot be started.
@@ -113,7 +146,7 @@ def run(
         scale = x.new_empty([int(size) for size in reference.scale_shape(q, keep)], dtype=torch.float32)
         seed = seed.to(x.device)
         arguments = QuantizeArguments(
-            x=x.data_ptr(), q=q.data_ptr(), qt=None, scale=scale.data_ptr(), seed=seed.data_ptr(),
+            x=x.data_ptr(), q=q.data_ptr(), qt=None if turned is None else turned.data_ptr(), scale=scale.data_ptr(), seed=seed.data_ptr(),
             rows=groups.rows, columns=groups.columns, ldx=ldx, stream=stream & 0xFFFFFFFF,
             x_type=X_TYPES[str(format_name(x.dtype))], format=FORMATS[row.name], rounding=ROUNDINGS[rounding], group=groups.group,
             **launch.place(x.device),

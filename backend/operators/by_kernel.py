@@ -18,12 +18,12 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda import kernels, reasons
 from qsync_fx.backend.cuda.device import decision, known_of
-from qsync_fx.backend.cuda.operands import OUTPUTS, Window, conv_problem, gemm_problem, outline, too_large
-from qsync_fx.backend.cuda.problem import ConvOperation, Problem
+from qsync_fx.backend.cuda.operands import OUTPUTS, Outline, Window, conv_problem, gemm_problem, outline, too_large
+from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
 from qsync_fx.backend.cuda.problem_json import shown
 from qsync_fx.backend.operators.gemm import gemm, multiplies
 from qsync_fx.backend.operators.implicit_gemm import conv2d_product
-from qsync_fx.precision import Precision
+from qsync_fx.precision import Precision, precision
 
 _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
 
@@ -67,19 +67,62 @@ def product(
     """
     if silent(a.device):
         return None
-    first, second = outline(a), outline(b, b_dtype)
-    if (
-        first is None
-        or second is None
-        or not multiplies(first.dtype, second.dtype)
-        or 0 in (*first.shape, *second.shape)
-    ):
+    problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
+    if problem is None or not _by_kernel(problem, a.device):
         return None
-    out, tf32 = _out(out_dtype), _gridded(row)
-    problem = gemm_problem(first, second, a_scale, b_scale, bias, "none", out, tf32)
-    if too_large(problem.m, problem.n, problem.k) or not _by_kernel(problem, a.device):
+    how = a_scale, b_scale, bias, "none", _out(out_dtype), _gridded(row)
+    return gemm(a, b if b_dtype is None else b.to(b_dtype), *how).to(out_dtype)
+
+
+def integers_pay(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+) -> bool:
+    """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
+    if silent(a.device) or _asked.get() is not None:
+        return True
+    problem = _problem(outline(a), outline(b), a_scale, b_scale, bias, out_dtype, row)
+    return problem is None or decision(problem, a.device).integers
+
+
+def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype, row: Precision) -> bool:
+    """Whether the weight gradient is a kernel's that reads the rounded gradient by columns, which the quantizer may write beside it.
+
+    Args:
+        gradient: `[M, N]`, not rounded yet.
+        xq: the saved activation, `[M, K]`.
+    """
+    rounded = precision(row.gradient)
+    lies = outline(gradient)
+    if silent(gradient.device) or not rounded.scaled or lies is None:
+        return False
+    m, n = lies.shape
+    turned, scale = Outline(rounded.dtype, (n, m), (m, 1)), Outline(torch.float32, (), ())
+    problem = _problem(turned, outline(xq), scale, x_scale, None, out_dtype, row)
+    if problem is None or _asked.get() is not None:
+        return problem is not None
+    return decision(problem, gradient.device).config is not None
+
+
+def _problem(
+    a: Outline | None,
+    b: Outline | None,
+    a_scale: Tensor | Outline | None,
+    b_scale: Tensor | Outline | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+) -> GemmProblem | None:
+    """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
+    if a is None or b is None or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
-    return gemm(a, b if b_dtype is None else b.to(b_dtype), a_scale, b_scale, bias, "none", out, tf32).to(out_dtype)
+    found = gemm_problem(a, b, a_scale, b_scale, bias, "none", _out(out_dtype), _gridded(row))
+    return None if too_large(found.m, found.n, found.k) else found
 
 
 def convolved(

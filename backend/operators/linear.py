@@ -20,7 +20,8 @@ from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.products import carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.products import SHARED_STREAM, carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
 from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
 from qsync_fx.precision import Precision, precision
 
@@ -117,17 +118,20 @@ def output(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer."""
+    whole = True
     if not by_kernel.silent(rows.device):
-        found = by_kernel.product(rows, wq.t(), x_scale, w_scale, bias, out_dtype, row)
+        operands = rows, wq.t(), x_scale, w_scale, bias, out_dtype, row
+        found = by_kernel.product(*operands)
         if found is not None:
             return found
-    if _summed_exactly(rows, wq, row):
+        whole = by_kernel.integers_pay(*operands)
+    if whole and _summed_exactly(rows, wq, row):
         product = torch._int_mm(_strided(rows), _strided(wq).t())
     else:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32; so do integers, which a sum in the
         # carrier would round where another shape has them exact.
-        whole = row.kind == "integer" and rows.device.type == "cpu"
-        dtype = torch.float32 if whole else torch.promote_types(carrier(row), out_dtype)
+        exact = row.kind == "integer" and rows.device.type == "cpu"
+        dtype = torch.float32 if exact else torch.promote_types(carrier(row), out_dtype)
         product = carry(rows, dtype) @ carry(wq, dtype).t()
     return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
 
@@ -143,11 +147,22 @@ def input_gradient(
 
 
 def weight_gradient(
-    g: Tensor, scale: Tensor | None, xq: Tensor, x_scale: Tensor | None, row: Precision, dtype: torch.dtype
+    g: Tensor,
+    scale: Tensor | None,
+    xq: Tensor,
+    x_scale: Tensor | None,
+    row: Precision,
+    dtype: torch.dtype,
+    turned: Tensor | None = None,
 ) -> Tensor:
-    """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers."""
+    """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers.
+
+    `turned` is `g.T` with its rows in memory, if there is such a copy.
+    """
     if not by_kernel.silent(g.device):
-        found = by_kernel.product(g.t(), xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
+        found = by_kernel.product(
+            g.t() if turned is None else turned, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g)
+        )
         if found is not None:
             return found
     return scaled(g.to(carrier(row)).t() @ xq.to(carrier(row)), combined(scale, x_scale), None, dtype)
@@ -196,13 +211,19 @@ class _Linear(torch.autograd.Function):
         if need_weight:
             folds["weight"] = None if uniform(x_scale) else _per_row(x_scale)
         grad_x = grad_weight = grad_bias = None
-        rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
+        rounded: dict[Role, tuple[Tensor, Tensor | None]]
+        turned, factor = None, x_scale if uniform(x_scale) else None
+        folded = any(fold is not None for fold in folds.values())
+        if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq), factor, weight_dtype, row):
+            g, turned, scale = quantize_transposed(rows, seed, stream + SHARED_STREAM, row.gradient, rounding)
+            rounded = {role: (g, scale) for role in folds}
+        else:
+            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
         if need_x:
-            factor = w_scale if uniform(w_scale) else None
-            grad_x = input_gradient(*rounded["activation"], wq, factor, row, x_dtype).view(ctx.shape)
+            w_factor = w_scale if uniform(w_scale) else None
+            grad_x = input_gradient(*rounded["activation"], wq, w_factor, row, x_dtype).view(ctx.shape)
         if need_weight:
-            factor = x_scale if uniform(x_scale) else None
-            grad_weight = weight_gradient(*rounded["weight"], _rows(xq), factor, row, weight_dtype)
+            grad_weight = weight_gradient(*rounded["weight"], _rows(xq), factor, row, weight_dtype, turned)
         if need_bias:
             grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 9

@@ -22,7 +22,10 @@ from qsync_fx.precision import FORMATS, Precision, precision
 BACKWARD_STREAMS: Final = 1 << 30
 """Streams of the backward pass lie above this, so the streams that a graph hands out lie below."""
 
-_STREAMS: Final = {"shared": 1 * BACKWARD_STREAMS, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
+SHARED_STREAM: Final = BACKWARD_STREAMS
+"""Added to an operator's own stream for a gradient that is rounded once for all products."""
+
+_STREAMS: Final = {"shared": SHARED_STREAM, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
 
 
 def carrier(row: Precision) -> torch.dtype:
