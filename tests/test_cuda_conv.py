@@ -190,13 +190,15 @@ def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, A
 
 
 def test_every_rule_can_be_broken() -> None:
-    others = {"columns of memory", "simt tile"}
+    others = {"columns of memory", "simt tile", "strided swizzle"}
     assert {rule.name for table in rules_conv.TABLES for rule in table} == {
         n for n, _ in BROKEN + HOPPER_BROKEN
     } | others
     wgrad = ConvProblem("wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "fp16", "fp16", "fp16")
     narrow = dataclasses.replace(conv_candidates(wgrad, "sm_80")[0], tile=(32, 128, 32), warp=(32, 32, 32))
     assert "columns of memory" in [rule.name for rule in rules_conv.broken(narrow)]
+    strided = conv_candidates(dataclasses.replace(wgrad, operation="dgrad", stride=(2, 2)), "sm_80")[0]
+    assert "strided swizzle" in [rule.name for rule in rules_conv.broken(dataclasses.replace(strided, swizzle=2))]
     simt = conv_candidates(dataclasses.replace(wgrad, a="fp32", b="fp32", out="fp32"), "sm_80")[0]
     assert "simt tile" in [rule.name for rule in rules_conv.broken(dataclasses.replace(simt, alignment=4))]
 

@@ -119,6 +119,9 @@ def _configs(
         # First, as most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
     own = [_of_tile(tile, fmt, out, arch) for tile in tiles]
+    if operation == "dgrad" and strided:
+        # Strided gradients have no swizzle of 2.
+        own = [{**shape, "swizzle": 4 if shape["swizzle"] == 2 else shape["swizzle"]} for shape in own]
     shapes = own + tables if operation == "wgrad" else tables + own
     fprop = operation == "fprop"
     scales = {"a_scale": "tensor", "b_scale": "channel" if fprop else "tensor"} if scaled else {}

@@ -200,6 +200,11 @@ _CUTLASS_2: Final = (
     ),
     Rule("order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"),
     Rule(
+        "strided swizzle",
+        lambda c: c.operation == "dgrad" and c.strided and c.swizzle == 2,
+        "the swizzle of strided gradients is 1, 4 or 8",
+    ),
+    Rule(
         "pipeline",
         lambda c: (c.schedule == "pipelined") != (c.arch == "sm_75"),
         "sm_75 is pipelined: it has no asynchronous copies, which multistage needs",

@@ -99,10 +99,10 @@ template <Rounding R> struct OneDivisor {
 
 template <Rounding R> struct EightDivisors {
     Divisor divisors[8];
-    std::uint32_t known_[2];
+    std::uint32_t known_[2], small; // small: the columns whose values are enlarged, a bit each
 
     EightDivisors() = default;
-    QSYNC_BOTH EightDivisors(const float *scale, std::int64_t column, std::int64_t columns) : known_{} {
+    QSYNC_BOTH EightDivisors(const float *scale, std::int64_t column, std::int64_t columns) : known_{}, small(0) {
 #ifdef __CUDACC__
 #pragma unroll
 #endif
@@ -110,14 +110,16 @@ template <Rounding R> struct EightDivisors {
             const float mine = column + i < columns ? scale[column + i] : 1.0f;
             divisors[i] = divisor<R>(mine);
             known_[i / 4] |= mine == mine ? 0xFFu << 8 * (i % 4) : 0u;
+            small |= divisors[i].enlarged != 1.0f ? 1u << i : 0u;
         }
     }
     QSYNC_BOTH const Divisor &of(int i) const { return divisors[i]; }
     QSYNC_BOTH void enlarge(float (&value)[8]) const {
+        if (small == 0) return;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-        for (int i = 0; i < 8; ++i) value[i] = multiply(value[i], divisors[i].enlarged);
+        for (int i = 0; i < 8; ++i) value[i] = multiply(value[i], small >> i & 1 ? ENLARGED : 1.0f);
     }
     QSYNC_BOTH std::uint32_t known(int half) const { return known_[half]; }
 };
@@ -160,6 +162,9 @@ template <Type X, Format F> __device__ __forceinline__ float whole_scale(const O
     return scale;
 }
 
+// What takes more registers than the rest, so that fewer threadblocks share a multiprocessor.
+template <Format F, Rounding R> constexpr bool WIDE = F != INT8 && R == STOCHASTIC;
+
 // Some eights of elements, a stride of the grid apart: all loads first.
 template <bool WHOLE, int number, Type X, Format F, Rounding R>
 __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs &to, const Rounder<X, F, R> &round, OneDivisor<R> by, std::uint32_t first, std::uint32_t stride) {
@@ -187,7 +192,7 @@ __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs 
 }
 
 // Without a transpose, one scale for all or for each row.
-template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, 4) round_rows(Matrix<X> x, Outputs to) {
+template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, WIDE<F, R> ? 3 : 4) round_rows(Matrix<X> x, Outputs to) {
     constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 2 : 4;
     __shared__ std::uint32_t shared[WARPS];
     const Rounder<X, F, R> round{to.random<R>(), x.columns};
@@ -212,7 +217,7 @@ __device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::ui
 
 // Tiles of 128 rows and columns. A thread has eight columns of four rows, twice; a warp sixteen times eight columns of twice four rows.
 template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
+__global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN || WIDE<F, R> ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
     // [column][four rows], the rows of column c at their place with 2 * (c / 8) added bit by bit.
     __shared__ __align__(16) std::uint32_t tile[TRANSPOSED ? TILE * TILE / 4 : 4];
     __shared__ std::uint32_t shared[WARPS];
@@ -233,25 +238,32 @@ __global__ void __launch_bounds__(THREADS, X == FLOAT32 || BY_COLUMN ? 2 : 3) ro
             const std::uint32_t quad = half * 16 + warp * 2 + lane / 16; // of rows
             const std::int64_t first = tile_row + 4 * quad;
             Eight<X> found[4] = {};
-            std::int64_t places[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (first + i < x.rows && column < x.columns) found[i] = x.template load<WHOLE>(static_cast<std::uint32_t>(first + i), column);
-                places[i] = (first + i) * x.columns + column;
             }
-            Words words[4] = {};
-            round.template draw<WHOLE>(places, words);
+            // Eight divisors leave registers for the numbers of two rows.
+            constexpr int DRAWN = BY_COLUMN ? 2 : 4;
             std::uint32_t left[4], right[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool inside = first + i < x.rows && column < x.columns;
-                if constexpr (!BY_COLUMN) {
-                    if (to.by_row && inside) by = OneDivisor<R>(to.scale[first + i]);
+            for (int start = 0; start < 4; start += DRAWN) {
+                std::int64_t places[DRAWN];
+                Words words[DRAWN] = {};
+#pragma unroll
+                for (int i = 0; i < DRAWN; ++i) places[i] = (first + start + i) * x.columns + column;
+                round.template draw<WHOLE>(places, words);
+#pragma unroll
+                for (int i = 0; i < DRAWN; ++i) {
+                    const std::int64_t row = first + start + i;
+                    const bool inside = row < x.rows && column < x.columns;
+                    if constexpr (!BY_COLUMN) {
+                        if (to.by_row && inside) by = OneDivisor<R>(to.scale[row]);
+                    }
+                    std::uint32_t bytes[2];
+                    round(found[start + i], by, words[i], bytes);
+                    if (inside) to.template store<WHOLE>(bytes, places[i], x.columns - column);
+                    left[start + i] = bytes[0], right[start + i] = bytes[1];
                 }
-                std::uint32_t bytes[2];
-                round(found[i], by, words[i], bytes);
-                if (inside) to.template store<WHOLE>(bytes, places[i], x.columns - column);
-                left[i] = bytes[0], right[i] = bytes[1];
             }
             if constexpr (TRANSPOSED) {
                 std::uint32_t columns[2][4];

@@ -101,13 +101,15 @@ template <Format F> QSYNC_BOTH float scale_of(float largest) {
 // functions on the IBM RISC System/6000 processor", 1990, theorem 8.1) give the correctly rounded quotient, as long as the residual is
 // exact. For that, small scales are enlarged, and whoever divides enlarges the values likewise. Quotients below 2^-34 may be off, where rounding to nearest and
 // stochastic rounding do not see it; rounding down divides as it is written.
+constexpr float ENLARGED = 0x1p64f;
+
 struct Divisor {
-    float scale, inverse, enlarged;
+    float scale, inverse, enlarged; // enlarged: 1 or ENLARGED
 };
 
 template <Rounding R> QSYNC_BOTH Divisor divisor(float scale) {
     if constexpr (R == FLOOR) return {scale, 0.0f, 1.0f};
-    const float enlarged = scale < 0x1p-60f ? 0x1p64f : 1.0f;
+    const float enlarged = scale < 0x1p-60f ? ENLARGED : 1.0f;
     const float by = multiply(scale, enlarged);
     return {by, divide(1.0f, by), enlarged};
 }
