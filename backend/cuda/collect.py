@@ -21,6 +21,7 @@ from qsync_fx.backend.cuda.device import decision, known_of
 from qsync_fx.backend.cuda.operands import format_name, outline
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.precision import precision
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
@@ -146,14 +147,16 @@ def prepare(graph: PrecisionGraph) -> str:
 
 
 def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
+    """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
     from qsync_fx.backend.cuda.quantizer_source import FORMATS as QUANTIZED, X_TYPES
 
-    found: dict[Unit, None] = {}
+    pairs: dict[tuple[str | None, str], None] = {}
     for part in graph.walk():
         for node in part.nodes:
-            if node.target is not torch.ops.qsync.quantize.default:
-                continue
-            x = format_name(part.value(node.args[0]).dtype)
-            if x in X_TYPES and node.args[3] in QUANTIZED:
-                found[kernels.quantizer(arch, str(x), str(node.args[3]))] = None
-    return list(found)
+            if node.target is torch.ops.qsync.quantize.default:
+                pairs[format_name(part.value(node.args[0]).dtype), str(node.args[3])] = None
+            elif _is_layer(node):
+                # The last arguments of a layer: format, rounding, type of the output, which is the gradient's.
+                fmt, _, out = node.args[-3:]
+                pairs[format_name(out), precision(str(fmt)).gradient] = None  # type: ignore[arg-type]
+    return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt in QUANTIZED]

@@ -216,7 +216,8 @@ class _Linear(torch.autograd.Function):
         folded = any(fold is not None for fold in folds.values())
         if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq), factor, weight_dtype, row):
             g, turned, scale = quantize_transposed(rows, seed, stream + SHARED_STREAM, row.gradient, rounding)
-            rounded = {role: (g, scale) for role in folds}
+            pair: tuple[Tensor, Tensor | None] = g, scale
+            rounded = dict.fromkeys(folds, pair)
         else:
             rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
         if need_x:
