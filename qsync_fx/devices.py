@@ -44,11 +44,13 @@ class Kernels:
     Attributes:
         arch: what they are compiled for; None where there are none.
         reason: why not.
+        formats: names of the formats that they multiply with themselves.
         capability: of a device that is assumed and not there; None for one that torch knows.
     """
 
     arch: str | None
     reason: str
+    formats: frozenset[str] = frozenset()
     capability: tuple[int, int] | None = None
 
 
@@ -122,16 +124,15 @@ def _cuda(device: torch.device, fmt: Precision) -> Support:
         )
     if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
-    if kernels.arch is not None:
+    if fmt.name in kernels.formats:
         return Support(
             "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {fmt} tensor cores where that is faster"
         )
+    reason = kernels.reason or f"there is no kernel of ours that multiplies {fmt} by {fmt}"
     if fmt.kind == "integer":
-        return Support(
-            "native", fmt, f"cuBLAS multiplies {fmt}; convolutions run exactly in {fmt.carrier}: {kernels.reason}"
-        )
+        return Support("native", fmt, f"cuBLAS multiplies {fmt}; convolutions run exactly in {fmt.carrier}: {reason}")
     return Support(
         "simulated",
         fmt,
-        f"its exact values are computed in {fmt.carrier}, not by the {fmt} tensor cores: {kernels.reason}",
+        f"its exact values are computed in {fmt.carrier}, not by the {fmt} tensor cores: {reason}",
     )

@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings, strategies as st
 from small_units import small_unit
 from torch import Tensor
 
-from qsync_fx.backend.cuda import compiler, fallback, kernels, launch, padding, reasons
+from qsync_fx.backend.cuda import candidates, compiler, fallback, kernels, launch, padding, reasons
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.device import assumed, decision, stored, unobtainable
 from qsync_fx.backend.cuda.keys import TEMPLATES
@@ -30,6 +30,8 @@ from qsync_fx.backend.cuda.select import Decision, decide
 from qsync_fx.backend.cuda.table import Environment, Table
 from qsync_fx.backend.cuda.tuning import Choice
 from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.devices import support
+from qsync_fx.precision import FORMATS
 
 CPU = torch.device("cpu")
 OPERANDS = {"int8": "std::int8_t", "fp32": "float"}
@@ -366,3 +368,23 @@ def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
     assert kernels.stored(unit) and not kernels.stored(small_unit("a third"))
     assert unobtainable(unit.arch) == "" and "no nvcc that runs" in unobtainable("sm_75")
     assert stored(INT8, "sm_80") == ()
+
+
+def test_devices_say_which_formats_kernels_make_native() -> None:
+    device = torch.device("cuda", 0)
+    with assumed("sm_90a"):
+        found = {name: support(device, row) for name, row in FORMATS.items()}
+        assert [name for name, s in found.items() if s.how == "simulated"] == ["fp8_e5m2"]
+        assert "CUTLASS kernels for sm_90a" in found["fp8"].reason and "no kernel of ours" in found["fp8_e5m2"].reason
+    with assumed("sm_75"):
+        assert support(device, FORMATS["int8"]).how == "native" and support(device, FORMATS["fp8"]).how == "simulated"
+        assert "no tf32 unit" in support(device, FORMATS["tf32"]).reason
+
+
+def test_a_candidate_of_a_user_is_chosen_when_it_was_tuned() -> None:
+    mine = candidates.add(replace(candidates.candidates(INT8, "sm_80")[0], stages=3))
+    try:
+        choice = Choice(INT8, mine.name, {"torch": 2.0, mine.name: 1.0})
+        assert decide(INT8, "sm_80", Table(Environment("", "", "", "", "", 1), {INT8: choice})).config == mine
+    finally:
+        candidates.remove(mine)

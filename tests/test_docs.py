@@ -18,12 +18,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pages
 import pytest
 import torch
 
 import qsync_fx
+from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda.device import assumed
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.devices import Support, support
 from qsync_fx.ops import Kind, table
@@ -212,6 +215,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
                         if capability == (7, 0) and fmt.bits >= 32
                         else f"from {capability[0]}.{capability[1]}"
                     )
+        for arch in get_args(Arch):
+            with assumed(arch):
+                if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
+                    number = arch.strip("sm_a")
+                    return f"from {number[:-1]}.{number[-1]} to 9.0, by [our kernels](docs/kernels.md)"
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:

@@ -19,12 +19,13 @@ import torch
 
 from qsync_fx.backend.cuda import abi, cache, kernels, toolchain
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.select import Decision, decide, known
 from qsync_fx.backend.cuda.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tuning import TuningError
 from qsync_fx.devices import Kernels, offer, support
 from qsync_fx.errors import QSyncError, ToolchainError
+from qsync_fx.precision import FORMATS
 
 _BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
     (7, 0): "sm_70",
@@ -188,10 +189,21 @@ def _driver() -> str:
 
 def _kernels(device: torch.device) -> Kernels:
     found, assumption = known_of(device), _assumed.get()
-    if assumption is None or assumption[0] != device.type or found.arch is None:
-        return Kernels(found.arch, found.reason)
+    if found.arch is None:
+        return Kernels(None, found.reason)
+    formats = _multiplied(found.arch)
+    if assumption is None or assumption[0] != device.type:
+        return Kernels(found.arch, "", formats)
     number = int(found.arch.strip("sm_a"))
-    return Kernels(found.arch, found.reason, (number // 10, number % 10))
+    return Kernels(found.arch, "", formats, (number // 10, number % 10))
+
+
+@functools.cache
+def _multiplied(arch: Arch) -> frozenset[str]:
+    """Returns the formats that there are kernels for on an architecture."""
+    size = 4096
+    tried = {name: GemmProblem(size, size, size, name, name, "fp32") for name, row in FORMATS.items() if row.bits <= 32}
+    return frozenset(name for name, problem in tried.items() if known(problem, arch))
 
 
 offer(_kernels)
