@@ -13,7 +13,19 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 CUDA_PACKAGES := nvidia-cutlass nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 COMPILE_FLAGS ?=
 
-.PHONY: help setup demo test test-cuda-compile lint format bench clean distclean
+# For tests and benchmarks on a GPU: the machine's own torch is used, and what it lacks may lie in .wheels.
+GPU_PYTHON ?= python3
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.qsync-installed
+GPU_OUT ?= runs/gpu
+GPU_PARTS ?= kernels numerics models sanitize
+GPU_BENCHES ?= tune linear conv quantize step
+GPU_SECONDS ?= 480
+GPU_JOBS ?=
+WHEELS := .wheels
+GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check -q install $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
+
+.PHONY: help setup demo test test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +72,45 @@ test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out
 	@mkdir -p runs
 	@$(PYTHON) tests/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
+test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compute-sanitizer (GPU_PARTS='kernels numerics' for less); see docs/kernels.md
+	@$(GPU_VENV)/bin/python tests/gpu/run.py --out '$(GPU_OUT)' --seconds $(GPU_SECONDS) $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) --parts $(GPU_PARTS)
+
+bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON to benchmarks/results (GPU_BENCHES='tune linear' for less)
+	@$(GPU_VENV)/bin/python benchmarks/_gpu_parts.py --seconds $(GPU_SECONDS) --parts $(GPU_BENCHES) -- $(BENCH_FLAGS)
+
+# The index is asked for what a Python 3.12 without network would lack; nvidia-cutlass is headers, and what its Python wants is left out.
+wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network
+	@mkdir -p $(WHEELS)
+	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation py --abi none --platform any \
+	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass
+	@du -sh $(WHEELS)
+
+gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
+	  echo "no GPU: nothing was tested or measured (GPU_PYTHON=$(GPU_PYTHON), its torch finds none)" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(GPU_STAMP)
+
+# A virtual environment made by a Python that is itself in one sees the packages of the system, not those of that one: a .pth adds them.
+$(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
+	@echo "gpu: virtual environment with the packages of $$($(GPU_PYTHON) --version)"
+	@rm -rf $(GPU_VENV) && $(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	@$(GPU_PYTHON) -c 'import sysconfig; print(*{sysconfig.get_path(name) for name in ("purelib", "platlib")}, sep="\n")' \
+	  > "$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/around.pth"
+	@before=$$($(GPU_PYTHON) -c 'import torch; print(torch.__version__)'); \
+	  echo "gpu: build tools and headers $(if $(wildcard $(WHEELS)/*.whl),from $(WHEELS),from the index)"; \
+	  $(GPU_PIP) --no-deps -c constraints.txt pybind11 expecttest nvidia-cutlass && \
+	  for name in ninja scikit_build_core pathspec packaging filelock networkx sympy rich hypothesis pytest pytest_timeout xdist transformers; do \
+	    $(GPU_VENV)/bin/python -c "import $$name" 2>/dev/null || missing="$$missing $$name"; \
+	  done; \
+	  if [ -n "$$missing" ]; then $(GPU_PIP) -c constraints.txt $$(echo $$missing | sed 's/xdist/pytest-xdist/; s/_/-/g') || exit 1; fi; \
+	  echo "gpu: the native module, qsync_fx"; \
+	  PATH="$$PWD/$(GPU_VENV)/bin:$$($(GPU_PYTHON) -c 'import os, sys; print(os.path.dirname(sys.executable))'):$$PATH" \
+	    $(GPU_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-build-isolation --no-deps --no-index \
+	    -C build-dir='build/gpu-{wheel_tag}' -e . && \
+	  $(GPU_VENV)/bin/python -c 'import sys, torch, qsync_fx; from qsync_fx import _C; \
+	    assert torch.__version__ == sys.argv[1], "torch was replaced"; print("gpu: done, torch", torch.__version__)' "$$before"
+	@touch $@
+
 lint: setup ## ruff and mypy --strict
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --quiet --check . || { $(PYTHON) -m ruff format --check . | tail -n 5; echo "lint: make format" >&2; exit 1; }
@@ -69,7 +120,7 @@ format: setup ## let ruff format and repair what it can
 	@$(PYTHON) -m ruff check --quiet --fix-only . ; $(PYTHON) -m ruff format .
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
-	@for file in benchmarks/[!_]*.py; do \
+	@for file in $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/[!_]*.py)); do \
 	  name=$$(basename "$$file" .py); echo "== $$name"; \
 	  $(PYTHON) "$$file" $(BENCH_FLAGS) --json "benchmarks/results/$$name.json" || exit 1; \
 	done
@@ -79,4 +130,4 @@ clean: ## remove what was built, but not .venv
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(GPU_VENV)

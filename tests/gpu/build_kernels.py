@@ -1,0 +1,101 @@
+"""Compiles the kernels that the tests on a GPU run, in the order in which they matter, until the time given is over.
+
+    python tests/gpu/build_kernels.py --arch sm_90a --jobs 16 --seconds 420 --json runs/gpu/kernels.json
+
+First what models and quantizers need and one kernel of each kind, as `qsync kernels build` compiles them; then, round after round, one
+more of each kind. What is done when the time is over stays in the cache, and is not compiled again when this is run anew; tests of the
+others are skipped, and the summary says how many. The status is 1 where a kernel failed to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gpu import kit, models
+from qsync_fx.backend.cuda import ahead, candidates, compiler, kernels
+from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
+from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.files import write_text
+
+
+class Over(Exception):
+    """The time is over."""
+
+
+def ordered(arch: Arch) -> list[Unit]:
+    """Returns all units of an architecture, what matters most first."""
+    kinds: dict[tuple[object, ...], list[KernelConfig]] = defaultdict(list)
+    for config in candidates.all_configs(arch):
+        kinds[config.operation, config.a, config.b, config.a_major, config.b_major].append(config)
+    longest = max(map(len, kinds.values()))
+    rounds = [kind[at] for at in range(longest) for kind in kinds.values() if at < len(kind)]
+    return list(dict.fromkeys([*models.units(arch), *ahead.of_all(arch), *map(kernels.unit_of, rounds)]))
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises `Over` in the body when so many seconds have passed; 0 is without a limit."""
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise Over
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--arch", choices=ARCHITECTURES, default=kit.arch(), help="what to compile for (%(default)s)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once; as cores and memory allow by default")
+    parser.add_argument("--seconds", type=float, default=0.0, help="when to stop; 0: when all is done")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only units whose name holds this")
+    parser.add_argument("--list", action="store_true", help="print the units, in order, and compile nothing")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write what was done there")
+    options = parser.parse_args()
+    wanted = [unit for unit in ordered(options.arch) if options.only in unit.name]
+    if options.list:
+        print("\n".join(unit.name for unit in wanted))
+        return 0
+    since, failures = time.monotonic(), {}
+    try:
+        with at_most(options.seconds):
+            failures = compiler.attempt(wanted, jobs=options.jobs).failures
+    except Over:
+        print("build_kernels: the time is over", file=sys.stderr)
+    done = [unit for unit in wanted if kit.compiled(unit)]
+    found: dict[str, Any] = {
+        "arch": options.arch,
+        "wanted": len(wanted),
+        "compiled": len(done),
+        "seconds": round(time.monotonic() - since, 1),
+        "left": [unit.name for unit in wanted if unit not in done and unit not in failures],
+        "failures": {unit.name: str(error) for unit, error in failures.items()},
+    }
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_text(options.json, json.dumps(found, indent=1) + "\n")
+    print(f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, {found['seconds']:.0f} s")
+    for name, error in found["failures"].items():
+        print(f"{name}: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

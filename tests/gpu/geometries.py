@@ -1,0 +1,51 @@
+"""Convolutions that a kernel is tried with: small and odd, with every kind of window that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qsync_fx.backend.cuda import rules
+from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.problem import ConvProblem
+
+Pair = tuple[int, int]
+WINDOWS: tuple[tuple[int, int, Pair, Pair, Pair], ...] = (
+    # r, s, padding, stride, dilation
+    (3, 3, (1, 1), (1, 1), (1, 1)),
+    (1, 1, (0, 0), (1, 1), (1, 1)),
+    (3, 3, (1, 1), (2, 2), (1, 1)),
+    (1, 1, (0, 0), (2, 2), (1, 1)),
+    (5, 3, (2, 0), (1, 1), (2, 1)),
+    (2, 3, (0, 1), (2, 1), (1, 1)),
+    (7, 7, (3, 3), (2, 2), (1, 1)),
+)
+MOST = 6
+
+
+def problems(config: KernelConfig) -> list[ConvProblem]:
+    """Returns problems that a kernel serves, the least first: less than a tile, then several with a rest each way.
+
+    Never none: a kernel that serves nothing here would go untested.
+    """
+    found = [problem for problem in _all(config) if rules.serves(config, problem) is None][:MOST]
+    assert found, f"nothing here is served by {config.name}"
+    return found
+
+
+def _all(config: KernelConfig) -> Iterator[ConvProblem]:
+    step = max(config.alignment, config.out_alignment)
+    fprop = config.operation == "fprop"
+    for window, (n, h, w, c, k) in zip(
+        [*WINDOWS, *WINDOWS],
+        [(1, 9, 10, step, step)] * len(WINDOWS) + [(3, 17, 14, 3 * step, _up(160, step))] * len(WINDOWS),
+        strict=True,
+    ):
+        yield ConvProblem(
+            config.operation,  # type: ignore[arg-type]
+            n, h, w, c, k, *window, config.a, config.b, config.out,
+            a_scale=config.a_scale, b_scale=config.b_scale, bias=config.bias and fprop, activation=config.activation,
+        )  # fmt: skip
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step

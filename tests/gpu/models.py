@@ -1,0 +1,155 @@
+"""Small models of real architectures for the tests on a GPU, and what makes their layers run as kernels though they are small.
+
+Invariant: built from a seed alone, without dropout, so two calls give two equal models; only rounding is random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qsync_fx.backend.cuda import device as known_devices, table
+from qsync_fx.backend.cuda.ahead import of_problems
+from qsync_fx.backend.cuda.collect import problems_of
+from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.select import known, way
+from qsync_fx.backend.cuda.table import Table
+from qsync_fx.backend.cuda.tuning import Choice
+from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.explanation import explain
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        build: makes the model.
+        inputs: returns what it is called with, on the CPU.
+        loss: of what it returns.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    loss: Callable[[Any], Tensor]
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=500, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=1024,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(1))
+
+
+def _bert_loss(output: Any) -> Tensor:
+    states = output.last_hidden_state.float()
+    # One that depends on the token: with the same for all, the last norm's bias would be all there is to learn.
+    target = torch.randn(states.shape, generator=torch.Generator().manual_seed(2)).to(states.device)
+    return F.mse_loss(states, target)
+
+
+def _resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], layer_type="basic", num_labels=16
+    )
+    return ResNetForImageClassification(config)
+
+
+def _images() -> Tensor:
+    return torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def _resnet_loss(output: Any) -> Tensor:
+    logits = output.logits.float()
+    return F.cross_entropy(logits, torch.arange(logits.shape[0], device=logits.device) % logits.shape[1])
+
+
+CASES = {"bert": Case(_bert, _tokens, _bert_loss), "resnet": Case(_resnet, _images, _resnet_loss)}
+
+
+def build(name: str, device: torch.device, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return CASES[name].build().train().to(device)
+
+
+def step(name: str, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    """Runs forward and backward pass and returns the loss."""
+    loss = CASES[name].loss(model(x))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients of what layers multiply by: those of norms and biases are sums, which no format changes much."""
+    layers = {name: part.weight for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))}
+    return {name: weight.grad.detach().clone() for name, weight in layers.items() if weight.grad is not None}
+
+
+def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
+    """Returns the products of a model's layers on a GPU, which need not be there."""
+    with assumed(arch, on="cpu"):
+        options = {"precision": precision}
+        return problems_of(explain(build(name, torch.device("cpu")), CASES[name].inputs(), options=options))
+
+
+def units(arch: Arch) -> list[Unit]:
+    """Returns what the tests of models run, to be compiled before them."""
+    asked = [
+        p for name in CASES for precision in ("int8", "fp8", "bf16", "fp16") for p in problems(name, precision, arch)
+    ]
+    with assumed(arch, winning(asked, arch), on="cpu"):
+        own = [first[0] for p in asked if (first := _first(p, arch))]
+    from qsync_fx.backend.cuda import kernels
+
+    return list(dict.fromkeys([*map(kernels.unit_of, own), *of_problems(asked, arch, every_candidate=False)]))
+
+
+def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
+    found = way(problem, arch, known)
+    return () if isinstance(found, str) else found.configs[:1]
+
+
+def winning(asked: Sequence[Problem], arch: Arch, environment: table.Environment | None = None) -> Table:
+    """Returns a table in which the first kernel wins wherever there is one."""
+    choices = {}
+    for problem in asked:
+        for config in _first(problem, arch):
+            bucket = problem.bucket()
+            choices[bucket] = Choice(bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1)
+    return Table(environment or table.Environment("", "", "", "", "", 1), choices)
+
+
+@contextlib.contextmanager
+def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[None]:
+    """Has kernels compute what they can, by a tuning table as `qsync tune` writes it, in place of the user's own.
+
+    A real table, since the backward pass runs in a thread that no assumption of this one reaches.
+    """
+    here = known_devices.environment(torch.device("cuda", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_devices, "folder", lambda: folder)
+        table.save(table.path_in(folder, here), here, winning(asked, arch).choices.values())
+        known_devices.forget()
+        try:
+            yield
+        finally:
+            patch.undo()
+            known_devices.forget()

@@ -1,0 +1,125 @@
+"""Every GEMM kernel of this GPU: to the last bit where sums are exact, within its roundings of FP64 on random data, whatever the size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import kit
+from qsync_fx.backend.cuda import kernels, launch, peers, reasons
+from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.gemm_source import LARGEST_K
+from qsync_fx.backend.cuda.problem import GemmProblem
+
+CONFIGS = kit.configs("gemm")
+each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+
+
+def operands(config: KernelConfig, m: int, n: int, k: int, draw: object = kit.random_numbers) -> tuple[Tensor, Tensor]:
+    return draw(config.a, (m, k), kit.DEVICE), draw(config.b, (k, n), kit.DEVICE)  # type: ignore[operator]
+
+
+def epilogue(config: KernelConfig, m: int, n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    bias = torch.randn(n, device=kit.DEVICE) if config.bias else None
+    return *kit.scales(config, m, n, kit.DEVICE), bias
+
+
+@each
+def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
+    library = kit.library(kernels.unit_of(config))
+    for size in kit.gemm_sizes(config):
+        a, b = operands(config, *size, draw=kit.whole_numbers)
+        with_all = epilogue(config, size[0], size[1])
+        sums = a.double() @ b.double()
+        kit.assert_equal(kit.gemm(library, config, a, b, *with_all), sums, config, *with_all)
+        kit.assert_equal(kit.gemm(library, config, a, b), sums, config, None, None, None)
+        if with_all[0] is not None and with_all[1] is not None:
+            single = with_all[0][0], with_all[1][0], with_all[2]
+            kit.assert_equal(kit.gemm(library, config, a, b, *single), sums, config, *single)
+
+
+@each
+def test_random_data_against_fp64(config: KernelConfig) -> None:
+    library = kit.library(kernels.unit_of(config))
+    for m, n, k in kit.gemm_sizes(config):
+        a, b = operands(config, m, n, k)
+        with_all = epilogue(config, m, n)
+        found = kit.gemm(library, config, a, b, *with_all)
+        sums, magnitudes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+        kit.assert_near(found, sums, magnitudes, k, config, *with_all)
+
+
+@each
+def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
+    library = kit.library(kernels.unit_of(config))
+    m, n, k = kit.gemm_sizes(config)[1]
+    a, b = operands(config, m, n, k, draw=kit.whole_numbers)
+    a_scale, b_scale, bias = epilogue(config, m, n)
+    rows = 0, m // 2, m - 1
+    if config.a == "int8":
+        # Quantizing NaN gives a scale of NaN, and zeros.
+        assert a_scale is not None
+        clean = kit.gemm(library, config, a, b, a_scale, b_scale, bias)
+        a_scale[list(rows)] = torch.nan
+    else:
+        clean = kit.gemm(library, config, a, b, a_scale, b_scale, bias)
+        wide = a.float()
+        wide[rows[0], 0], wide[rows[1], -1], wide[rows[2]] = torch.nan, torch.nan, torch.inf
+        a = wide.to(a.dtype)
+    found = kit.gemm(library, config, a, b, a_scale, b_scale, bias).float()
+    kept = [row for row in range(m) if row not in rows]
+    assert torch.equal(found[kept], clean.float()[kept])
+    # ReLU: NaN stays (it is smaller than nothing); minus infinity is zero.
+    assert found[list(rows[:2])].isnan().all()
+
+
+@each
+def test_the_largest_values(config: KernelConfig) -> None:
+    """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that overflow the output."""
+    library = kit.library(kernels.unit_of(config))
+    m, n, k = kit.gemm_sizes(config)[0]
+    if config.a == "int8":
+        k = LARGEST_K["int8"] // config.alignment * config.alignment
+        low = torch.full((m, k), -128, dtype=torch.int8, device=kit.DEVICE)
+        sums = torch.full((m, n), k * 2.0**14, dtype=torch.float64)
+        kit.assert_equal(kit.gemm(library, config, low, low[:1].t().expand(k, n)), sums, config, None, None, None)
+        return
+    largest = float(torch.finfo(kit.FORMATS[config.a].dtype).max)
+    a = torch.full((m, k), largest, device=kit.DEVICE).to(kit.FORMATS[config.a].dtype)
+    b = torch.ones((k, n), device=kit.DEVICE).to(kit.FORMATS[config.b].dtype)
+    found = kit.gemm(library, config, a, b).double()
+    limit = torch.finfo(kit.FORMATS[config.out].dtype).max
+    want = a.double() @ b.double()
+    near = (found - want).abs() <= 0.01 * want
+    assert (near | (found.isinf() & (want > 0.99 * limit))).all()
+
+
+def test_the_tuner_s_own_check_of_results_agrees() -> None:
+    """What keeps a wrong kernel from winning (`peers.differs`) says of a right one that it is, and of another that it is not."""
+    config = next(config for config in CONFIGS if config.a == "bf16" and config.activation == "none")
+    problem = GemmProblem(256, 512, 384, "bf16", "bf16", config.out, config.a_major, config.b_major)
+    given = peers.operands(problem, kit.DEVICE)
+    found = launch.run_gemm(kit.library(kernels.unit_of(config)), config, problem, given.a, given.b, None, None, None)
+    assert peers.differs(problem, found, given) == ""
+    assert peers.differs(problem, found * 1.1, given)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "bf16", "tf32", "fp32"])
+@pytest.mark.parametrize(
+    "size", [(0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (3, 5, 7), (33, 17, 129), (257, 1000, 31)]
+)
+def test_the_operator_takes_any_size(fmt: str, size: tuple[int, int, int]) -> None:
+    """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it says what is right."""
+    from qsync_fx.backend.operators.gemm import gemm
+
+    m, n, k = size
+    kind = dataclasses.replace(CONFIGS[0], a=fmt, b=fmt)
+    a, b = operands(kind, m, n, k, draw=kit.whole_numbers)
+    bias, scale = torch.randn(n, device=kit.DEVICE), torch.rand(m, 1, device=kit.DEVICE) + 0.5
+    reasons.forget()
+    found = gemm(a, b, scale, None, bias, "relu", torch.float32, fmt == "tf32")
+    want = gemm(a.cpu(), b.cpu(), scale.cpu(), None, bias.cpu(), "relu", torch.float32, fmt == "tf32")
+    assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)

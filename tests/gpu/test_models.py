@@ -1,0 +1,177 @@
+"""Whole models on a GPU: they train as FP32 does, agree with the CPU, and run under the compilers and tools that people train with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Perceptron, gradients, relative_error
+from torch import Tensor, nn
+
+from gpu import kit, models
+from qsync_fx.backend.cuda import reasons
+
+# Of all gradients together, relative to FP32's; what the same models have on a CPU, and a half more.
+GRADIENTS = {"bf16": 0.05, "fp16": 0.05, "int8": 0.3, "fp8": 0.6}
+# Of the loss after the last step, relative to FP32's progress.
+PROGRESS = {"bf16": 0.1, "fp16": 0.1, "int8": 0.25, "fp8": 0.35}
+STEPS = 25
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32() -> Iterator[None]:
+    """FP32 is what others are compared with, so it is not TF32; and each test compiles anew."""
+    torch.compiler.reset()
+    reasons.forget()
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def compiled(model: nn.Module, precision: str, inner: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(model, backend="qsync", options={"precision": precision, "inner": inner, **options})
+
+
+def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-3)
+    x, losses = models.CASES[name].inputs().to(kit.DEVICE), []
+    for _ in range(STEPS):
+        losses.append(float(models.step(name, model, x)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", models.CASES)
+@pytest.mark.parametrize(
+    ("precision", "inner"),
+    [("bf16", "inductor"), ("fp16", "aot_eager"), ("int8", "aot_eager"), ("int8", "inductor"), ("fp8", "inductor")],
+)
+def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner: str, tmp_path: Path) -> None:
+    asked = models.problems(name, precision, kit.arch())
+    exact, model = models.build(name, kit.DEVICE), models.build(name, kit.DEVICE)
+    x = models.CASES[name].inputs().to(kit.DEVICE)
+    with models.kernels_win(asked, kit.arch(), tmp_path):
+        fast = compiled(model, precision, inner)
+        models.step(name, exact, x)
+        models.step(name, fast, x)
+        assert relative_error(models.weight_gradients(model), models.weight_gradients(exact)) < GRADIENTS[precision]
+        if precision in ("int8", "fp8") and name == "bert":
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                models.step(name, fast, x)
+            names = {event.key for event in profile.key_averages()}
+            assert any("cutlass" in key.lower() and "qsync" in key.lower() for key in names), "no kernel of ours ran"
+        for each in (exact, model):
+            each.zero_grad()
+        losses, wanted = trained(name, fast, model), trained(name, exact, exact)
+    progress = wanted[0] - wanted[-1]
+    assert progress > 0.2 * wanted[0]
+    assert abs(losses[-1] - wanted[-1]) < PROGRESS[precision] * progress
+
+
+@pytest.mark.parametrize("name", models.CASES)
+@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8"])
+def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
+    """With nothing random, both compute the same model in the same formats: what differs is the order of FP32 sums.
+
+    A sum that falls just beside the border between two levels goes to the other one; few do.
+    """
+    asked = models.problems(name, precision, kit.arch())
+    with models.kernels_win(asked, kit.arch(), tmp_path):
+        found = []
+        for device in (kit.DEVICE, torch.device("cpu")):
+            model = models.build(name, device)
+            loss = models.step(
+                name, compiled(model, precision, rounding="nearest"), models.CASES[name].inputs().to(device)
+            )
+            found.append((float(loss), {key: value.cpu() for key, value in gradients(model).items()}))
+    (gpu, gpu_gradients), (cpu, cpu_gradients) = found
+    assert abs(gpu - cpu) < 0.01 * abs(cpu)
+    assert relative_error(gpu_gradients, cpu_gradients) < GRADIENTS[precision] / 2
+
+
+def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
+    """Stochastic rounding draws from torch's generator: the same seed gives the same bits, another seed others."""
+    with models.kernels_win(models.problems("resnet", "int8", kit.arch()), kit.arch(), tmp_path):
+        model = models.build("resnet", kit.DEVICE).eval()
+        fast, x = compiled(model, "int8"), models.CASES["resnet"].inputs().to(kit.DEVICE)
+        outputs = []
+        for seed in (1, 2, 1):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                outputs.append(fast(x).logits)
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**120])
+def test_grad_scaler_in_fp16(scale: float) -> None:
+    """With a scale that fits, a scaled step is the unscaled one; with one that overflows it is left out, and the scale falls."""
+    model = Perceptron().to(kit.DEVICE)
+    plain = copy.deepcopy(model)
+    fast = compiled(model, "fp16")
+    x = torch.randn(64, 16, device=kit.DEVICE)
+    scaler = torch.amp.GradScaler("cuda", init_scale=scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    scaler.scale(fast(x).float().square().mean()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    scaler.update()
+    if scale > 2.0**100:
+        assert scaler.get_scale() < scale
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        return
+    assert scaler.get_scale() == scale
+    plain(x).square().mean().backward()
+    wanted = gradients(plain)
+    found = {key: (before[key] - value) / 0.1 for key, value in model.state_dict().items() if key in wanted}
+    assert relative_error(found, wanted) < 0.05
+
+
+def _captured(fast: Any, name: str, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Returns a graph of one step, and its loss, after the warm-up on a stream of its own that CUDA graphs want."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            models.step(name, fast, x)
+    torch.cuda.current_stream().wait_stream(side)
+    return torch.cuda.CUDAGraph(), x
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_step_is_captured_in_a_cuda_graph(inner: str, rounding: str, tmp_path: Path) -> None:
+    name = "bert"
+    with models.kernels_win(models.problems(name, "int8", kit.arch()), kit.arch(), tmp_path):
+        model = models.build(name, kit.DEVICE)
+        fast = compiled(model, "int8", inner, rounding=rounding)
+        x = models.CASES[name].inputs().to(kit.DEVICE)
+        graph, x = _captured(fast, name, x)
+        model.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            loss = models.step(name, fast, x)
+        held = dict(model.named_parameters())
+        found = []
+        for _ in range(2):
+            for parameter in held.values():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append((float(loss), gradients(model)))
+        late = [why for why in reasons.reasons().values() if "before a CUDA graph was captured" in why]
+        assert not late, late
+        model.zero_grad(set_to_none=True)
+        wanted = float(models.step(name, fast, x)), gradients(model)
+    if rounding == "nearest":
+        assert found[0][0] == pytest.approx(wanted[0], rel=1e-5)
+        assert relative_error(found[1][1], wanted[1]) < 1e-3
+    else:
+        assert found[0][0] != found[1][0], "every replay rounds alike: its random numbers do not advance"
+        assert found[0][0] == pytest.approx(found[1][0], rel=0.05)

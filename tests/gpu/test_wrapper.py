@@ -1,0 +1,163 @@
+"""What stands around kernels, on a GPU: any operand, any stream, any device, CUDA graphs, and no kernel that waits or compiles there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import kit, models
+from qsync_fx.backend.cuda import reasons
+from qsync_fx.backend.cuda.operands import gemm_problem
+from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.backend.operators.quantize import quantize
+
+FORMATS = ("int8", "fp8", "bf16", "tf32")
+SIZES = ((256, 384, 512), (130, 250, 100), (64, 40, 72))
+
+
+def operands(fmt: str, size: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns a, b (contiguous along k), a's scales and the bias."""
+    m, n, k = size
+    a, b = kit.whole_numbers(fmt, (m, k), kit.DEVICE), kit.whole_numbers(fmt, (n, k), kit.DEVICE).t()
+    return a, b, torch.rand(m, 1, device=kit.DEVICE) + 0.5, torch.randn(n, device=kit.DEVICE)
+
+
+def call(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    return gemm(a, b, scale, None, bias, "none", torch.float32, fmt == "tf32")
+
+
+def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Problem:
+    return gemm_problem(a, b, scale, None, bias, "none", torch.float32, fmt == "tf32")
+
+
+def assert_right(found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+    given = [None if t is None else t.cpu() for t in (a, b, scale, bias)]
+    want = call(fmt, *given)  # type: ignore[arg-type]
+    assert found.is_contiguous()
+    assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)
+
+
+def layouts(t: Tensor) -> list[Tensor]:
+    """The same matrix in memory that kernels do not take as it is: off by one element, in wider rows, turned, with gaps."""
+    rows, columns = t.shape
+    shifted = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(rows, columns)
+    wider = torch.empty(rows, columns + 3, dtype=t.dtype, device=t.device)[:, 3:]
+    turned = torch.empty(columns, rows, dtype=t.dtype, device=t.device).t()
+    sparse = torch.empty(2 * rows, 2 * columns, dtype=t.dtype, device=t.device)[::2, ::2]
+    return [made.copy_(t) for made in (shifted, wider, turned, sparse)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("size", SIZES)
+def test_operands_as_they_come(fmt: str, size: tuple[int, int, int], tmp_path: Path) -> None:
+    a, b, scale, bias = operands(fmt, size)
+    ways = [(a, b), *((other, b) for other in layouts(a)), *((a, other) for other in layouts(b))]
+    asked = [problem(fmt, *pair, scale, bias) for pair in ways]
+    with models.kernels_win(asked, kit.arch(), tmp_path):
+        for pair in ways:
+            assert_right(call(fmt, *pair, scale, bias), fmt, *pair, scale, bias)
+        assert_right(call(fmt, a, b, None, None), fmt, a, b, None, None)
+    # A row of a matrix broadcast to many: its stride is zero.
+    assert_right(call(fmt, a[:1].expand(9, -1), b, None, bias), fmt, a[:1].expand(9, -1), b, None, bias)
+
+
+def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
+    """Else the tests above are about torch."""
+    for fmt in FORMATS:
+        given = operands(fmt, SIZES[0])
+        reasons.forget()
+        with models.kernels_win([problem(fmt, *given)], kit.arch(), tmp_path / fmt):
+            call(fmt, *given)
+        assert reasons.reasons() == {}, fmt
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
+    """Kernels wait for what is before them on the current stream: here something slow that makes their operands."""
+    a, b, scale, bias = operands(fmt, SIZES[0])
+    with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
+        call(fmt, a, b, scale, bias)
+        side = torch.cuda.Stream()
+        late_a, late_b = torch.zeros_like(a), torch.zeros_like(b)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            late_a.copy_(a)
+            late_b.copy_(b)
+            found = call(fmt, late_a, late_b, scale, bias)
+        torch.cuda.current_stream().wait_stream(side)
+        assert_right(found, fmt, a, b, scale, bias)
+
+
+def test_the_quantizer_on_a_stream_of_one_s_own() -> None:
+    x, seed = torch.randn(512, 512, device=kit.DEVICE), torch.zeros(1, dtype=torch.int64, device=kit.DEVICE)
+    want, want_scale = quantize(x, seed, 0, "int8", "stochastic", ())
+    late, side = torch.zeros_like(x), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x)
+        q, scale = quantize(late, seed, 0, "int8", "stochastic", ())
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(q, want) and torch.equal(scale, want_scale)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_captured_in_a_cuda_graph(fmt: str, tmp_path: Path) -> None:
+    """A graph is captured, without a kernel being compiled or a device waited for, and computes anew what its operands now hold."""
+    a, b, scale, bias = operands(fmt, SIZES[1])
+    with models.kernels_win([problem(fmt, a, b, scale, bias)], kit.arch(), tmp_path):
+        call(fmt, a, b, scale, bias)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call(fmt, a, b, scale, bias)
+        for _ in range(2):
+            a.copy_(kit.whole_numbers(fmt, a.shape, kit.DEVICE))
+            graph.replay()
+            assert_right(found, fmt, a, b, scale, bias)
+
+
+def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qsync_fx.backend.cuda import kernels
+
+    given = operands("bf16", (128, 128, 256))
+    asked = problem("bf16", *given)
+    with models.kernels_win([asked], kit.arch(), tmp_path):
+        monkeypatch.setattr(kernels, "_had", {})
+        monkeypatch.setattr(kernels, "prepare", lambda units: pytest.fail("it was compiled"))
+        given[0] @ given[1]  # cuBLAS makes its handle before.
+        torch.ops.aten.mm.dtype(given[0], given[1], torch.float32)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call("bf16", *given)
+        graph.replay()
+        assert torch.allclose(found.cpu(), call("bf16", *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4)
+    assert any("before a CUDA graph was captured" in why for why in reasons.reasons().values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here: this needs two")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
+    a, b, scale, bias = (t.to("cuda:1") for t in operands(fmt, SIZES[0]))
+    with torch.cuda.device(0):
+        found = call(fmt, a, b, scale, bias)
+        q, _ = quantize(bias[None], torch.zeros(1, dtype=torch.int64, device="cuda:1"), 0, "int8", "nearest", ())
+    assert found.device == q.device == torch.device("cuda:1")
+    assert_right(found, fmt, a, b, scale, bias)
+
+
+def test_explain_says_what_runs() -> None:
+    from qsync_fx.explanation import explain
+
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)).to(kit.DEVICE)
+    x = torch.randn(4096, 4096, device=kit.DEVICE)
+    reasons_given = [op.reason for op in explain(model, x, options={"precision": "int8"}).operators]
+    assert any(f"CUTLASS {kit.arch()} kernels" in reason for reason in reasons_given)
