@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda import candidates, compiler, fallback, kernels, launch, padding, reasons
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.device import assumed, decision, stored, unobtainable
+from qsync_fx.backend.cuda.device import assumed, decision, forget, stored, unobtainable
 from qsync_fx.backend.cuda.keys import TEMPLATES
 from qsync_fx.backend.cuda.library import Library, load
 from qsync_fx.backend.cuda.operands import Window, conv_problem, gemm_problem, leading, major
@@ -388,3 +388,14 @@ def test_a_candidate_of_a_user_is_chosen_when_it_was_tuned() -> None:
         assert decide(INT8, "sm_80", Table(Environment("", "", "", "", "", 1), {INT8: choice})).config == mine
     finally:
         candidates.remove(mine)
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QSYNC_KERNELS", "off")
+    forget()
+    try:
+        found = decision(INT8, torch.device("cuda", 0))
+        assert found.config is None and "QSYNC_KERNELS" in found.reason
+    finally:
+        monkeypatch.undo()
+        forget()

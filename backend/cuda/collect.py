@@ -127,7 +127,7 @@ def _product(problem: Problem) -> str:
 
 
 def prepare(graph: PrecisionGraph) -> str:
-    """Compiles the kernels of a lowered graph, side by side, and returns a text that tells which there are; "" without any.
+    """Compiles the kernels of a lowered graph, side by side, and returns a text that tells what computes it; "" on other devices.
 
     Two graphs of equal operators are compiled to the same code only if these texts are equal too. What cannot be compiled is torch's to
     compute, which `reasons` then tells.
@@ -136,12 +136,13 @@ def prepare(graph: PrecisionGraph) -> str:
     arch = known_of(device).arch
     if arch is None:
         return ""
-    decided = {problem: decision(problem, device).config for problem in _problems(graph)}
-    configs = dict.fromkeys(config for config in decided.values() if config is not None)
+    decided = {problem: decision(problem, device) for problem in _problems(graph)}
+    configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
     kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch)])
     usable = {config for config in configs if kernels.failure(kernels.unit_of(config)) is None}
     lines = [
-        f"{problem} {config.name}" for problem, config in decided.items() if config in usable and config is not None
+        f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"
+        for problem, found in decided.items()
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -111,6 +112,8 @@ def forget() -> None:
 
 @functools.cache
 def _known(index: int) -> Known:
+    if os.environ.get("QSYNC_KERNELS", "").lower() in ("0", "off"):
+        return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
         return Known(None, f"there is no device cuda:{index} here", None)
     major, minor = torch.cuda.get_device_capability(index)
