@@ -162,7 +162,8 @@ template <Type X, Format F> __device__ __forceinline__ float whole_scale(const O
     return scale;
 }
 
-// What takes more registers than the rest, so that fewer threadblocks share a multiprocessor.
+// What takes more registers than the rest, so that fewer threadblocks share a multiprocessor. Kernels that nobody waits for take what they
+// need: a register that is spilled makes a library unusable.
 template <Type X, Format F, Rounding R> constexpr bool WIDE = X == FLOAT16 || (F != INT8 && R == STOCHASTIC);
 
 // Some eights of elements, a stride of the grid apart: all loads first.
@@ -192,7 +193,7 @@ __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs 
 }
 
 // Without a transpose, one scale for all or for each row.
-template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, WIDE<X, F, R> ? 3 : 4) round_rows(Matrix<X> x, Outputs to) {
+template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, !WHOLE ? 1 : WIDE<X, F, R> ? 3 : 4) round_rows(Matrix<X> x, Outputs to) {
     constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 2 : 4;
     __shared__ std::uint32_t shared[WARPS];
     const Rounder<X, F, R> round{to.random<R>(), x.columns};
@@ -217,7 +218,7 @@ __device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::ui
 
 // Tiles of 128 rows and columns. A thread has eight columns of four rows, twice; a warp sixteen times eight columns of twice four rows.
 template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, BY_COLUMN ? 1 : X == FLOAT32 || WIDE<X, F, R> || !WHOLE ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
+__global__ void __launch_bounds__(THREADS, BY_COLUMN || !WHOLE ? 1 : X == FLOAT32 || WIDE<X, F, R> ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
     // [column][four rows], the rows of column c at their place with 2 * (c / 8) added bit by bit.
     __shared__ __align__(16) std::uint32_t tile[TRANSPOSED ? TILE * TILE / 4 : 4];
     __shared__ std::uint32_t shared[WARPS];
