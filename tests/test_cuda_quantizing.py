@@ -69,9 +69,9 @@ SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 LIES = st.sampled_from(["packed", "last", "turned", "sliced", "sparse"])
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
-    SHAPES, LIES, st.sampled_from([("int8", torch.bfloat16), ("fp8", torch.float32), ("int8", torch.float64)]),
+    SHAPES, LIES, st.sampled_from([("int8", torch.bfloat16), ("fp8", torch.float32), ("fp8", torch.float64)]),
     st.sampled_from(["nearest", "stochastic", "floor"]), st.data(),
 )  # fmt: skip
 def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(

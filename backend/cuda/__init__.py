@@ -9,6 +9,13 @@ From the bottom to the top; a module imports from those above it in this list.
     library     a small library with the C interface of `abi`, loaded
     compiler    units to such libraries: `nvcc` makes them within `budget`, `sass` looks at what came out, `cache` keeps them
                 with a `manifest` under the `keys` of all that they depend on
-    tuning      which candidate is fastest where; `table` keeps what was measured
-    launch      tensors to arguments: checks, padding, streams, workspace, and the reason where torch computes instead
+    kernels     configurations to libraries, each asked for once in a process
+    operands    tensors to problems; `fallback` is what torch computes, and on the CPU what a problem means
+    tuning      which candidate is fastest where; `table` keeps what was measured, `recorded` timings take the place of a GPU,
+                `event_timer` measures on one, against `peers`
+    select      which kernel computes a problem, or that torch does, and why; `padding` says how kernels may take it
+    device      what is known of a device: its architecture, whether kernels can be had for it, what was tuned
+    launch      tensors to arguments: checks, padding, streams, workspace; `quantizing` does so for the quantizer, and `reasons` keeps
+                why torch computed instead
+    collect     the problems of a model's layers, before it runs
 """
