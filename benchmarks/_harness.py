@@ -117,8 +117,8 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def write_json(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
-    """Replaces the file at `path` by the rows and what they were measured on."""
+def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
+    """Replaces the file at `path` by the rows and what they were measured on; `more` is what else the file is to say of that."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     processor = cpu()
     content = {
@@ -134,6 +134,7 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "qsync_fx": qsync_fx.__version__},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": quick,
+        **more,
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from gpu import kit, models
 from qsync_fx.backend.cuda import reasons
 
-# Of all gradients together, relative to FP32's; what the same models have on a CPU, and a half more.
-GRADIENTS = {"bf16": 0.05, "fp16": 0.05, "int8": 0.3, "fp8": 0.6}
-# Of the loss after the last step, relative to FP32's progress.
-PROGRESS = {"bf16": 0.1, "fp16": 0.1, "int8": 0.25, "fp8": 0.35}
+GRADIENTS = {
+    "bert": {"bf16": 0.012, "fp16": 0.012, "int8": 0.045, "fp8": 0.17},
+    # Batch norms over few pixels divide by what is small, so this one shows roundings tenfold.
+    "resnet": {"bf16": 0.35, "fp16": 0.2, "int8": 0.75, "fp8": 1.1},
+}
+"""How far gradients of weights may be from FP32's, relative to these: half as much again as measured with the same models on a CPU."""
+
+PROGRESS = 0.02
+"""How far the loss after the last step may be from FP32's, relative to FP32's progress; on a CPU 0.003 at the most."""
+
 STEPS = 25
 
 
@@ -60,7 +66,9 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
         fast = compiled(model, precision, inner)
         models.step(name, exact, x)
         models.step(name, fast, x)
-        assert relative_error(models.weight_gradients(model), models.weight_gradients(exact)) < GRADIENTS[precision]
+        assert (
+            relative_error(models.weight_gradients(model), models.weight_gradients(exact)) < GRADIENTS[name][precision]
+        )
         if precision in ("int8", "fp8") and name == "bert":
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 models.step(name, fast, x)
@@ -71,7 +79,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
         losses, wanted = trained(name, fast, model), trained(name, exact, exact)
     progress = wanted[0] - wanted[-1]
     assert progress > 0.2 * wanted[0]
-    assert abs(losses[-1] - wanted[-1]) < PROGRESS[precision] * progress
+    assert abs(losses[-1] - wanted[-1]) < PROGRESS * progress
 
 
 @pytest.mark.parametrize("name", models.CASES)
@@ -89,10 +97,10 @@ def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
             loss = models.step(
                 name, compiled(model, precision, rounding="nearest"), models.CASES[name].inputs().to(device)
             )
-            found.append((float(loss), {key: value.cpu() for key, value in gradients(model).items()}))
+            found.append((float(loss), {key: value.cpu() for key, value in models.weight_gradients(model).items()}))
     (gpu, gpu_gradients), (cpu, cpu_gradients) = found
     assert abs(gpu - cpu) < 0.01 * abs(cpu)
-    assert relative_error(gpu_gradients, cpu_gradients) < GRADIENTS[precision] / 2
+    assert relative_error(gpu_gradients, cpu_gradients) < GRADIENTS[name][precision]
 
 
 def test_the_seed_repeats_a_step(tmp_path: Path) -> None:
