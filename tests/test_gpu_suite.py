@@ -19,9 +19,9 @@ import cutlass_cpu
 import pytest
 import test_cuda_conv_on_cpu
 import torch
+from gpu import build_kernels, geometries, kit, models, run, test_conv, test_gemm, test_wrapper
 from torch import Tensor
 
-from gpu import build_kernels, geometries, kit, models, run, test_conv, test_gemm
 from qsync_fx.backend.cuda import ahead, candidates, kernels, toolchain
 from qsync_fx.backend.cuda.config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.library import Library
@@ -139,10 +139,20 @@ def test_every_convolution_kernel_is_tried_with_something(arch: Any) -> None:
 
 def test_all_kernels_are_built_the_important_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "units", lambda arch: [])
+    monkeypatch.setattr(models, "kernels_of", lambda asked, arch: [])
     found = build_kernels.ordered("sm_90a")
     first = ahead.of_all("sm_90a")
     assert found[: len(first)] == first
     assert set(found) == {*first, *(kernels.unit_of(config) for config in candidates.all_configs("sm_90a"))}
+
+
+def test_kernels_that_the_tests_ask_for_are_built_with_them() -> None:
+    """Every format and layout that the wrapper is tried with has a kernel, so that its tests are not about torch."""
+    asked = test_wrapper.asked()
+    names = [unit.name for unit in models.kernels_of(asked, "sm_90a")]
+    for fmt in test_wrapper.FORMATS:
+        assert [name for name in names if name.startswith(f"gemm_sm_90a_{fmt}_")], fmt
+    assert len(asked) > 4 * len(test_wrapper.FORMATS) and len(names) < 60
 
 
 def test_building_ends_when_its_time_is_over() -> None:

@@ -23,15 +23,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu import kit, models
+from gpu import kit, models, test_gemm, test_memory, test_wrapper
 from qsync_fx.backend.cuda import ahead, candidates, compiler, kernels
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
 from qsync_fx.backend.cuda.unit import Unit
 from qsync_fx.files import write_text
 
 
-class Over(Exception):
-    """The time is over."""
+class Over(BaseException):
+    """The time is over. No Exception, so that nobody takes it for an error of a compiler."""
 
 
 def ordered(arch: Arch) -> list[Unit]:
@@ -41,7 +41,8 @@ def ordered(arch: Arch) -> list[Unit]:
         kinds[config.operation, config.a, config.b, config.a_major, config.b_major].append(config)
     longest = max(map(len, kinds.values()))
     rounds = [kind[at] for at in range(longest) for kind in kinds.values() if at < len(kind)]
-    return list(dict.fromkeys([*models.units(arch), *ahead.of_all(arch), *map(kernels.unit_of, rounds)]))
+    called = models.kernels_of([*test_wrapper.asked(), *test_gemm.asked(), *test_memory.asked()], arch)
+    return list(dict.fromkeys([*models.units(arch), *called, *ahead.of_all(arch), *map(kernels.unit_of, rounds)]))
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def library(unit: Unit) -> Library:
 def whole_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tensor:
     """Returns numbers that every format has, whose sums of products are exact in the sums of tensor cores."""
     high = 128 if fmt == "int8" else 3 if fmt.startswith("fp8") else 5
-    return torch.randint(-high, high, tuple(shape), device=device, dtype=torch.int32).to(FORMATS[fmt].dtype)
+    return torch.randint(-high, high, tuple(shape), device=device).float().to(FORMATS[fmt].dtype)
 
 
 def random_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -89,6 +89,11 @@ def random_numbers(fmt: str, shape: Sequence[int], device: torch.device) -> Tens
         # Tensor cores do not look at the last 13 bits.
         found = (found.view(torch.int32) & ~0x1FFF).view(torch.float32)
     return found.to(FORMATS[fmt].dtype)
+
+
+def wide(t: Tensor) -> Tensor:
+    """Returns a tensor in FP64, by way of FP32, which every type converts to."""
+    return t.float().double()
 
 
 def surrounded(matrix: Tensor) -> Tensor:
@@ -198,7 +203,7 @@ def assert_near(
     want = _activated(want, config.activation)
     # GELU's slope is at most 1.13.
     bound = 1.13 * bound + torch.finfo(FORMATS[config.out].dtype).eps / 2 * (want.abs() + bound) + 1e-7
-    error = (found.double() - want).abs()
+    error = (wide(found) - want).abs()
     assert (error <= bound).all(), f"an error of {(error / bound).max():.3g} times what is allowed"
     if config.a.startswith("fp8") and terms > 1:
         # The bound is for the worst case; an accumulator that loses bits shows in the whole.
@@ -215,7 +220,7 @@ def convolved(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
     """Returns the sums of a convolution's product in FP64, its channels last, `[..., channels]`, on the operands' device."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     how = p.stride, p.padding, p.dilation
-    return fallback.convolve(a.double(), b.double(), size, how, p.operation).permute(0, 2, 3, 1)
+    return fallback.convolve(wide(a), wide(b), size, how, p.operation).permute(0, 2, 3, 1)
 
 
 def convolved_size(p: ConvProblem) -> int:

@@ -6,6 +6,7 @@ Invariant: built from a seed alone, without dropout, so two calls give two equal
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda import device as known_devices, table
+from qsync_fx.backend.cuda import device as known_devices, kernels, table
 from qsync_fx.backend.cuda.ahead import of_problems
 from qsync_fx.backend.cuda.collect import problems_of
 from qsync_fx.backend.cuda.config import Arch
@@ -60,8 +61,13 @@ def _tokens() -> Tensor:
 def _bert_loss(output: Any) -> Tensor:
     states = output.last_hidden_state.float()
     # One that depends on the token: with the same for all, the last norm's bias would be all there is to learn.
-    target = torch.randn(states.shape, generator=torch.Generator().manual_seed(2)).to(states.device)
-    return F.mse_loss(states, target)
+    return F.mse_loss(states, _target(tuple(states.shape), states.device))
+
+
+@functools.cache
+def _target(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, since nothing may come from the CPU's memory while a CUDA graph is captured."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
 
 
 def _resnet() -> nn.Module:
@@ -112,14 +118,14 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
 
 def units(arch: Arch) -> list[Unit]:
     """Returns what the tests of models run, to be compiled before them."""
-    asked = [
-        p for name in CASES for precision in ("int8", "fp8", "bf16", "fp16") for p in problems(name, precision, arch)
-    ]
-    with assumed(arch, winning(asked, arch), on="cpu"):
-        own = [first[0] for p in asked if (first := _first(p, arch))]
-    from qsync_fx.backend.cuda import kernels
+    formats = ("int8", "fp8", "bf16", "fp16")
+    return kernels_of([p for name in CASES for precision in formats for p in problems(name, precision, arch)], arch)
 
-    return list(dict.fromkeys([*map(kernels.unit_of, own), *of_problems(asked, arch, every_candidate=False)]))
+
+def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[Unit]:
+    """Returns the kernels that compute problems, under `kernels_win` and without, and the quantizers of their formats."""
+    own = [kernels.unit_of(config) for problem in asked for config in _first(problem, arch)]
+    return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
 
 
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
     for p in problems(config):
         a, b = operands(p, kit.random_numbers)
         given = epilogue(p)
-        sums, magnitudes = kit.convolved(p, a, b), kit.convolved(p, a.double().abs(), b.double().abs())
+        sums, magnitudes = kit.convolved(p, a, b), kit.convolved(p, kit.wide(a).abs(), kit.wide(b).abs())
         terms = {"fprop": p.r * p.s * p.c, "dgrad": p.r * p.s * p.k, "wgrad": p.n * p.p * p.q}[p.operation]
         kit.assert_near(run(config, p, a, b, given), sums, magnitudes, terms, config, *flat(given))
 

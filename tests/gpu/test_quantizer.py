@@ -131,7 +131,7 @@ def test_unbiased(fmt: str) -> None:
         total, squares = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(x, dtype=torch.float64)
         for value in range(repeats):
             q, scale = quantize(x, seed(value), 1, fmt, rounding, ())
-            draw = q.double() * scale.double() - x.double()
+            draw = kit.wide(q) * scale.double() - x.double()
             total += draw
             squares += draw**2
         mean = total / repeats

@@ -17,13 +17,31 @@ from qsync_fx.backend.operators.quantize import quantize
 
 FORMATS = ("int8", "fp8", "bf16", "tf32")
 SIZES = ((256, 384, 512), (130, 250, 100), (64, 40, 72))
+LATE = (128, 128, 256)
 
 
-def operands(fmt: str, size: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(
+    fmt: str, size: tuple[int, int, int], device: torch.device = kit.DEVICE
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns a, b (contiguous along k), a's scales and the bias."""
     m, n, k = size
-    a, b = kit.whole_numbers(fmt, (m, k), kit.DEVICE), kit.whole_numbers(fmt, (n, k), kit.DEVICE).t()
-    return a, b, torch.rand(m, 1, device=kit.DEVICE) + 0.5, torch.randn(n, device=kit.DEVICE)
+    a, b = kit.whole_numbers(fmt, (m, k), device), kit.whole_numbers(fmt, (n, k), device).t()
+    return a, b, torch.rand(m, 1, device=device) + 0.5, torch.randn(n, device=device)
+
+
+def pairs(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Returns both operands as they are, and each of them in other layouts."""
+    return [(a, b), *((other, b) for other in layouts(a)), *((a, other) for other in layouts(b))]
+
+
+def asked() -> list[Problem]:
+    """Returns the problems of these tests, for their kernels to be compiled before."""
+    found = []
+    for fmt in FORMATS:
+        for size in (*SIZES, LATE):
+            a, b, scale, bias = operands(fmt, size, torch.device("cpu"))
+            found += [problem(fmt, *pair, scale, bias) for pair in pairs(a, b)]
+    return list(dict.fromkeys(found))
 
 
 def call(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -55,9 +73,8 @@ def layouts(t: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("size", SIZES)
 def test_operands_as_they_come(fmt: str, size: tuple[int, int, int], tmp_path: Path) -> None:
     a, b, scale, bias = operands(fmt, size)
-    ways = [(a, b), *((other, b) for other in layouts(a)), *((a, other) for other in layouts(b))]
-    asked = [problem(fmt, *pair, scale, bias) for pair in ways]
-    with models.kernels_win(asked, kit.arch(), tmp_path):
+    ways = pairs(a, b)
+    with models.kernels_win([problem(fmt, *pair, scale, bias) for pair in ways], kit.arch(), tmp_path):
         for pair in ways:
             assert_right(call(fmt, *pair, scale, bias), fmt, *pair, scale, bias)
         assert_right(call(fmt, a, b, None, None), fmt, a, b, None, None)
@@ -127,9 +144,8 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 ) -> None:
     from qsync_fx.backend.cuda import kernels
 
-    given = operands("bf16", (128, 128, 256))
-    asked = problem("bf16", *given)
-    with models.kernels_win([asked], kit.arch(), tmp_path):
+    given = operands("bf16", LATE)
+    with models.kernels_win([problem("bf16", *given)], kit.arch(), tmp_path):
         monkeypatch.setattr(kernels, "_had", {})
         monkeypatch.setattr(kernels, "prepare", lambda units: pytest.fail("it was compiled"))
         given[0] @ given[1]  # cuBLAS makes its handle before.
