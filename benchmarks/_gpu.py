@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo
 from _harness import Row, Times, arguments, measure as measure_on_cpu, show, write_json
 from torch import Tensor
 
@@ -76,6 +77,8 @@ def read(description: str | None, argv: Sequence[str] | None = None, **more: dic
         torch.cuda.set_device(options.device)
     if options.quick:
         os.environ["QSYNC_BENCH_QUICK"] = "1"
+    # Variants of one model are compiled from the same code, which counts as compiling it anew.
+    torch._dynamo.config.recompile_limit = 64
     options.until = time.monotonic() + options.seconds
     return options
 

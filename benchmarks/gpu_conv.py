@@ -15,7 +15,6 @@ from _gpu import GATE, Call, Rows, by_kernel, errors, measure, read, tuned
 from _harness import Row
 from torch.utils._pytree import tree_map_only
 
-from qsync_fx.backend.cuda import fallback
 from qsync_fx.backend.cuda.collect import problems_of
 from qsync_fx.backend.cuda.operands import type_of
 from qsync_fx.backend.cuda.peers import Operands, operands, peer
@@ -48,9 +47,17 @@ def operator(p: ConvProblem, o: Operands) -> Call:
 
 
 def cudnn(p: ConvProblem, o: Operands) -> Call:
+    """Returns a call of cuDNN's product alone; what it is told of the shape of a gradient lies ready, as it does in training."""
     a, b = o.a.to(BF16), o.b.to(BF16)
-    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    return lambda: fallback.convolve(a, b, size, (p.stride, p.padding, p.dilation), p.operation)
+    geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
+    if p.operation == "fprop":
+        return lambda: torch.ops.aten.convolution.default(a, b, None, *geometry)
+    shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
+    like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
+    given, wanted = (
+        ((a, like, b), [True, False, False]) if p.operation == "dgrad" else ((a, b, like), [False, True, False])
+    )
+    return lambda: torch.ops.aten.convolution_backward.default(*given, None, *geometry, wanted)
 
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:

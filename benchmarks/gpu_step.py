@@ -1,9 +1,9 @@
 """Whole training steps on a GPU: ResNet-50 at batch 256 and BERT-base, qsync in each precision beside Inductor.
 
-Forward, backward, SGD. Each variant takes turns with the first, Inductor's FP32, and with the fastest of autocast, so that every row is a
-comparison that was interleaved; a row is kept as soon as it is measured. `peak_mb` is the most that torch's allocator holds in a step,
-parameters included. "quantizing" rows are the time of the quantizer's kernels within an INT8 step, as a part of the FP16 step: what INT8
-costs before it gains anything (LP-PyTorch, Fig. 7b).
+Forward, backward, SGD. Each variant takes turns with the first, Inductor's FP32, and with compiled autocast, so that every row is a
+comparison that was interleaved; a row is kept as soon as it is measured. `peak_mb` is the most that torch's allocator holds in a step
+beyond what it held before (the optimizer keeps no state). "quantizing" rows are the time of the quantizer's kernels within an INT8 step,
+as a part of the FP16 step: what INT8 costs before it gains anything (LP-PyTorch, Fig. 7b).
 """
 
 from __future__ import annotations
