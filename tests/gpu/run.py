@@ -44,8 +44,8 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
     )
     beside = [] if part == "models" else ["test_wrapper.py"]
     paths = [str(HERE / name) for name in (*files, *beside)]
-    # One process measures memory, and compiles what the others would wait for.
-    workers = ["-p", "no:xdist"] if part == "models" else ["-n", "4"]
+    # Processes of their own, also since a kernel that fails takes its process's GPU with it: the others' tests go on.
+    workers = ["-n", "3" if part == "models" else "4", "--max-worker-restart", "50"]
     report = ["--junitxml", str(out / f"{part}.xml")]
     return [sys.executable, "-m", "pytest", "-q", *workers, "--timeout", "240", *report, *paths]
 
@@ -54,6 +54,8 @@ def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any
     """Runs one part and returns what became of it."""
     since = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # In processes of xdist, tests compile with one thread; here there are cores.
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if part != "models":
         environment.setdefault("QSYNC_GPU_COMPILE", "0")
     process = subprocess.Popen(commands(part, out, jobs, seconds), cwd=ROOT, env=environment, start_new_session=True)

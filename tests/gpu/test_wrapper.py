@@ -170,10 +170,11 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
     assert_right(found, fmt, a, b, scale, bias)
 
 
-def test_explain_says_what_runs() -> None:
+def test_explain_says_what_runs(tmp_path: Path) -> None:
     from qsync_fx.explanation import explain
 
     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)).to(kit.DEVICE)
     x = torch.randn(4096, 4096, device=kit.DEVICE)
-    reasons_given = [op.reason for op in explain(model, x, options={"precision": "int8"}).operators]
+    with models.kernels_win([], kit.arch(), tmp_path):
+        reasons_given = [op.reason for op in explain(model, x, options={"precision": "int8"}).operators]
     assert any(f"CUTLASS {kit.arch()} kernels" in reason for reason in reasons_given)
