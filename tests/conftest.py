@@ -4,6 +4,11 @@ Invariant: a test run is repeatable where it has to be (CI derandomizes hypothes
 """
 
 import os
+import signal
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported: with tests on several processes each one compiles in itself, and a pool of compilers for each is too many.
 if "PYTEST_XDIST_WORKER" in os.environ:
