@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Pope
         assert running.poll() is None
     ranks = ranks_of(running)
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=200)
     assert running.returncode == 1
     assert "rank 1 failed" in errors and "SIGKILL" in errors
     assert gone(ranks)
@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Pope
 def test_ctrl_c_ends_both_ranks(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=200)
     assert running.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
     assert gone(ranks)
 
