@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-import torch.compiler.config
 from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -53,15 +52,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     warn_at_the_limit(here)
     graph = rewrite(module, inputs, options)
     device = graph.context.device
-    # torch's caches on disk know the graph, which does not say which products are kernels.
-    settings: Any = torch.compiler.config
-    tag = f"{settings.cache_key_tag} {prepare(graph)}".strip()
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
-    with (
-        torch._functorch.config.patch(backward_pass_autocast="off"),
-        settings.patch(cache_key_tag=tag),
-        tuned.tracing(device),
-    ):
+    with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
         return inner_compiler(options.inner, device)(graph.module, inputs)
 
 

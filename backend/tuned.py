@@ -70,14 +70,19 @@ def _revision() -> str:
 
 
 @contextmanager
-def tracing(device: torch.device) -> Iterator[None]:
-    """Lets attention in BF16 or FP16 multiply in that format where the device has no fused kernel, as with dropout on the CPU.
+def tracing(device: torch.device, kernels: str) -> Iterator[None]:
+    """Holds what tracing into a rewritten graph depends on.
 
-    torch would convert the operands to FP32 there, which no plan has asked for; autocast prevents it as well.
+    Attention in BF16 or FP16 multiplies in that format where the device has no fused kernel, as with dropout on the CPU. torch would
+    convert the operands to FP32 there, which no plan has asked for; autocast prevents it as well.
+
+    Args:
+        device: of the graph.
+        kernels: says which products are kernels; torch's caches on disk know the graph, which does not.
     """
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     settings: Any = torch.compiler.config
-    tag = f"{settings.cache_key_tag} qsync_fx {_revision()}"
+    tag = f"{settings.cache_key_tag} {kernels} qsync_fx {_revision()}".strip()
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
         with settings.patch(cache_key_tag=tag):
