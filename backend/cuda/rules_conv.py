@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda.config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.conv_source import hopper
 from qsync_fx.backend.cuda.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, size_of
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, Problem
-from qsync_fx.backend.cuda.rules_gemm import Rule
+from qsync_fx.backend.cuda.rules_gemm import ALIGNMENT, SINCE, STAGES, SWIZZLE, UNIT, Rule
 
 _WARP: Final = 32
 _REGISTERS: Final = 65536
@@ -82,27 +82,15 @@ _PLAIN: Final = (
         lambda c: c.schedule not in ("multistage", "pipelined", "warp_specialized"),
         "the schedule of a convolution is multistage, pipelined or warp_specialized",
     ),
-    Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
-    Rule(
-        "alignment",
-        lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
-        "alignments are powers of two, up to 16 (operands) and 8 (output)",
-    ),
-    Rule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
+    SWIZZLE,
+    ALIGNMENT,
+    STAGES,
 )
 """What the other rules take for granted."""
 
 _BOTH: Final = (
-    Rule(
-        "since",
-        lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
-        "the architecture has tensor cores for the formats",
-    ),
-    Rule(
-        "unit",
-        lambda c: (c.unit == "simt") != (c.a == "fp32"),
-        'fp32 runs on the ordinary units ("simt"), all other formats on tensor cores',
-    ),
+    SINCE,
+    UNIT,
     Rule(
         "int8",
         lambda c: c.a == "int8" and c.operation != "fprop",

@@ -38,6 +38,28 @@ class Rule:
     sentence: str
 
 
+# What products and convolutions have in common.
+SWIZZLE: Final = Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8")
+ALIGNMENT: Final = Rule(
+    "alignment",
+    lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
+    "alignments are powers of two, up to 16 (operands) and 8 (output)",
+)
+STAGES: Final = Rule(
+    "stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"
+)
+SINCE: Final = Rule(
+    "since",
+    lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
+    "the architecture has tensor cores for the formats",
+)
+UNIT: Final = Rule(
+    "unit",
+    lambda c: (c.unit == "simt") != (c.a == "fp32"),
+    'fp32 runs on the ordinary units ("simt"), all other formats on tensor cores',
+)
+
+
 def _positive(shape: object) -> bool:
     sizes = shape if isinstance(shape, tuple) else ()
     return len(sizes) == 3 and all(type(size) is int and 0 < size <= 1024 for size in sizes)
@@ -118,27 +140,15 @@ _PLAIN: Final = (
         ),
         "the schedule is multistage, pipelined, cooperative or pingpong",
     ),
-    Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
-    Rule(
-        "alignment",
-        lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
-        "alignments are powers of two, up to 16 (operands) and 8 (output)",
-    ),
-    Rule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
+    SWIZZLE,
+    ALIGNMENT,
+    STAGES,
 )
 """What the other rules take for granted."""
 
 _BOTH: Final = (
-    Rule(
-        "since",
-        lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
-        "the architecture has tensor cores for the formats",
-    ),
-    Rule(
-        "unit",
-        lambda c: (c.unit == "simt") != (c.a == "fp32"),
-        'fp32 runs on the ordinary units ("simt"), all other formats on tensor cores',
-    ),
+    SINCE,
+    UNIT,
     Rule(
         "K-major",
         lambda c: c.a in ("int8", *_FP8) and not _k_major(c),
