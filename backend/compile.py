@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from qsync_fx.backend import operators, tuned
+from qsync_fx.backend import decompositions, operators, tuned
 from qsync_fx.backend.cuda.collect import prepare
 from qsync_fx.devices import default_precision, support
 from qsync_fx.graph import Context, PrecisionGraph
@@ -65,8 +65,9 @@ def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule,
 
     found: Any = lookup_backend(name)
     if name == "inductor":
-        tuned.register_layouts()
-        return lambda module, inputs: found(module, list(inputs), config_patches=tuned.inductor(device))
+        tuned.register_with_inductor()
+        settings = {"config_patches": tuned.inductor(device), "decompositions": decompositions.for_inductor(device)}
+        return lambda module, inputs: found(module, list(inputs), **settings)
     return lambda module, inputs: found(module, list(inputs))
 
 

@@ -18,17 +18,20 @@ import torch.compiler.config
 from torch import fx
 from torch.backends import cuda
 
+from qsync_fx.backend import relu
+
 
 @functools.cache
-def register_layouts() -> None:
-    """Tells Inductor in which layout `qsync::quantize` wants its input: channels last in graphs where convolutions have it so.
+def register_with_inductor() -> None:
+    """Tells Inductor how `qsync::gate` is computed, and in which layout `qsync::quantize` wants its input.
 
-    Any layout is right. With that of the traced graph, Inductor copied every activation there and back, and a VGG step took a fifth
-    longer; with any, what was made just to be quantized came out with channels first, and the step of a ResNet took a tenth longer.
-    The price: random numbers belong to places in memory, so they are others than in the eager graph. Rounding stays unbiased.
+    That is channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph, Inductor copied
+    every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came out with
+    channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they are others
+    than in the eager graph. Rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
-    from torch._inductor.lowering import make_fallback
+    from torch._inductor.lowering import make_fallback, register_lowering
     from torch._inductor.virtualized import V
 
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
@@ -42,6 +45,7 @@ def register_layouts() -> None:
         return (x, *others), {}
 
     make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
+    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
 
 
 def inductor(device: torch.device) -> dict[str, Any]:
@@ -55,17 +59,20 @@ def inductor(device: torch.device) -> dict[str, Any]:
         # It keeps what takes more than four reads to compute again. A quantized activation takes its scales, statistics and parameters,
         # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
         "realize_reads_threshold": 24,
+        # There is one place, and the user's comes first: without ours, steps are right and slower.
+        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass or relu.EarlyBytes(),
     }
 
 
 @functools.cache
 def _revision() -> str:
-    """Returns a digest of the code of the lowered operators and of these settings.
+    """Returns a digest of the code of the lowered operators, of decompositions, and of these settings.
 
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    files = (Path(__file__), *sorted((here / "operators").glob("*.py")))
+    names = "tuned", "decompositions", "relu"
+    files = (*(here / f"{name}.py" for name in names), *sorted((here / "operators").glob("*.py")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

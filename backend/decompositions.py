@@ -1,0 +1,45 @@
+"""Backward formulas that Inductor is given on the CPU in place of its own, where those end in scalar code.
+
+Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from qsync_fx.backend.operators.max_pool import max_pool2d_gradient
+from qsync_fx.backend.relu import threshold_backward
+
+aten = torch.ops.aten
+
+
+def _max_pool2d_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
+    return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
+
+
+def for_inductor(device: torch.device) -> dict[OpOverload, Callable[..., Any]] | None:
+    """Returns Inductor's table of decompositions with ours in it; None where its own is right."""
+    if device.type != "cpu":
+        return None
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {
+        **select_decomp_table(),
+        aten.threshold_backward.default: threshold_backward,
+        aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
+    }

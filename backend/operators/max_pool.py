@@ -1,0 +1,67 @@
+"""`qsync::max_pool2d_gradient`: the input gradient of max pooling from the places of the maxima, by torch's kernel.
+
+Why an operator of its own: torch's takes the pooling's input too, of which it reads nothing but the shape; that would be kept, or computed
+again and written.
+
+Invariant: the values of `aten::max_pool2d_with_indices_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.operators.library import define
+
+
+def max_pool2d_gradient(
+    gradient: Tensor,
+    indices: Tensor,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """Adds each element of `gradient` where its maximum was found.
+
+    Args:
+        gradient: `[N, C, H', W']` or `[C, H', W']`, floating point. Its memory format is the result's.
+        indices: int64, same shape: `h * W + w` in the input.
+        size: the input's shape, `[N, C, H, W]` or `[C, H, W]`.
+        kernel, stride, padding, dilation, ceil_mode: those of the pooling.
+
+    Returns:
+        `size`, of `gradient`'s type, in which overlapping windows are summed.
+    """
+    window = kernel, stride, padding, dilation, ceil_mode
+    found: Tensor = torch.ops.qsync.max_pool2d_gradient.default(gradient, indices, size, *window)
+    return found
+
+
+def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
+    last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(size, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format)
+
+
+def _kernel(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
+    # Memory that nothing touches is never mapped: this stand-in for the input costs nothing.
+    stand_in = _like(gradient, size)
+    found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(gradient, stand_in, *window, indices)
+    return found
+
+
+def _fake(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
+    return _like(gradient, size)
+
+
+define(
+    "max_pool2d_gradient(Tensor gradient, Tensor indices, SymInt[] size, SymInt[] kernel, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, bool ceil_mode) -> Tensor",
+    {"CompositeExplicitAutograd": _kernel},
+    _fake,
+)
