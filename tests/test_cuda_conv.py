@@ -22,6 +22,7 @@ from qsync_fx.backend.cuda import (
     library as libraries,
     rules,
     rules_conv,
+    serving,
     toolchain,
 )
 from qsync_fx.backend.cuda.abi import ConvArguments
@@ -79,7 +80,7 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(problem: ConvProble
     assert len({config.name for config in found}) == len(found)
     for config in found:
         assert rules.problems(config) == []
-        assert rules.serves(config, problem) is None
+        assert serving.serves(config, problem) is None
         assert config.arch == arch
     assert tried.candidates(problem, arch)[: len(found)] == tuple(found)
 
@@ -106,7 +107,7 @@ def test_every_configuration_is_a_kernel_with_a_source(arch: Arch) -> None:
     names = {config.name for config in found}
     assert len({config.digest for config in found}) == len(names)
     for config in dict.fromkeys(found):
-        assert rules_conv.problems(config) == []
+        assert rules.problems(config) == []
         unit = conv_source.source(config)
         assert unit.interface == "conv"
         assert unit.name in unit.source
@@ -124,6 +125,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("operation", {"operation": "gemm"}),
     ("shapes", {"tile": (128, 128)}),
     ("shapes", {"tile": (128, 0, 64)}),
+    ("shapes", {"warp": ()}),
     ("operands", {"a": "fp8", "b": "fp8"}),
     ("operands", {"b": "bf16"}),
     ("output", {"out": "int8"}),
@@ -221,7 +223,7 @@ def test_what_is_not_served_is_told() -> None:
         (dataclasses.replace(RESNET, n=0), "at least 1"),
         (dataclasses.replace(RESNET, a_scale="channel"), "scales that vary"),
     ):
-        assert words in str(rules.serves(config, problem)), problem
+        assert words in str(serving.serves(config, problem)), problem
 
 
 def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
@@ -273,7 +275,7 @@ def test_what_the_rules_let_pass_the_kernel_takes(
     }
     problem = data.draw(problems(data.draw(st.sampled_from([1, 4, 8])), fmt="bf16", **fixed))
     refused = library.can_implement(arguments(problem))
-    if rules.serves(config, problem) is None:
+    if serving.serves(config, problem) is None:
         assert refused is None
     elif problem.c % 8 or problem.k % 8 or min(problem.p, problem.q) < 1:
         assert refused is not None

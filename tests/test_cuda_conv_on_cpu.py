@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda import conv_source, keys, rules_conv, toolchain
+from qsync_fx.backend.cuda import conv_source, keys, serving, toolchain
 from qsync_fx.backend.cuda.abi import ConvArguments
 from qsync_fx.backend.cuda.candidates_conv import conv_configs
 from qsync_fx.backend.cuda.config import KernelConfig
@@ -150,7 +150,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
         ConvProblem(config.operation, 2, 14, 9, unit, unit, 3, 3, (0, 3), (3, 1), (1, 1), *formats),
     ]
     found = [dataclasses.replace(p, activation=config.activation) for p in found]
-    return [p for p in found if rules_conv.serves(config, p) is None]
+    return [p for p in found if serving.serves(config, p) is None]
 
 
 def run(

@@ -21,6 +21,7 @@ from qsync_fx.backend.cuda import (
     library,
     rules,
     rules_gemm,
+    serving,
     toolchain,
 )
 from qsync_fx.backend.cuda.abi import GemmArguments
@@ -71,7 +72,7 @@ def test_candidates_are_kernels_that_serve_in_a_stable_order(problem: GemmProble
     assert len(set(found)) == len(found) == len({config.name for config in found})
     for config in found:
         assert rules.problems(config) == []
-        assert rules.serves(config, problem) is None
+        assert serving.serves(config, problem) is None
         assert config.arch == arch
 
 
@@ -130,8 +131,8 @@ def test_tiles_suit_the_size() -> None:
         (HOPPER, {"b_major": "row"}, "K-major"),
         (AMPERE, {"schedule": "multistage_fast"}, "fast"),
         (AMPERE, {"out": "fp32"}, "wide"),
-        (AMPERE, {"warp": None}, "parts"),
-        (AMPERE, {"cluster": (1, 1, 1)}, "parts"),
+        (AMPERE, {"warp": None}, "names"),
+        (AMPERE, {"cluster": (1, 1, 1)}, "names"),
         (AMPERE, {"warp": (96, 64, 64)}, "warp divides tile"),
         (AMPERE, {"warp": (64, 64, 32)}, "warp divides tile"),
         (AMPERE, {"instruction": (16, 8, 16)}, "instruction"),
@@ -235,13 +236,13 @@ def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str
     ],
 )
 def test_why_a_kernel_does_not_serve(changes: dict[str, object], reason: str | None) -> None:
-    assert rules.serves(AMPERE, dataclasses.replace(INT8, **changes)) == reason  # type: ignore[arg-type]
+    assert serving.serves(AMPERE, dataclasses.replace(INT8, **changes)) == reason  # type: ignore[arg-type]
 
 
 def test_kernels_without_scales_or_bias_do_not_serve_problems_with_them() -> None:
     plain = dataclasses.replace(AMPERE, a_scale="none", b_scale="none", bias=False)
-    assert rules.serves(plain, INT8) == "it reads no scales"
-    assert rules.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none")) == "it adds no bias"
+    assert serving.serves(plain, INT8) == "it reads no scales"
+    assert serving.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none")) == "it adds no bias"
 
 
 def test_users_add_kernels() -> None:

@@ -14,7 +14,7 @@ import cutlass_cpu
 import pytest
 import torch
 
-from qsync_fx.backend.cuda import launch, padding, rules, toolchain
+from qsync_fx.backend.cuda import launch, padding, serving, toolchain
 from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.gemm_source import hopper
@@ -111,7 +111,7 @@ def test_the_wrapper_around_a_kernel(libraries: dict[KernelConfig, Library], pro
     """What the operators call, with a kernel for tensor cores behind it: sizes filled up with zeros, layouts changed, results cut out."""
     generator = torch.Generator().manual_seed(5)
     for taken in padding.alternatives(problem):
-        served = [config for config in KERNELS if config.arch == "sm_80" and rules.serves(config, taken) is None]
+        served = [config for config in KERNELS if config.arch == "sm_80" and serving.serves(config, taken) is None]
         if served:
             break
     (config, *_) = served

@@ -3,8 +3,10 @@
 From the bottom to the top; a module imports from those above it in this list.
 
     problem     what is to be computed: formats, layouts, sizes
-    config      a kernel as data: a frozen KernelConfig; `rules` says which are valid, `candidates` which are tried
-    unit        a translation unit; `gemm_source`, `conv_source` and `quantizer_source` write them from the templates in cpp/cutlass
+    config      a kernel as data: a frozen KernelConfig; `rules` says which are valid, `serving` which problems they serve,
+                `candidates` which are tried
+    unit        a translation unit; `gemm_source`, `conv_source`, `quantizer_source` and `convert_source` write them from the templates
+                in cpp/cutlass
     toolchain   nvcc, the host compiler and the CUTLASS headers of this machine
     library     a small library with the C interface of `abi`, loaded
     compiler    units to such libraries: `nvcc` makes them within `budget`, `sass` looks at what came out, `cache` keeps them
@@ -15,7 +17,7 @@ From the bottom to the top; a module imports from those above it in this list.
                 `event_timer` measures on one, against `peers`
     select      which kernel computes a problem, or that torch does, and why; `padding` says how kernels may take it
     device      what is known of a device: its architecture, whether kernels can be had for it, what was tuned
-    launch      tensors to arguments: checks, padding, streams, workspace; `quantizing` does so for the quantizer, and `reasons` keeps
-                why torch computed instead
+    calls       what every call of a kernel needs: library, device, stream, workspace; `reasons` keeps why torch computed instead
+    launch      tensors to arguments: checks, padding; `quantizing` does so for the quantizer, `converting` for copies of matrices
     collect     the problems of a model's layers, before it runs
 """

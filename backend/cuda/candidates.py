@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from qsync_fx.backend.cuda import rules
+from qsync_fx.backend.cuda import rules, serving
 from qsync_fx.backend.cuda.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.candidates_gemm import gemm_candidates, gemm_configs
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
@@ -30,7 +30,7 @@ def candidates(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     """
     _known(arch)
     own = conv_candidates(problem, arch) if isinstance(problem, ConvProblem) else gemm_candidates(problem, arch)
-    users = (config for config in _ADDED.values() if config.arch == arch and rules.serves(config, problem) is None)
+    users = (config for config in _ADDED.values() if config.arch == arch and serving.serves(config, problem) is None)
     return tuple(dict.fromkeys((*own, *users)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from qsync_fx.backend.cuda import rules_conv
+from qsync_fx.backend.cuda import rules, serving
 from qsync_fx.backend.cuda.config import Arch, KernelConfig, Shape
 from qsync_fx.backend.cuda.hardware import OPERANDS, SHARED_MEMORY, instruction_of, size_of
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem
@@ -78,7 +78,7 @@ def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     strided = problem.stride != (1, 1)
     found = _configs(problem.operation, problem.a, problem.out, arch, scaled, problem.activation, strided)
-    return [config for config in found if rules_conv.serves(config, problem) is None]
+    return [config for config in found if serving.serves(config, problem) is None]
 
 
 def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
@@ -140,7 +140,7 @@ def _configs(
         )
         for shape in shapes
     )
-    return [config for config in found if not rules_conv.problems(config)]
+    return [config for config in found if not rules.problems(config)]
 
 
 def _parts(fmt: str) -> tuple[_Tile, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from qsync_fx.backend.cuda import rules
+from qsync_fx.backend.cuda import rules, serving
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig, Shape
 from qsync_fx.backend.cuda.hardware import OPERANDS, instruction_of, size_of
 from qsync_fx.backend.cuda.problem import Activation, GemmProblem, Major
@@ -133,7 +133,7 @@ _MULTIPROCESSORS: Final = 108
 
 def gemm_candidates(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
-    found = [config for config in _configs(problem, arch) if rules.serves(config, problem) is None]
+    found = [config for config in _configs(problem, arch) if serving.serves(config, problem) is None]
     return sorted(found, key=lambda config: _misfit(config, problem))
 
 

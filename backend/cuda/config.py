@@ -1,8 +1,8 @@
 """A kernel as data.
 
 Invariant: a KernelConfig is frozen, and the source of its kernel is a function of it alone, so equal configurations are one library.
-`rules.py` says which are valid and which problems they serve; `candidates.py` lists those that are tried; users add their own with
-`qsync_fx.backend.cuda.candidates.add`.
+`rules.py` says which are valid, `serving.py` which problems they serve; `candidates.py` lists those that are tried; users add their own
+with `qsync_fx.backend.cuda.candidates.add`.
 
 Two levels, as in LP-PyTorch (section VI): the hardware configuration (arch, tile, warp, instruction, stages, swizzle, split, schedule) and
 the kernel abstraction (which product, in which formats and layouts, with which epilogue).

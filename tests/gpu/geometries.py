@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qsync_fx.backend.cuda import rules
+from qsync_fx.backend.cuda import serving
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
 
@@ -27,7 +27,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
 
     Never none: a kernel that serves nothing here would go untested.
     """
-    found = [problem for problem in _all(config) if rules.serves(config, problem) is None][:MOST]
+    found = [problem for problem in _all(config) if serving.serves(config, problem) is None][:MOST]
     assert found, f"nothing here is served by {config.name}"
     return found
 
