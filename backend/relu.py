@@ -36,7 +36,7 @@ def lower_gate(gradient: Any, closed: Any) -> Any:
 
 
 class EarlyBytes(CustomGraphPass):
-    """Puts the bytes that a forward graph keeps right behind the results that they come from.
+    """Puts the bytes that a forward graph returns, to be kept, right behind the results that they come from.
 
     A partitioner puts them at the end of the graph, and Inductor looks for tensors with channels last up to the last convolution only:
     bytes behind it would be transposed when they are written and when they are read.
@@ -50,7 +50,8 @@ class EarlyBytes(CustomGraphPass):
                 if follower.target is not prims.convert_element_type.default:
                     break
                 chain.append(follower)
-            if len(chain) == 3 and chain[-1].args[1] is torch.int8:
+            kept = graph.output_node() in chain[-1].users and node.args[0].op != "placeholder"
+            if len(chain) == 3 and chain[-1].args[1] is torch.int8 and kept:
                 for place, moved in zip((node.args[0], *chain), chain, strict=False):
                     place.append(moved)
 
