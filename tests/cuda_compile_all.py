@@ -29,11 +29,12 @@ from qsync_fx.files import write_text
 
 
 def units(arch: Arch) -> list[Unit]:
-    """Returns all units of an architecture: products, convolutions, quantizers."""
+    """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
     quantizers = [
         quantizer_source.quantizer(arch, x, fmt) for x in quantizer_source.X_TYPES for fmt in quantizer_source.FORMATS
     ]
-    return [*map(kernels.unit_of, candidates.all_configs(arch)), *quantizers]
+    products = map(kernels.unit_of, candidates.all_configs(arch))
+    return [*products, *quantizers, *kernels.copiers(arch), *kernels.converters(arch)]
 
 
 def sampled(of: list[Unit], count: int | None) -> list[Unit]:

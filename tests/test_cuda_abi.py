@@ -13,7 +13,7 @@ import pytest
 from qsync_fx.backend.cuda import abi
 from qsync_fx.backend.cuda.keys import TEMPLATES
 
-STRUCTURES = (abi.GemmArguments, abi.ConvArguments, abi.QuantizeArguments)
+STRUCTURES = (abi.GemmArguments, abi.ConvArguments, abi.QuantizeArguments, abi.ConvertArguments)
 COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 

@@ -72,3 +72,23 @@ class QuantizeArguments(ctypes.Structure):
         ("device", _I32),
         ("multiprocessors", _I32),
     )
+
+
+class ConvertArguments(ctypes.Structure):
+    """Copies of matrices: `y[b, r, c] = x[b, r, c] * scale` or, turned, `x[b, c, r] * scale`, and zeros where `x` has nothing.
+
+    `x` is `batches` matrices `[rows, columns]`, with the stride `ldx` between rows and `batch_stride` between matrices. `y` is `y_batches`
+    matrices `[y_rows, y_columns]` without gaps. `scale` points to one FP32 number in device memory; null: 1. Types are the numbers of
+    `convert_source.ELEMENTS`.
+    """
+
+    _fields_ = (
+        *((name, _P) for name in ("x", "y", "scale")),
+        *(
+            (name, _I64)
+            for name in ("batches", "rows", "columns", "ldx", "batch_stride", "y_batches", "y_rows", "y_columns")
+        ),
+        *((name, _I32) for name in ("x_type", "y_type", "turned")),
+        ("device", _I32),
+        ("multiprocessors", _I32),
+    )

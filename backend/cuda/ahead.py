@@ -17,16 +17,17 @@ from qsync_fx.backend.cuda.unit import Unit
 
 
 def of_all(arch: Arch) -> list[Unit]:
-    """Returns the first candidate for each product, pair of formats and layout, and all quantizers."""
+    """Returns the first candidate for each product, pair of formats and layout, all quantizers, and all that copies and converts."""
     first: dict[tuple[object, ...], KernelConfig] = {}
     for config in candidates.all_configs(arch):
         if config.activation == "none":
             first.setdefault((config.operation, config.a, config.b, config.out, config.a_major, config.b_major), config)
-    return [*map(kernels.unit_of, first.values()), *_quantizers(arch, X_TYPES, FORMATS)]
+    products = map(kernels.unit_of, first.values())
+    return [*products, *_quantizers(arch, X_TYPES, FORMATS), *kernels.copiers(arch), *kernels.converters(arch)]
 
 
 def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) -> list[Unit]:
-    """Returns what computes these problems, and the quantizers of their formats.
+    """Returns what computes these problems, the quantizers of their formats, and what copies operands that lie otherwise.
 
     Args:
         every_candidate: all kernels that the tuner may choose from; otherwise those that run where nothing was tuned.
@@ -43,7 +44,9 @@ def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) 
             configs |= dict.fromkeys(() if isinstance(found, str) else found.configs)
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None
-    return [*map(kernels.unit_of, configs), *_quantizers(arch, read, formats)]
+    # Whether an operand has to be copied may depend on where its memory starts, which no problem says.
+    copiers = kernels.copiers(arch) if configs else []
+    return [*map(kernels.unit_of, configs), *_quantizers(arch, read, formats), *copiers]
 
 
 def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[Unit]:

@@ -138,7 +138,8 @@ def prepare(graph: PrecisionGraph) -> str:
         return ""
     decided = {problem: decision(problem, device) for problem in _problems(graph)}
     configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
-    kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch)])
+    copiers = kernels.copiers(arch) if configs else []
+    kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch), *copiers])
     usable = {config for config in configs if kernels.failure(kernels.unit_of(config)) is None}
     lines = [
         f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"

@@ -44,6 +44,34 @@ def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
     return quantizer_source.quantizer(arch, x, fmt)
 
 
+def copiers(arch: Arch) -> list[Unit]:
+    """Returns what copies operands on an architecture, if anything does: what compiles for sm_70 takes products alone."""
+    return [] if arch == "sm_70" else [copier(arch)]
+
+
+@functools.lru_cache(maxsize=64)
+def copier(arch: Arch) -> Unit:
+    """Returns what copies matrices as they are on an architecture."""
+    from qsync_fx.backend.cuda import convert_source
+
+    return convert_source.copier(arch)
+
+
+@functools.lru_cache(maxsize=64)
+def converter(arch: Arch, x: str) -> Unit:
+    """Returns what converts numbers in the format `x` to floats on an architecture."""
+    from qsync_fx.backend.cuda import convert_source
+
+    return convert_source.converter(arch, x)
+
+
+def converters(arch: Arch) -> list[Unit]:
+    """Returns all that converts numbers on an architecture; see `copiers`."""
+    from qsync_fx.backend.cuda.convert_source import NUMBERS
+
+    return [] if arch == "sm_70" else [converter(arch, x) for x in NUMBERS]
+
+
 def library(unit: Unit, *, wait: bool = True) -> Library | None:
     """Returns the library of a unit, and compiles it where it is not in the cache.
 

@@ -1,31 +1,27 @@
 """From tensors to a running kernel: what LP-PyTorch (section VI) calls the front-end security wrapper.
 
 A kernel believes what it is told. Here stands what has to be true before it is told anything: types and layouts of the problem it was
-compiled for, pointers at multiples of 16 bytes, sizes in INT32, memory on the device that the stream belongs to. What does not suit is
-copied or computed by torch, and `reasons` says why.
+compiled for, pointers at multiples of 16 bytes, sizes in INT32, memory on the device that the stream belongs to. Operands that do not
+suit are copied, by `converting`; what does not suit then is computed by torch, and `reasons` says why.
 
-Invariant: the result is that of `fallback`, up to the order of FP32 sums, whichever way is taken. Nothing waits for the device, and while
-a CUDA graph is captured nothing is compiled: a kernel that is not loaded by then is torch's to compute.
+Invariant: the result is that of `fallback`, up to the order of FP32 sums, whichever way is taken.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import fallback, kernels, padding, reasons
+from qsync_fx.backend.cuda import calls, converting, fallback, kernels, padding, reasons
 from qsync_fx.backend.cuda.abi import ConvArguments, GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.device import decision
-from qsync_fx.backend.cuda.library import Arguments, Library
+from qsync_fx.backend.cuda.library import Library
 from qsync_fx.backend.cuda.operands import Window, aligned, conv_problem, gemm_problem, leading, too_large, type_of
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem, Major
 from qsync_fx.backend.cuda.problem_json import shown
 from qsync_fx.backend.cuda.select import Decision
-from qsync_fx.errors import KernelError, QSyncError
+from qsync_fx.errors import KernelError
 
 
 def gemm(
@@ -106,19 +102,7 @@ def _library(problem: GemmProblem | ConvProblem, found: Decision, device: torch.
     if found.config is None:
         reasons.note(shown(problem), found.reason)
         return None
-    try:
-        library = kernels.library(kernels.unit_of(found.config), wait=not capturing(device))
-    except QSyncError as error:
-        reasons.note(shown(problem), error.what)
-        return None
-    if library is None:
-        reasons.note(shown(problem), "its kernel was not loaded before a CUDA graph was captured")
-    return library
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return calls.library(kernels.unit_of(found.config), device, shown(problem))
 
 
 def run_gemm(
@@ -137,7 +121,7 @@ def run_gemm(
         KernelError: the kernel does not take these arguments, or cannot be started.
     """
     m, n = int(a.shape[0]), int(b.shape[1])
-    with guarded(a.device):
+    with calls.guarded(a.device):
         a = _matrix(a, taken.m, taken.k, taken.a_major, config.alignment)
         b = _matrix(b, taken.k, taken.n, taken.b_major, config.alignment)
         d = a.new_empty((taken.m, taken.n), dtype=type_of(taken.out))
@@ -145,13 +129,13 @@ def run_gemm(
         added = padding.filled_vector(bias, taken.n)
         arguments = GemmArguments(
             a=a.data_ptr(), b=b.data_ptr(), d=d.data_ptr(),
-            a_scale=_address(rows), b_scale=_address(columns), bias=_address(added),
+            a_scale=calls.address(rows), b_scale=calls.address(columns), bias=calls.address(added),
             lda=leading(a, taken.a_major), ldb=leading(b, taken.b_major), ldd=taken.n,
             m=taken.m, n=taken.n, k=taken.k,
             a_scale_per_row=taken.a_scale == "channel", b_scale_per_column=taken.b_scale == "channel",
-            split=1, **place(a.device),
+            split=1, **calls.place(a.device),
         )  # fmt: skip
-        run(library, arguments, a.device)
+        calls.run(library, arguments, a.device)
     return d if (taken.m, taken.n) == (m, n) else d[:m, :n].contiguous()
 
 
@@ -175,19 +159,19 @@ def run_conv(
         "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
         "wgrad": ((p.k, p.r, p.s, p.c), (t.k, t.r, t.s, t.c)),
     }[p.operation]
-    with guarded(a.device):
+    with calls.guarded(a.device):
         a, b = _last(a, *first), _last(b, *second)
         d = a.new_empty(whole, dtype=type_of(t.out))
         channels, added = padding.filled_vector(b_scale, t.k), padding.filled_vector(bias, t.k)
         (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = t.padding, t.stride, t.dilation
         arguments = ConvArguments(
             a=a.data_ptr(), b=b.data_ptr(), d=d.data_ptr(),
-            a_scale=_address(a_scale), b_scale=_address(channels), bias=_address(added),
+            a_scale=calls.address(a_scale), b_scale=calls.address(channels), bias=calls.address(added),
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h, dilation_w=dilation_w,
-            b_scale_per_channel=t.b_scale == "channel", split=1, **place(a.device),
+            b_scale_per_channel=t.b_scale == "channel", split=1, **calls.place(a.device),
         )  # fmt: skip
-        run(library, arguments, a.device)
+        calls.run(library, arguments, a.device)
     if whole != shape:
         d = d[: shape[0], :, :, : shape[3]].contiguous()
     return d.permute(0, 3, 1, 2)
@@ -197,7 +181,7 @@ def _matrix(t: Tensor, rows: int, columns: int, way: Major, alignment: int) -> T
     """Returns a matrix as a kernel takes it, a copy where it lies otherwise."""
     if tuple(t.shape) == (rows, columns) and aligned(t, way, alignment):
         return t
-    return padding.laid_out(t, rows, columns, way)
+    return converting.laid_out(t, rows, columns, way)
 
 
 def _last(t: Tensor, first: int, second: int) -> Tensor:
@@ -207,43 +191,4 @@ def _last(t: Tensor, first: int, second: int) -> Tensor:
     lies = all(size == 1 or have == want for size, have, want in zip(t.shape, t.stride(), packed, strict=True))
     if (n, c) == (first, second) and lies and t.data_ptr() % padding.VECTOR == 0:
         return t
-    return padding.channels_last(t, first, second)
-
-
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-def run(library: Library, arguments: Arguments, device: torch.device) -> None:
-    """Asks a kernel whether it takes arguments, gives it memory and queues it on the current stream; raises `KernelError`."""
-    why = library.can_implement(arguments)
-    if why is not None:
-        raise KernelError(f"its kernel does not take these operands: {why}", where=library.unit.name)
-    size = library.workspace(arguments)
-    # torch's allocator gives memory back to the same stream only, so it may be dropped as soon as the kernel is queued.
-    memory = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    library.run(arguments, _address(memory) or 0, stream_of(device))
-
-
-def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device the current one, for launches and allocations."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def stream_of(device: torch.device) -> int:
-    """Returns the address of a device's current stream."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-def place(device: torch.device) -> dict[str, int]:
-    """Returns what kernels are told of the device."""
-    if device.type != "cuda":
-        return {"device": 0, "multiprocessors": 1}
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return {"device": index, "multiprocessors": _multiprocessors(index)}
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    count: int = torch.cuda.get_device_properties(index).multi_processor_count
-    return count
+    return converting.channels_last(t, first, second)

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Final
 
 from qsync_fx.backend.cuda import abi, toolchain
-from qsync_fx.backend.cuda.abi import ConvArguments, GemmArguments, QuantizeArguments
+from qsync_fx.backend.cuda.abi import ConvArguments, ConvertArguments, GemmArguments, QuantizeArguments
 from qsync_fx.backend.cuda.unit import Unit
 from qsync_fx.errors import KernelError, ToolchainError
 
-Arguments = GemmArguments | ConvArguments | QuantizeArguments
+Arguments = GemmArguments | ConvArguments | QuantizeArguments | ConvertArguments
 
 _STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
     "gemm": GemmArguments,
     "conv": ConvArguments,
     "quantize": QuantizeArguments,
+    "convert": ConvertArguments,
 }
 
 

@@ -60,7 +60,10 @@ def pays(problem: Problem, taken: Problem) -> bool:
 
 
 def moved(problem: Problem, taken: Problem) -> int:
-    """Returns the bytes that are read and written when a kernel takes `problem` as `taken`, copies included."""
+    """Returns the bytes that are read and written when a kernel takes `problem` as `taken`, copies included.
+
+    A copy reads what there is and writes what is taken, zeros too, in one pass, turned or not (see `converting`).
+    """
     total = 0
     for before, after, copy in zip(_operands(problem), _operands(taken), copied(problem, taken), strict=True):
         total += before + 2 * after if copy else after

@@ -14,14 +14,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import kernels, launch, reasons
+from qsync_fx.backend.cuda import calls, kernels, reasons
 from qsync_fx.backend.cuda.abi import QuantizeArguments
 from qsync_fx.backend.cuda.device import known_of
 from qsync_fx.backend.cuda.library import Library
 from qsync_fx.backend.cuda.operands import LARGEST_SIZE, format_name
 from qsync_fx.backend.operators import reference
 from qsync_fx.backend.operators.reference import Rounding
-from qsync_fx.errors import KernelError, QSyncError
+from qsync_fx.errors import KernelError
 from qsync_fx.precision import Precision
 
 _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,15 +91,7 @@ def _library(x: Tensor, row: Precision) -> Library | None:
     if found.arch is None or source is None:
         reasons.note(_shown(x, row), found.reason)
         return None
-    try:
-        unit = kernels.quantizer(found.arch, source, row.name)
-        library = kernels.library(unit, wait=not launch.capturing(x.device))
-    except QSyncError as error:
-        reasons.note(_shown(x, row), error.what)
-        return None
-    if library is None:
-        reasons.note(_shown(x, row), "its kernel was not loaded before a CUDA graph was captured")
-    return library
+    return calls.library(kernels.quantizer(found.arch, source, row.name), x.device, _shown(x, row))
 
 
 def _shown(x: Tensor, row: Precision) -> str:
@@ -141,7 +133,7 @@ def run(
     """
     from qsync_fx.backend.cuda.quantizer_source import FORMATS, ROUNDINGS, X_TYPES
 
-    with launch.guarded(x.device):
+    with calls.guarded(x.device):
         x, ldx = _in_order(x, q, groups)
         scale = x.new_empty([int(size) for size in reference.scale_shape(q, keep)], dtype=torch.float32)
         seed = seed.to(x.device)
@@ -149,9 +141,9 @@ def run(
             x=x.data_ptr(), q=q.data_ptr(), qt=None if turned is None else turned.data_ptr(), scale=scale.data_ptr(), seed=seed.data_ptr(),
             rows=groups.rows, columns=groups.columns, ldx=ldx, stream=stream & 0xFFFFFFFF,
             x_type=X_TYPES[str(format_name(x.dtype))], format=FORMATS[row.name], rounding=ROUNDINGS[rounding], group=groups.group,
-            **launch.place(x.device),
+            **calls.place(x.device),
         )  # fmt: skip
-        launch.run(library, arguments, x.device)
+        calls.run(library, arguments, x.device)
     return scale
 
 

@@ -27,6 +27,6 @@ class Unit:
     name: str
     arch: Arch
     source: str
-    interface: Literal["gemm", "conv", "quantize"]
+    interface: Literal["gemm", "conv", "quantize", "convert"]
     opcode: str = ""
     heavy: bool = False

@@ -38,4 +38,14 @@ struct QuantizeArguments {
     std::int32_t device, multiprocessors;
 };
 
+struct ConvertArguments {
+    const void *x;
+    void *y;
+    const float *scale;
+    std::int64_t batches, rows, columns, ldx, batch_stride;
+    std::int64_t y_batches, y_rows, y_columns;
+    std::int32_t x_type, y_type, turned;
+    std::int32_t device, multiprocessors;
+};
+
 } // namespace qsync

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import cache, candidates, fallback, kernels, launch
+from qsync_fx.backend.cuda import cache, calls, candidates, fallback, kernels
 from qsync_fx.backend.cuda.abi import GemmArguments
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.device import known_of
@@ -126,10 +126,10 @@ def gemm(
         lda=a_memory.shape[1], ldb=b_memory.shape[1], ldd=d.shape[1], m=m, n=n, k=k,
         a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
         b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
-        split=1, **launch.place(a.device),
+        split=1, **calls.place(a.device),
     )  # fmt: skip
-    with launch.guarded(a.device):
-        launch.run(library, arguments, a.device)
+    with calls.guarded(a.device):
+        calls.run(library, arguments, a.device)
     assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
     return d[:m, :n]
 
