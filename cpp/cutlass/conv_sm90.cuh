@@ -5,8 +5,6 @@
 // operation, alignment, out_alignment, stages, strided, splits, scaled, biased, activation.
 #pragma once
 
-#include <algorithm>
-
 #include "cute/tensor.hpp"
 // In this order: they include little of what they need.
 #include "cute/atom/mma_atom.hpp"
@@ -18,7 +16,7 @@
 #include "cutlass/conv/kernel/conv_universal.hpp"
 #include "cutlass/conv/device/conv_universal_adapter.hpp"
 #include "cutlass/conv/dispatch_policy.hpp"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "adapter_sm90.cuh"
 #include "conv_checks.h"
 #include "epilogue_sm90.cuh"
 #include "exports.cuh"
@@ -59,7 +57,7 @@ struct DequantizeConv {
 };
 
 template <class Config>
-struct Conv {
+struct Conv : AdapterSm90<Conv<Config>, ConvArguments> {
     static constexpr Operator operation = Config::operation;
     static constexpr bool wgrad = operation == Operator::kWgrad;
 
@@ -68,11 +66,7 @@ struct Conv {
     using OutputLayout = std::conditional_t<wgrad, cutlass::layout::TensorKCSR, Nhwc>;
     using Fusion = DequantizeConv<
         typename Config::Tile, typename Config::Output, Config::activation, operation, Config::scaled, Config::biased>;
-    using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
-        cutlass::epilogue::collective::EpilogueTileAuto, typename Config::Accumulator, float,
-        void, OutputLayout, Config::out_alignment, typename Config::Output, OutputLayout, Config::out_alignment,
-        typename Config::EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
+    using Epilogue = EpilogueSm90<Config, OutputLayout, typename Fusion::Tree>;
     using Automatic = cutlass::conv::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>;
     using Stages = std::conditional_t<Config::stages == 0, Automatic, cutlass::conv::collective::StageCount<Config::stages>>;
     using Mainloop = typename cutlass::conv::collective::CollectiveBuilder<
@@ -104,35 +98,15 @@ struct Conv {
         Shape const shape(
             cutlass::conv::Mode::kCrossCorrelation, {x.n, x.h, x.w, x.c}, {x.k, x.r, x.s, x.c}, {x.pad_h, x.pad_w}, {x.pad_h, x.pad_w},
             {x.stride_h, x.stride_w}, {x.dilation_h, x.dilation_w}, 1);
-        cutlass::KernelHardwareInfo hardware;
-        hardware.device_id = x.device;
-        hardware.sm_count = x.multiprocessors;
         typename Device::Arguments made{
             shape,
             {static_cast<typename Config::A const *>(x.a), static_cast<typename Config::B const *>(x.b)},
             {Fusion::arguments(x), nullptr, {}, static_cast<typename Config::Output *>(x.d), strides(shape)},
-            hardware};
+            hardware(x)};
         return made;
     }
 
-    static int can_implement(ConvArguments const &x) {
-        cutlass::Status const status = conv_status<Config>(x);
-        return static_cast<int>(status == cutlass::Status::kSuccess ? Device::can_implement(arguments(x)) : status);
-    }
-
-    static std::int64_t workspace(ConvArguments const &x) { return static_cast<std::int64_t>(Device::get_workspace_size(arguments(x))); }
-
-    static int run(ConvArguments const &x, void *workspace, cudaStream_t stream) {
-        int const refused = can_implement(x);
-        if (refused != 0) {
-            return refused;
-        }
-        Device device;
-        cutlass::Status const status = device.initialize(arguments(x), workspace, stream);
-        return static_cast<int>(status == cutlass::Status::kSuccess ? device.run(stream) : status);
-    }
-
-    static int shared_memory() { return static_cast<int>(Kernel::SharedStorageSize); }
+    static cutlass::Status status(ConvArguments const &x) { return conv_status<Config>(x); }
 };
 
 } // namespace qsync

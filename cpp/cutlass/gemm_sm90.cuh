@@ -6,10 +6,10 @@
 
 #include <algorithm>
 
-#include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "adapter_sm90.cuh"
 #include "epilogue_sm90.cuh"
 #include "exports.cuh"
 #include "gemm_checks.h"
@@ -17,13 +17,9 @@
 namespace qsync {
 
 template <class Config>
-struct Gemm {
+struct Gemm : AdapterSm90<Gemm<Config>, GemmArguments> {
     using Fusion = Dequantize<typename Config::Tile, typename Config::Output, Config::activation, Config::scaled, Config::biased>;
-    using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
-        cutlass::epilogue::collective::EpilogueTileAuto, typename Config::Accumulator, float,
-        void, cutlass::layout::RowMajor, Config::out_alignment, typename Config::Output, cutlass::layout::RowMajor, Config::out_alignment,
-        typename Config::EpilogueSchedule, typename Fusion::Tree>::CollectiveOp;
+    using Epilogue = EpilogueSm90<Config, cutlass::layout::RowMajor, typename Fusion::Tree>;
     using Automatic = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>;
     using Stages = std::conditional_t<Config::stages == 0, Automatic, cutlass::gemm::collective::StageCount<Config::stages>>;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -48,9 +44,6 @@ struct Gemm {
     }
 
     static typename Device::Arguments arguments(GemmArguments const &x) {
-        cutlass::KernelHardwareInfo hardware;
-        hardware.device_id = x.device;
-        hardware.sm_count = x.multiprocessors;
         auto const d = strides<typename Kernel::StrideD>(x.ldd);
         typename Device::Arguments made{
             cutlass::gemm::GemmUniversalMode::kGemm,
@@ -58,7 +51,7 @@ struct Gemm {
             {static_cast<typename Config::A const *>(x.a), strides<typename Kernel::StrideA>(x.lda),
              static_cast<typename Config::B const *>(x.b), strides<typename Kernel::StrideB>(x.ldb)},
             {Fusion::arguments(x), nullptr, d, static_cast<typename Config::Output *>(x.d), d},
-            hardware};
+            hardware(x)};
         made.scheduler.max_swizzle_size = Config::swizzle;
         if constexpr (Config::stream_k) {
             made.scheduler.splits = std::max(x.split, 1);
@@ -66,24 +59,7 @@ struct Gemm {
         return made;
     }
 
-    static int can_implement(GemmArguments const &x) {
-        cutlass::Status const status = gemm_status<Config>(x);
-        return static_cast<int>(status == cutlass::Status::kSuccess ? Device::can_implement(arguments(x)) : status);
-    }
-
-    static std::int64_t workspace(GemmArguments const &x) { return static_cast<std::int64_t>(Device::get_workspace_size(arguments(x))); }
-
-    static int run(GemmArguments const &x, void *workspace, cudaStream_t stream) {
-        int const refused = can_implement(x);
-        if (refused != 0) {
-            return refused;
-        }
-        Device device;
-        cutlass::Status const status = device.initialize(arguments(x), workspace, stream);
-        return static_cast<int>(status == cutlass::Status::kSuccess ? device.run(stream) : status);
-    }
-
-    static int shared_memory() { return static_cast<int>(Kernel::SharedStorageSize); }
+    static cutlass::Status status(GemmArguments const &x) { return gemm_status<Config>(x); }
 };
 
 } // namespace qsync
