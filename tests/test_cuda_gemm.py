@@ -307,12 +307,12 @@ struct Config {
     static constexpr int alignment = 16;
     static constexpr int out_alignment = 8;
     static constexpr int stages = 0;
+    static constexpr bool scaled = true;
+    static constexpr bool biased = true;
+    static constexpr auto activation = qsync::Activation::none;
     static constexpr int swizzle = 4;
     static constexpr int largest_k = 131071;
     static constexpr bool stream_k = false;
-    static constexpr bool scaled = true;
-    static constexpr bool biased = true;
-    static constexpr qsync::Activation activation = qsync::Activation::none;
 };
 
 QSYNC_GEMM(Config, "NAME")

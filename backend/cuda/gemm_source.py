@@ -1,27 +1,15 @@
-"""The source of a GEMM kernel: a structure of names and numbers, and one macro.
+"""The source of a GEMM kernel: what `cutlass_source` writes, with the layouts, the order of the tiles and the schedule of a product.
 
-Invariant: a function of the configuration alone, so equal configurations are one library. Everything that computes is in
-cpp/cutlass; what is written here only chooses.
+Invariant: as of `cutlass_source`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from qsync_fx.backend.cuda.config import KernelConfig, Shape
+from qsync_fx.backend.cuda import cutlass_source
+from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.unit import Unit
-
-ELEMENTS: Final = {
-    "int8": "std::int8_t",
-    "fp16": "cutlass::half_t",
-    "bf16": "cutlass::bfloat16_t",
-    # Operands that hold TF32 values already, as all of qsync's do: the tensor core would drop the lower bits of others unrounded.
-    "tf32": "cutlass::tfloat32_t",
-    "fp32": "float",
-    "fp8": "cutlass::float_e4m3_t",
-    "fp8_e5m2": "cutlass::float_e5m2_t",
-}
-"""What CUTLASS calls the formats of `qsync_fx.precision`."""
 
 LARGEST_K: Final = {"int8": (1 << 17) - 1}
 """Sums of products of two INT8 numbers longer than this may leave 32 bits: `(2**17 - 1) * 2**14 < 2**31`."""
@@ -41,86 +29,45 @@ def hopper(config: KernelConfig) -> bool:
 def opcode(config: KernelConfig) -> str:
     """Returns the instruction that the machine code of a valid configuration holds."""
     if config.unit == "simt":
-        return "FFMA"
+        return "IDP.4A" if config.a == "int8" else "FFMA"
+    if config.arch == "sm_70":
+        return "HMMA.884"
     return (_WGMMA_OPCODES if hopper(config) else _OPCODES)[config.a]
 
 
 def source(config: KernelConfig) -> Unit:
     """Returns what is to be compiled for `config`, a GEMM that `rules.problems` finds nothing wrong with."""
-    header, fields = (
-        ("gemm_sm90.cuh", _fields_3x(config)) if hopper(config) else ("gemm_sm75_sm89.cuh", _fields_2x(config))
-    )
-    types = {
-        "A": ELEMENTS[config.a],
-        "B": ELEMENTS[config.b],
-        "Accumulator": "std::int32_t" if config.a == "int8" else "float",
-        "Output": ELEMENTS[config.out],
-        "LayoutA": _LAYOUTS[config.a_major],
-        "LayoutB": _LAYOUTS[config.b_major],
-        **fields,
-    }
-    numbers = {
-        "alignment": config.alignment,
-        "out_alignment": config.out_alignment,
-        "stages": config.stages,
+    if hopper(config):
+        header, fields = "gemm_sm90.cuh", _fields_3x(config)
+    else:
+        header, fields = "gemm_sm70.cuh" if config.arch == "sm_70" else "gemm_sm75_sm89.cuh", _fields_2x(config)
+    types = {"LayoutA": _LAYOUTS[config.a_major], "LayoutB": _LAYOUTS[config.b_major], **fields}
+    constants = {
         "swizzle": config.swizzle,
         "largest_k": LARGEST_K.get(config.a, _UNBOUNDED),
-    }
-    flags = {
         "stream_k": config.order == "stream_k",
-        "scaled": config.a_scale != "none" or config.b_scale != "none",
-        "biased": config.bias,
     }
-    lines = [
-        f'#include "{header}"',
-        "",
-        "struct Config {",
-        *(f"    using {name} = {value};" for name, value in types.items()),
-        *(f"    static constexpr int {name} = {value};" for name, value in numbers.items()),
-        *(f"    static constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
-        f"    static constexpr qsync::Activation activation = qsync::Activation::{config.activation};",
-        "};",
-        "",
-        f'QSYNC_GEMM(Config, "{config.name}")',
-        "",
-    ]
-    return Unit(
-        name=config.name,
-        arch=config.arch,
-        source="\n".join(lines),
-        interface="gemm",
-        opcode=opcode(config),
-        heavy=hopper(config),
-    )
+    return cutlass_source.unit(config, "gemm", header, types, constants, opcode(config), hopper(config))
 
 
 def _fields_2x(config: KernelConfig) -> dict[str, str]:
-    assert config.warp is not None and config.instruction is not None
     if config.order == "stream_k":
-        swizzle = "cutlass::gemm::threadblock::ThreadblockSwizzleStreamK"
+        swizzle = "gemm::threadblock::ThreadblockSwizzleStreamK"
     else:
-        swizzle = f"cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<{config.swizzle}>"
-    return {
-        "Arch": f"cutlass::arch::{_instruction_set(config)}",
-        "Unit": "cutlass::arch::OpClassSimt" if config.unit == "simt" else "cutlass::arch::OpClassTensorOp",
-        "Operator": f"cutlass::arch::{_operator(config)}",
-        "Tile": _shape("cutlass::gemm::GemmShape<{}, {}, {}>", config.tile),
-        "Warp": _shape("cutlass::gemm::GemmShape<{}, {}, {}>", config.warp),
-        "Instruction": _shape("cutlass::gemm::GemmShape<{}, {}, {}>", config.instruction),
-        "Swizzle": swizzle,
-    }
+        swizzle = f"gemm::threadblock::GemmIdentityThreadblockSwizzle<{config.swizzle}>"
+    return cutlass_source.fields_2x(config, _instruction_set(config), _operator(config), swizzle)
 
 
 def _instruction_set(config: KernelConfig) -> str:
     """The oldest architecture that has the instructions: CUTLASS knows its kernels by that."""
-    if config.arch == "sm_75":
-        return "Sm75"
+    if config.arch in ("sm_70", "sm_75"):
+        return config.arch.replace("sm_", "Sm")
     return "Sm89" if config.a in _FP8 else "Sm80"
 
 
 def _operator(config: KernelConfig) -> str:
     if config.a == "int8":
-        return "OpMultiplyAddSaturate"
+        return "OpMultiplyAdd" if config.unit == "simt" else "OpMultiplyAddSaturate"
     return "OpMultiplyAddFastAccum" if config.schedule.endswith("_fast") else "OpMultiplyAdd"
 
 
@@ -128,13 +75,9 @@ def _fields_3x(config: KernelConfig) -> dict[str, str]:
     name, _, fast = config.schedule.partition("_")
     kind = name.capitalize()
     return {
-        "Tile": _shape("cute::Shape<cute::_{}, cute::_{}, cute::_{}>", config.tile),
-        "Cluster": _shape("cute::Shape<cute::_{}, cute::_{}, cute::_{}>", config.cluster or (1, 1, 1)),
+        "Tile": cutlass_source.shape_3x(config.tile),
+        "Cluster": cutlass_source.shape_3x(config.cluster or (1, 1, 1)),
         "Schedule": f"cutlass::gemm::KernelTmaWarpSpecialized{kind}{'FP8FastAccum' if fast else ''}",
         "EpilogueSchedule": f"cutlass::epilogue::TmaWarpSpecialized{'Cooperative' if name == 'cooperative' else ''}",
         "Scheduler": f"cutlass::gemm::{'StreamKScheduler' if config.order == 'stream_k' else 'PersistentScheduler'}",
     }
-
-
-def _shape(pattern: str, shape: Shape) -> str:
-    return pattern.format(*shape)
