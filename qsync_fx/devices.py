@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 
 from qsync_fx.errors import DeviceError
-from qsync_fx.precision import Precision, precision
+from qsync_fx.precision import Precision, encoding, precision
 
 _CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
-"""Compute capability whose tensor cores first have the format (NVIDIA's architecture whitepapers)."""
+"""Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
 
 _EVERYWHERE = ("fp64", "fp32")
 
@@ -44,7 +44,7 @@ class Kernels:
     Attributes:
         arch: what they are compiled for; None where there are none.
         reason: why not.
-        formats: names of the formats that they multiply with themselves.
+        formats: names of the encodings that they multiply with themselves.
         capability: of a device that is assumed and not there; None for one that torch knows.
     """
 
@@ -107,32 +107,35 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
             precision("bf16"),
             "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
         )
-    if fmt.name == "int8":
+    if encoding(fmt).name == "int8":
         return Support("native", fmt, "this CPU multiplies INT8 through oneDNN; convolutions run exactly in BF16")
     return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
 
 
 def _cuda(device: torch.device, fmt: Precision) -> Support:
     kernels = _Offer.kernels(device)
-    since = _CUDA_SINCE.get(fmt.name)
+    values = encoding(fmt)
+    since = _CUDA_SINCE.get(values.name)
     major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
     if since is None or found < since:
         return Support(
             "simulated",
             fmt,
-            f"compute capability {major}.{minor} has no {fmt} unit: its exact values are computed in {fmt.carrier}",
+            f"compute capability {major}.{minor} has no {values} unit: its exact values are computed in {fmt.carrier}",
         )
     if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
-    if fmt.name in kernels.formats:
+    if values.name in kernels.formats:
         return Support(
-            "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {fmt} tensor cores where that is faster"
+            "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores where that is faster"
         )
-    reason = kernels.reason or f"there is no kernel of ours that multiplies {fmt} by {fmt}"
+    reason = kernels.reason or f"there is no kernel of ours that multiplies {values} by {values}"
     if fmt.kind == "integer":
-        return Support("native", fmt, f"cuBLAS multiplies {fmt}; convolutions run exactly in {fmt.carrier}: {reason}")
+        return Support(
+            "native", fmt, f"cuBLAS multiplies {values}; convolutions run exactly in {fmt.carrier}: {reason}"
+        )
     return Support(
         "simulated",
         fmt,
-        f"its exact values are computed in {fmt.carrier}, not by the {fmt} tensor cores: {reason}",
+        f"its exact values are computed in {fmt.carrier}, not by the {values} tensor cores: {reason}",
     )

@@ -3,13 +3,18 @@
 Invariant: everything that qsync_fx knows of a format stands in its row, and nothing else in the tree names formats one by one. A new
 format is one new row: casts, lowering, promotion, cost and the command line derive from it.
 
-Three facts make the rest derive. A format is kept in `dtype`, a torch type that holds each of its values exactly. A *scaled* format
+Four facts make the rest derive. A format is kept in `dtype`, a torch type that holds each of its values exactly. A *scaled* format
 is kept as `q * scale`. Where a device has no unit for a format its products are computed in `carrier`, a float format in which
-every value of the format is exact and whose products are accumulated in FP32, so that the numerics are the format's own.
+every value of the format is exact and whose products are accumulated in FP32, so that the numerics are the format's own. Rows with
+the same values have the same units and kernels, whose name for them is that of the first such row (`encoding`).
+
+INT8 has two rows. `int8` rounds the incoming gradient to BF16, as QSync does (section IV-B). `int8_grad` rounds it to INT8 too, with one
+scale and by default stochastically: all three products are then INT8's, faster on its tensor cores, and gradients are noisier.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -76,6 +81,7 @@ _ROWS = (
     Precision("fp8",      "float",    8,  3, -6,    448.0,                  torch.float8_e4m3fn, True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
     Precision("fp8_e5m2", "float",    8,  2, -14,   57344.0,                torch.float8_e5m2,   True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
     Precision("int8",     "integer",  8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "bf16",     "bf16"),
+    Precision("int8_grad", "integer", 8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "int8",     "bf16"),
 )
 # fmt: on
 
@@ -108,6 +114,16 @@ def precision(name: str | Precision) -> Precision:
     if not isinstance(name, str) or name not in FORMATS:
         raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name), FORMATS))
     return FORMATS[name]
+
+
+@functools.cache
+def encoding(row: Precision) -> Precision:
+    """Returns the first format of the table that has the values of `row`: the name under which devices and kernels know it."""
+
+    def values(fmt: Precision) -> tuple[object, ...]:
+        return fmt.kind, fmt.mantissa, fmt.e_min, fmt.max, fmt.dtype
+
+    return next((other for other in FORMATS.values() if values(other) == values(row)), row)
 
 
 def precision_of(dtype: torch.dtype) -> Precision | None:

@@ -237,7 +237,7 @@ def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> li
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("fmt", ["int8", "fp8", "tf32"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
 @pytest.mark.parametrize("channel", [False, True])
 def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     """Output and gradients of a layer whose products are kernels are within the bounds of one whose products are torch's."""
@@ -247,14 +247,15 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     assert [p.bias for p in problems] == [True, False, False] and all(isinstance(p, GemmProblem) for p in problems)
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
-    # FP8 has units from sm_89 on, which want the gradient by columns as well.
+    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
     units = not (fmt == "fp8" and arch == "sm_80")
     assert calls.count("qsync::gemm") == (3 if units else 0)
-    assert ("qsync::quantize_transposed" in calls) == (fmt == "fp8" and units and not channel)
+    turned = FORMATS[FORMATS[fmt].gradient].scaled and units and not channel
+    assert calls.count("qsync::quantize_transposed") == turned
     assert "aten::_int_mm" not in calls
 
 
-@pytest.mark.parametrize("fmt", ["int8", "tf32"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_grad", "tf32"])
 @pytest.mark.parametrize("geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])])
 def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
     x, weight, bias = leaf(torch.randn(2, 32, 9, 8)), leaf(torch.randn(64, 32, 3, 3)), leaf(torch.randn(64))
@@ -262,7 +263,8 @@ def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
     problems = asked_by(layer, x, weight, bias)
     assert [p.operation for p in problems if isinstance(p, ConvProblem)] == ["fprop", "dgrad", "wgrad"]
     served = [p for p in problems if not isinstance(way(p, "sm_80", known), str)]
-    assert served
+    # There are no convolutions of INT8 for gradients.
+    assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
     with kernels_on_the_cpu("sm_80", problems) as calls:
         assert_right(layer, x, weight, bias)
     assert calls.count("qsync::conv2d_product") == len(served)
@@ -382,6 +384,27 @@ def test_explain_says_what_computes() -> None:
     reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
     assert len(reasons) == 2 and all("CUTLASS sm_80 kernels for output" in reason for reason in reasons)
     json.dumps(reasons)
+
+
+def test_explain_says_what_computes_int8_gradients() -> None:
+    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
+    linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
+    problems = problems_of(linears)
+    assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
+    layers = [n for n in linears.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    device = torch.device("cuda")
+    with assumed("sm_90a", everything("sm_90a", problems)):
+        first, second = (computed(layer, device) for layer in layers)
+    assert first == "CUTLASS sm_90a kernels for output, weight gradient"
+    assert second == "CUTLASS sm_90a kernels for output, input gradient, weight gradient"
+    convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3))
+    explained = explain(convolutions, torch.randn(4, 16, 9, 9), options={"precision": "int8_grad"})
+    [_, layer] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.convolution.default"]
+    with assumed("sm_80", everything("sm_80", problems_of(explained))):
+        assert computed(layer, device) == (
+            "CUTLASS sm_80 kernels for output; "
+            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product of int8"
+        )
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -285,7 +285,7 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
         "qsync_fx/precision.py": "the table",
         "qsync_fx/graph.py": "short names of torch types in texts of graphs; one that has none shows its long name",
         "backend/operators/native.py": "what the kernels of the native module take",
-        "backend/operators/linear.py": "what torch's integer product takes",
+        "backend/operators/integers.py": "what torch's integer product takes",
         "backend/relu.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()

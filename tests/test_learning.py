@@ -31,7 +31,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     return x / 8 - 1, torch.tensor(labels)[order]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int8_grad"])
 def test_learns_to_read_digits(precision: str) -> None:
     """Six epochs read more than 97% of digits never seen, in every format."""
     x, y = _digits()

@@ -48,8 +48,10 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     into = {role: Operand(*pair).value for role, pair in rounded.items()}
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
-    Product.of(to_x, into["activation"], for_x).assert_met(found[0], carrier)
-    Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], carrier)
+    # Integers are summed as such, wherever the products of a linear layer are computed.
+    narrow = None if FORMATS[row.gradient].kind == row.kind == "integer" and layer.geometry is None else carrier
+    Product.of(to_x, into["activation"], for_x).assert_met(found[0], narrow)
+    Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], narrow)
     if bias is not None:
         every = [
             d for d in range(y.dim()) if d != (y.dim() - 1 if layer.geometry is None else y.dim() - weight.dim() + 1)

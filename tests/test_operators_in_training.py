@@ -20,7 +20,8 @@ from qsync_fx.precision import FORMATS
 @every_format
 def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
-    roundings = {"fp8": "qsync::quantize", "fp8_e5m2": "qsync::quantize", "tf32": "qsync::round"}.get(fmt)
+    rounded = FORMATS[FORMATS[fmt].gradient]
+    roundings = None if rounded.plain else "qsync::quantize" if rounded.scaled else "qsync::round"
     for channel, needed in itertools.product((False, True), itertools.product((False, True), repeat=3)):
         if not any(needed):
             continue
@@ -30,7 +31,7 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        assert calls.count("aten::mm") == sum(needed[:2])
+        assert calls.count("aten::mm") + calls.count("aten::_int_mm") == sum(needed[:2])
         # One rounding serves both products, unless each has a scale of its own multiplied in.
         each = channel and FORMATS[fmt].scaled
         expected = sum(needed[:2]) if each else min(1, sum(needed[:2]))
@@ -39,15 +40,15 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
 
 def test_a_convolution_computes_both_gradients_in_one_call() -> None:
     x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
-    formats, each = ("int8", "fp8"), ((True, True), (True, False), (False, True))
+    formats, each = ("int8", "int8_grad", "fp8"), ((True, True), (True, False), (False, True))
     for fmt, channel, needed in itertools.product(formats, (False, True), each):
         inputs = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
         y = Layer(fmt, Geometry([1], [0], [1]), channel)(*inputs)
         with recorded() as calls:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
-        # The gradient of FP8 is rounded for each product when scales vary; that of INT8 is not.
-        twice = fmt == "fp8" and channel and all(needed)
+        # A gradient that gets a scale is rounded for each product when scales vary; one that BF16 holds is not.
+        twice = FORMATS[FORMATS[fmt].gradient].scaled and channel and all(needed)
         assert calls.count("aten::convolution_backward") == (2 if twice else 1)
 
 

@@ -7,7 +7,7 @@ what it asks for a kernel for is what it will ask for when it trains. Symbolic s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,22 +104,28 @@ def computed(node: fx.Node, device: torch.device) -> str:
     asked = problems_of_layer(node)
     if not asked:
         return "torch computes: there are no kernels for layers like it"
-    ours = [problem for problem in asked if decision(problem, device).config is not None]
-    clauses = [f"CUTLASS {found.arch} kernels for {_listed(ours)}"] if ours else []
-    left: dict[str, list[Problem]] = {}
-    for problem in asked:
-        if problem not in ours:
-            left.setdefault(decision(problem, device).reason, []).append(problem)
-    clauses += [f"torch computes {_listed(problems)}: {reason}" for reason, problems in left.items()]
+    ours: list[str] = []
+    left: dict[str, list[str]] = {}
+    for product, problem in zip(_products(node, asked), asked, strict=True):
+        decided = decision(problem, device)
+        (ours if decided.config is not None else left.setdefault(decided.reason, [])).append(product)
+    clauses = [f"CUTLASS {found.arch} kernels for {', '.join(ours)}"] if ours else []
+    clauses += [f"torch computes {', '.join(products)}: {reason}" for reason, products in left.items()]
     return "; ".join(clauses)
 
 
-def _listed(problems: Iterable[Problem]) -> str:
-    return ", ".join(_product(problem) for problem in problems)
+def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
+    """Returns which of a layer's products its problems are.
+
+    Where all are there they are in order; only the layouts tell otherwise, which are the same for both gradients where the rounded one
+    was written by columns too.
+    """
+    gradients = ("input gradient", "weight gradient")
+    names = ["output", *(name for at, name in enumerate(gradients) if _trained(node.args[at]))]
+    return names if len(names) == len(problems) else [_product(problem) for problem in problems]
 
 
 def _product(problem: Problem) -> str:
-    """Returns which of a layer's products a problem is."""
     if isinstance(problem, GemmProblem):
         names = {("row", "column"): "output", ("row", "row"): "input gradient", ("column", "row"): "weight gradient"}
         return names.get((problem.a_major, problem.b_major), "product")
@@ -150,15 +156,15 @@ def prepare(graph: PrecisionGraph) -> str:
 
 def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
     """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
-    from qsync_fx.backend.cuda.quantizer_source import FORMATS as QUANTIZED, X_TYPES
+    from qsync_fx.backend.cuda.quantizer_source import X_TYPES, written
 
-    pairs: dict[tuple[str | None, str], None] = {}
+    pairs: dict[tuple[str | None, str | None], None] = {}
     for part in graph.walk():
         for node in part.nodes:
             if node.target is torch.ops.qsync.quantize.default:
-                pairs[format_name(part.value(node.args[0]).dtype), str(node.args[3])] = None
+                pairs[format_name(part.value(node.args[0]).dtype), written(precision(str(node.args[3])))] = None
             elif _is_layer(node):
                 # The last arguments of a layer: format, rounding, type of the output, which is the gradient's.
                 fmt, _, out = node.args[-3:]
-                pairs[format_name(out), precision(str(fmt)).gradient] = None  # type: ignore[arg-type]
-    return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt in QUANTIZED]
+                pairs[format_name(out), written(precision(precision(str(fmt)).gradient))] = None  # type: ignore[arg-type]
+    return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]

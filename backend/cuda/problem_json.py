@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final, get_args
 
+from qsync_fx.backend.cuda.hardware import OPERANDS
 from qsync_fx.backend.cuda.operands import LARGEST_SIZE
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem, Major, Problem, Scale
 from qsync_fx.errors import QSyncError
 
-FORMATS: Final = ("int8", "fp8", "fp8_e5m2", "fp16", "bf16", "tf32", "fp32")
+FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
 _OUT: Final = ("fp32", "fp16", "bf16")
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "a": FORMATS,

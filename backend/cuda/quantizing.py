@@ -19,10 +19,11 @@ from qsync_fx.backend.cuda.abi import QuantizeArguments
 from qsync_fx.backend.cuda.device import known_of
 from qsync_fx.backend.cuda.library import Library
 from qsync_fx.backend.cuda.operands import LARGEST_SIZE, format_name
+from qsync_fx.backend.cuda.quantizer_source import FORMATS, ROUNDINGS, X_TYPES, written
 from qsync_fx.backend.operators import reference
 from qsync_fx.backend.operators.reference import Rounding
 from qsync_fx.errors import KernelError
-from qsync_fx.precision import Precision
+from qsync_fx.precision import Precision, encoding
 
 _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -91,7 +92,11 @@ def _library(x: Tensor, row: Precision) -> Library | None:
     if found.arch is None or source is None:
         reasons.note(_shown(x, row), found.reason)
         return None
-    return calls.library(kernels.quantizer(found.arch, source, row.name), x.device, _shown(x, row))
+    target = written(row)
+    if target is None:
+        reasons.note(_shown(x, row), f"there is no quantizer of ours for {row}")
+        return None
+    return calls.library(kernels.quantizer(found.arch, source, target), x.device, _shown(x, row))
 
 
 def _shown(x: Tensor, row: Precision) -> str:
@@ -131,8 +136,6 @@ def run(
     Raises:
         KernelError: the kernel does not take these arguments, or cannot be started.
     """
-    from qsync_fx.backend.cuda.quantizer_source import FORMATS, ROUNDINGS, X_TYPES
-
     with calls.guarded(x.device):
         x, ldx = _in_order(x, q, groups)
         scale = x.new_empty([int(size) for size in reference.scale_shape(q, keep)], dtype=torch.float32)
@@ -140,7 +143,7 @@ def run(
         arguments = QuantizeArguments(
             x=x.data_ptr(), q=q.data_ptr(), qt=None if turned is None else turned.data_ptr(), scale=scale.data_ptr(), seed=seed.data_ptr(),
             rows=groups.rows, columns=groups.columns, ldx=ldx, stream=stream & 0xFFFFFFFF,
-            x_type=X_TYPES[str(format_name(x.dtype))], format=FORMATS[row.name], rounding=ROUNDINGS[rounding], group=groups.group,
+            x_type=X_TYPES[str(format_name(x.dtype))], format=FORMATS[encoding(row).name], rounding=ROUNDINGS[rounding], group=groups.group,
             **calls.place(x.device),
         )  # fmt: skip
         calls.run(library, arguments, x.device)

@@ -77,7 +77,8 @@ def way(problem: Problem, arch: Arch, candidates: Candidates) -> Way | str:
             return Way(taken, configs)
         dear = dear or bool(configs)
     if dear:
-        return "filling up its sizes for a kernel costs more than it gains"
+        what = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+        return f"{what} for a kernel costs more than it gains"
     formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
     return f"{arch} has no kernel for this product of {formats}"
 

@@ -20,14 +20,15 @@ from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem_json import shown
 from qsync_fx.errors import QSyncError
+from qsync_fx.precision import FORMATS
 
 MARGIN: Final = 0.03
 """How much slower than the fastest a candidate may be and still win by coming earlier, as a fraction."""
 
 ROUNDS: Final = 9
 
-NARROW: Final = ("int8", "fp8", "fp8_e5m2")
-"""Formats that are worth their conversions only where their products beat those of BF16."""
+NARROW: Final = tuple(row.name for row in FORMATS.values() if row.dtype.itemsize == 1)
+"""Formats of one byte: they are worth their conversions only where their products beat those of BF16."""
 
 Candidate = KernelConfig | Literal["torch"]
 

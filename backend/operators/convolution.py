@@ -51,10 +51,12 @@ def convolution(
     convolution then runs in FP32), scaled and added to the bias in FP32, and rounded to `out_dtype`.
 
     Gradients: the incoming one is rounded to the format's `gradient` and convolved in the carrier with the saved operands. If that format
-    is plain, as for INT8, the weight is multiplied by its scale before and rounded to the carrier, and so is an input with a scale per
-    sample; other scales are applied to the result. If it is not, as for FP8, and scales are per channel, the saved operand's scale is
-    multiplied into the gradient, which is then rounded once for each product. The bias gradient has the carrier's resolution, as the
-    weight's has.
+    is plain, as for `int8`, the weight is multiplied by its scale before and rounded to the carrier, and so is an input with a scale per
+    sample; other scales are applied to the result. If it is not, as for FP8 and `int8_grad`, and scales are per channel, the saved
+    operand's scale is multiplied into the gradient, which is then rounded once for each product. The bias gradient has the carrier's
+    resolution, as the weight's has.
+
+    No unit convolves INT8 gradients: those of `int8_grad` are always carried, and rounded to the carrier as FP8's are.
 
     On CUDA each product of a 1-D or 2-D convolution without groups may be a kernel (`qsync::conv2d_product`), whose sums are not rounded to
     the carrier, and exact for INT8. Its results have their channels last in memory.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from qsync_fx.backend.cuda.collect import computed
-from qsync_fx.backend.operators import by_kernel
+from qsync_fx.backend.operators import by_kernel, integers
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import SHARED_STREAM, carrier, combined, round_gradients, scaled, uniform
@@ -49,8 +49,10 @@ def linear(
     with the saved operand in the carrier, rounded to the carrier, and scaled in FP32. Where the saved operand has a scale per channel,
     that lies along the contracted dimension: it is multiplied into the incoming gradient in FP32 before the gradient is rounded, and
     each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
+    A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32.
 
-    On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out.
+    On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out. Tensor cores read
+    INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the saved operand a copy is made.
 
     Args:
         x: `[..., K]`, floating point; for autograd only.
@@ -80,32 +82,12 @@ def _rows(t: Tensor) -> Tensor:
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
 
 
-def _strided(t: Tensor) -> Tensor:
-    """Returns a matrix with the strides that its shape implies, if it is contiguous.
-
-    With one row any stride between rows is right, as of a transposed column; oneDNN takes it for the length of a row and reads beyond.
-    """
-    return t.flatten().view(t.shape) if t.is_contiguous() and t.stride(0) != t.shape[1] else t
-
-
 def _per_row(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.reshape(-1, 1)
 
 
 def _per_column(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1)
-
-
-def _summed_exactly(xq: Tensor, wq: Tensor, row: Precision) -> bool:
-    """Whether the integer unit takes the product and INT32 holds every sum."""
-    inner = xq.shape[1]
-    if row.kind != "integer" or row.dtype != torch.int8 or inner * row.max**2 >= 2**31:
-        return False
-    if xq.device.type == "cpu":
-        # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
-        return inner != 1
-    # cuBLAS takes no other sizes.
-    return xq.device.type != "cuda" or (xq.shape[0] > 16 and inner % 8 == 0 and wq.shape[0] % 8 == 0)
 
 
 def output(
@@ -125,15 +107,21 @@ def output(
         if found is not None:
             return found
         whole = by_kernel.integers_pay(*operands)
-    if whole and _summed_exactly(rows, wq, row):
-        product = torch._int_mm(_strided(rows), _strided(wq).t())
-    else:
-        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32; so do integers, which a sum in the
-        # carrier would round where another shape has them exact.
-        exact = row.kind == "integer" and rows.device.type == "cpu"
-        dtype = torch.float32 if exact else torch.promote_types(carrier(row), out_dtype)
+    product = integers.product(rows, wq, (row, row)) if whole else None
+    if product is None:
+        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
+        dtype = torch.promote_types(_narrow(row, row, rows.device), out_dtype)
         product = carry(rows, dtype) @ carry(wq, dtype).t()
     return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
+
+
+def _narrow(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
+    """Returns the type that a product is computed in, and rounded to, where no integer unit takes it.
+
+    On the CPU it is FP32 for integers: the carrier would round where another shape has exact sums.
+    """
+    exact = row.kind == other.kind == "integer" and device.type == "cpu"
+    return torch.float32 if exact else carrier(row)
 
 
 def input_gradient(
@@ -141,9 +129,12 @@ def input_gradient(
 ) -> Tensor:
     """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
     found = by_kernel.product(g, wq, scale, w_scale, None, dtype, row, by_kernel.partner(g))
+    if found is None:
+        found = _by_integers(g, wq, scale, w_scale, row, dtype)
     if found is not None:
         return found
-    return scaled(g.to(carrier(row)) @ wq.to(carrier(row)), combined(scale, w_scale), None, dtype)
+    narrow = _narrow(row, precision(row.gradient), g.device)
+    return scaled(g.to(narrow) @ wq.to(narrow), combined(scale, w_scale), None, dtype)
 
 
 def weight_gradient(
@@ -159,13 +150,26 @@ def weight_gradient(
 
     `turned` is `g.T` with its rows in memory, if there is such a copy.
     """
-    if not by_kernel.silent(g.device):
-        found = by_kernel.product(
-            g.t() if turned is None else turned, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g)
-        )
+    if precision(row.gradient).kind == "integer" or not by_kernel.silent(g.device):
+        by_rows = g.t() if turned is None else turned
+        found = by_kernel.product(by_rows, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
+        if found is None:
+            found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if found is not None:
             return found
-    return scaled(g.to(carrier(row)).t() @ xq.to(carrier(row)), combined(scale, x_scale), None, dtype)
+    narrow = _narrow(row, precision(row.gradient), g.device)
+    return scaled(g.to(narrow).t() @ xq.to(narrow), combined(scale, x_scale), None, dtype)
+
+
+def _by_integers(
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, row: Precision, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns `a @ b` of a rounded gradient and a saved operand by torch's integer unit; None where it is not to compute it."""
+    rounded = precision(row.gradient)
+    if rounded.kind != "integer" or not by_kernel.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
+        return None
+    product = integers.product(a, b.t(), (rounded, row))
+    return None if product is None else scaled(product, combined(a_scale, b_scale), None, dtype)
 
 
 class _Linear(torch.autograd.Function):

@@ -78,7 +78,7 @@ def round_gradients(
         seed: of the graph.
         stream: of the operator; each rounding here has one of its own.
         fmt: the format of the operator.
-        rounding: how to round to formats that are not plain. Plain ones round to the nearest.
+        rounding: how to round to formats that are not plain. Plain ones round to the nearest. A scaled one has one scale.
 
     Returns:
         The rounded gradient and its scale (`[]`, or None for unscaled formats) for each of `folds`.

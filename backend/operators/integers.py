@@ -1,0 +1,51 @@
+"""Products of INT8 matrices by the integer unit of torch: oneDNN's on the CPU, cuBLAS's on CUDA.
+
+Invariant: sums are exact. Where INT32 does not hold every sum, or the unit does not take the sizes, there is no integer product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qsync_fx.precision import Precision
+
+
+def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tensor | None:
+    """Returns `a @ bt.T` in INT32, each sum exact; None where torch has no such product.
+
+    Args:
+        a: `[M, K]`, any strides.
+        bt: `[N, K]`, any strides.
+        formats: of `a` and `bt`.
+    """
+    if not summed_exactly(a, bt, formats):
+        return None
+    if a.device.type == "cuda":
+        # What integer tensor cores read: both contiguous along k. The copy is a byte a value, the other layouts halve the speed.
+        return torch._int_mm(a.contiguous(), bt.contiguous().t())
+    return torch._int_mm(_strided(a), _strided(bt).t())
+
+
+def summed_exactly(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> bool:
+    """Whether the integer unit takes the product, and INT32 holds every sum."""
+    rows, inner, columns = a.shape[0], a.shape[1], bt.shape[0]
+    if any(row.kind != "integer" or row.dtype != torch.int8 for row in formats):
+        return False
+    if inner * formats[0].max * formats[1].max >= 2**31:
+        return False
+    if a.device.type == "cpu":
+        # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
+        return inner != 1
+    # cuBLAS takes no other sizes.
+    return a.device.type != "cuda" or (rows > 16 and inner % 8 == 0 and columns % 8 == 0)
+
+
+def _strided(t: Tensor) -> Tensor:
+    """Returns a matrix that lies by rows with the strides that its shape implies, or one that lies by columns; else a copy.
+
+    With one row any stride between rows is right, as of a transposed column; oneDNN takes it for the length of a row and reads beyond.
+    """
+    if t.is_contiguous():
+        return t if t.stride(0) == t.shape[1] else t.flatten().view(t.shape)
+    return t if t.t().is_contiguous() else t.contiguous()
