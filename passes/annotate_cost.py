@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.graph import Cost, Operator, PrecisionGraph, tensors
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.notes import Cost
 from qsync_fx.ops import Kind
+from qsync_fx.values import tensors
 
 
 @dataclass(frozen=True)

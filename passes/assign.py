@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsync_fx.graph import Operator, PrecisionGraph, format_of
+from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS, Precision, promoted
+from qsync_fx.values import format_of
 
 
 @dataclass(frozen=True)

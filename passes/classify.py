@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_fx.graph import PrecisionGraph, target_name
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import in_place
 

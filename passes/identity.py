@@ -17,10 +17,12 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 
-from qsync_fx.graph import Note, PrecisionGraph, is_float, tensors
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.frames import Place, clean_path, translator
+from qsync_fx.values import is_float, tensors
 
 
 @dataclass

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from qsync_fx.graph import PrecisionGraph, is_float
+from qsync_fx.graph import PrecisionGraph
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.retrace import switches_grad
+from qsync_fx.values import is_float
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.graph import Note, PrecisionGraph, format_of, is_float
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.notes import Note
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.passes.bodies import operands, results
 from qsync_fx.passes.inplace import in_place, writes
@@ -26,6 +27,7 @@ from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.retrace import is_switch
 from qsync_fx.passes.seed import drawn, handed_in
 from qsync_fx.precision import Precision, precision_of
+from qsync_fx.values import format_of, is_float
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.graph import Note, PrecisionGraph, describe, target_name
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.nodes import target_name
+from qsync_fx.notes import Note
 from qsync_fx.passes.retrace import is_switch
+from qsync_fx.values import describe
 
 
 def graph_text(graph: PrecisionGraph, indent: str = "") -> str:

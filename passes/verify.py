@@ -14,10 +14,12 @@ import torch
 from torch import fx
 
 from qsync_fx.errors import PassError
-from qsync_fx.graph import Note, Operator, PrecisionGraph, describe, is_float, tensors
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.passes.text import graph_text
+from qsync_fx.values import describe, is_float, tensors
 
 Broken = tuple[fx.Node | None, str]
 

@@ -17,7 +17,8 @@ from torch import fx
 
 from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.files import write_text
-from qsync_fx.graph import Operator, PrecisionGraph, source_of
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.nodes import source_of
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.instruments import Snapshots, Timing

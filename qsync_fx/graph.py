@@ -14,71 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qsync_fx.errors import PassError, PrecisionError
+from qsync_fx.nodes import Source, source_of, target_name
+from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
-from qsync_fx.precision import Precision, precision, precision_of
+from qsync_fx.precision import Precision, precision
 from qsync_fx.resolve import resolve
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one operator costs in one forward pass; sizes may be sympy expressions of the graph's symbolic sizes.
-
-    Attributes:
-        flops: floating-point operations, 2 a multiply-add.
-        bytes: bytes read and written, each value at the width of its format.
-        saved_bytes: bytes kept for the backward pass.
-    """
-
-    flops: Any = 0
-    bytes: Any = 0
-    saved_bytes: Any = 0
-
-
-@dataclass(frozen=True)
-class Note:
-    """What the passes have found and decided about one operator.
-
-    Attributes:
-        id: identity, stable across graph splits, ranks and machines.
-        kind: who decides the precision.
-        row: what the operator table says of it; None for an operator that the table does not know.
-        reason: why the operator runs in `precision`, in words a user understands.
-        planned: the precision that the plan asks for; None where no plan speaks.
-        precision: the format it computes in; None until assigned. It differs from `planned` only for a reason in `reason`.
-        output: the format of its output; None until known, or for outputs that are no floating-point tensors.
-        autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
-        pinned: set by `Operator.assign`: later passes do not override it.
-        cost: filled in by annotate_cost.
-    """
-
-    id: OpId
-    kind: Kind
-    reason: str
-    row: OperatorRow | None = None
-    planned: Precision | None = None
-    precision: Precision | None = None
-    output: Precision | None = None
-    autocast: str | None = None
-    pinned: bool = False
-    cost: Cost | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A line of the user's model."""
-
-    file: str
-    line: int
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+from qsync_fx.values import describe
 
 
 class Operator:
@@ -281,65 +228,3 @@ class _quiet:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-
-
-def is_float(value: Any) -> bool:
-    """Whether a value is a tensor of a real floating-point type."""
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a node's value: one, several, or none."""
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def format_of(value: Any) -> Precision | None:
-    """Returns the format of a node's value, that of its first floating-point tensor; None where there is none."""
-    floats = [t for t in tensors(value) if is_float(t)]
-    return precision_of(floats[0].dtype) if floats else None
-
-
-def source_of(node: fx.Node) -> Source | None:
-    """Returns the line of the user's model that a node comes from: the innermost frame of its stack trace."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    for at in range(len(lines) - 1, -1, -1):
-        if lines[at].startswith('File "') and '", line ' in lines[at]:
-            file, _, rest = lines[at].removeprefix('File "').partition('", line ')
-            code = lines[at + 1] if at + 1 < len(lines) and not lines[at + 1].startswith("File ") else ""
-            return Source(file, int(rest.partition(",")[0]), code)
-    return None
-
-
-def target_name(node: fx.Node) -> str:
-    """Returns a short name of what a node calls: "aten.linear.default" for operators, the function's name otherwise."""
-    if isinstance(node.target, str):
-        return node.target
-    return (
-        str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else getattr(node.target, "__name__", str(node.target))
-    )
-
-
-def describe(value: Any) -> str:
-    """Returns the short text of a value: `f32[8, 16]`, `s0`, `(f32[8], i64[8])`."""
-    if isinstance(value, torch.Tensor):
-        sizes = ", ".join(str(size) for size in value.shape)
-        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
-    if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(describe(item) for item in value) + ")"
-    # Other objects print their address, which differs from run to run.
-    return str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
-
-
-_SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3",
-    torch.float8_e5m2: "f8e5m2", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "b1",
-}  # fmt: skip
-
-
-def is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)

@@ -270,10 +270,10 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
         "qsync_fx/precision.py": "the table",
         "qsync_fx/devices.py": "which devices have which units, and what runs when the user asks for nothing",
         "qsync_fx/doctor.py": "an instruction set of processors is called bf16",
-        "qsync_fx/graph.py": "the short name of a torch type in texts of graphs is bf16",
+        "qsync_fx/values.py": "the short name of a torch type in texts of graphs is bf16",
     }
     assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/doctor.py"] == named["qsync_fx/graph.py"] == {"bf16"}
+    assert named["qsync_fx/doctor.py"] == named["qsync_fx/values.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
@@ -283,7 +283,7 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
     }
     because = {
         "qsync_fx/precision.py": "the table",
-        "qsync_fx/graph.py": "short names of torch types in texts of graphs; one that has none shows its long name",
+        "qsync_fx/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
         "backend/operators/native.py": "what the kernels of the native module take",
         "backend/operators/integers.py": "what torch's integer product takes",
         "backend/relu.py": "a byte that says yes or no, and is no number",
@@ -314,7 +314,7 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files opid precision ops devices resolve plan plan_file plan_check options autocast_policy graph",
+    "errors files opid precision ops devices resolve plan plan_file plan_check options autocast_policy nodes values notes graph",
     "passes",
     "backend",
     "explanation report",

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo import CASES, Case, Inputs, loss_of, make
 
-from qsync_fx.graph import Note, PrecisionGraph
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import GraphPass
 from qsync_fx.precision import FORMATS

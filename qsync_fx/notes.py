@@ -1,0 +1,57 @@
+"""What is known of one operator: what the passes have found and decided, and what it costs.
+
+Invariant: a note is frozen. A pass that learns more puts another in its place (`Operator.update`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qsync_fx.opid import OpId
+from qsync_fx.ops import Kind, OperatorRow
+from qsync_fx.precision import Precision
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one operator costs in one forward pass; sizes may be sympy expressions of the graph's symbolic sizes.
+
+    Attributes:
+        flops: floating-point operations, 2 a multiply-add.
+        bytes: bytes read and written, each value at the width of its format.
+        saved_bytes: bytes kept for the backward pass.
+    """
+
+    flops: Any = 0
+    bytes: Any = 0
+    saved_bytes: Any = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the passes have found and decided about one operator.
+
+    Attributes:
+        id: identity, stable across graph splits, ranks and machines.
+        kind: who decides the precision.
+        row: what the operator table says of it; None for an operator that the table does not know.
+        reason: why the operator runs in `precision`, in words a user understands.
+        planned: the precision that the plan asks for; None where no plan speaks.
+        precision: the format it computes in; None until assigned. It differs from `planned` only for a reason in `reason`.
+        output: the format of its output; None until known, or for outputs that are no floating-point tensors.
+        autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
+        pinned: set by `Operator.assign`: later passes do not override it.
+        cost: filled in by annotate_cost.
+    """
+
+    id: OpId
+    kind: Kind
+    reason: str
+    row: OperatorRow | None = None
+    planned: Precision | None = None
+    precision: Precision | None = None
+    output: Precision | None = None
+    autocast: str | None = None
+    pinned: bool = False
+    cost: Cost | None = None

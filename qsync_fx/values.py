@@ -1,0 +1,47 @@
+"""What a node's value is: a fake tensor, several, or none; which format it has, and how texts of graphs show it.
+
+Invariant: works on any value, and on symbolic sizes; it computes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qsync_fx.precision import Precision, precision_of
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "b1",
+}  # fmt: skip
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a tensor of a real floating-point type."""
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a node's value: one, several, or none."""
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def format_of(value: Any) -> Precision | None:
+    """Returns the format of a node's value, that of its first floating-point tensor; None where there is none."""
+    floats = [t for t in tensors(value) if is_float(t)]
+    return precision_of(floats[0].dtype) if floats else None
+
+
+def describe(value: Any) -> str:
+    """Returns the short text of a value: `f32[8, 16]`, `s0`, `(f32[8], i64[8])`."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(str(size) for size in value.shape)
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(describe(item) for item in value) + ")"
+    # Other objects print their address, which differs from run to run.
+    return str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
