@@ -1,13 +1,16 @@
-"""The quantizer on a GPU: bytes a second beside a copy, and time beside the same in PyTorch, eager and compiled.
+"""The quantizer and turned copies on a GPU: bytes a second beside a copy, and time beside the same in PyTorch, eager and compiled.
 
 Stochastic rounding with scales of its own: the largest magnitude in two steps, then rounding. `gb_s` counts what has to be moved: the
 input twice, since the scale has to be known before the first value is rounded, and the result once (twice with its transpose). `of_copy`
 is that rate as a part of what a copy of the input reaches. Inputs are larger than the GPU's cache, which would spare the second reading.
+
+Copies (`qsync::convert`) read once and write once what a kernel of products needs: an INT8 operand turned, filled up, made a float.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from _gpu import Call, Rows, Target, errors, measure, read
 from _harness import Row
 from torch import Tensor
 
+from qsync_fx.backend.cuda.padding import laid_out
+from qsync_fx.backend.operators.convert import convert
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
 from qsync_fx.precision import precision
@@ -87,6 +92,60 @@ def rows_of(case: str, x: Tensor, fmt: str, band: str, options: argparse.Namespa
     return rows + errors(case, failed)
 
 
+@dataclass(frozen=True)
+class Copied:
+    """A copy to be measured: the bytes that it reads and writes, a plain copy of the same input, ours, PyTorch's."""
+
+    read: int
+    written: int
+    plain: Call
+    ours: Call
+    theirs: Call
+
+
+COPIES = ("turned", "turned, filled up from odd sizes", "filled up from odd sizes", "turned, to bf16")
+
+
+def copies(what: str, side: int, device: torch.device) -> Copied:
+    """Returns one of COPIES, of INT8 values."""
+    x = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
+    if "odd" in what:
+        x = x[: side - 2, : side - 1].contiguous()
+    other, scale, turned = torch.empty_like(x), torch.tensor(0.01, device=device), "turned" in what
+
+    def plain() -> Tensor:
+        return other.copy_(x)
+
+    if "bf16" in what:
+        return Copied(
+            x.nbytes, 2 * x.nbytes, plain,
+            lambda: convert(x, torch.bfloat16, scale, turned),
+            lambda: (x.t().float() * scale).bfloat16().contiguous(),
+        )  # fmt: skip
+    if "odd" not in what:
+        return Copied(x.nbytes, x.nbytes, plain, lambda: convert(x, turned=turned), lambda: x.t().contiguous())
+    straight = x.t() if turned else x
+    return Copied(
+        x.nbytes, side * side, plain,
+        lambda: convert(x, turned=turned, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
+    )  # fmt: skip
+
+
+def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> list[Row]:
+    calls = {"copy": copied.plain, "qsync::convert": copied.ours, "PyTorch": copied.theirs}
+    times, failed = measure(calls, options, rounds=15)
+    rows: list[Row] = []
+    for name in times:
+        moved = 2 * copied.read if name == "copy" else copied.read + copied.written
+        row: dict[str, Any] = {"case": case, "name": name, "microseconds": times.median(name) * 1e6}
+        row["gb_s"] = moved / times.median(name) / 1e9
+        row["of_copy"] = moved / (2 * copied.read) / times.ratio(name, "copy")
+        if "PyTorch" not in failed:
+            row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
+        rows.append(row | BANDWIDTH.judged(row["of_copy"]) if name == "qsync::convert" else row)
+    return rows + errors(case, failed)
+
+
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
@@ -98,7 +157,12 @@ def main() -> None:
         for fmt in FORMATS
         for band in BANDS
     }
-    for case in rows.wanted(list(found)):
+    side = 64 if options.quick else 8192
+    copied = {f"{side} x {side} int8, {what}": what for what in COPIES}
+    for case in rows.wanted([*copied, *found]):
+        if case in copied:
+            rows.add(*rows_of_copies(case, copies(copied[case], side, options.device), options))
+            continue
         size, dtype, fmt, band = found[case]
         torch.compiler.reset()
         x = torch.randn(size, device=options.device).to(dtype)

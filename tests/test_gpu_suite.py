@@ -199,7 +199,7 @@ def test_reports_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "only"),
-    [("linear", ""), ("conv", ""), ("quantize", "bf16 -> int8"), ("step", "BERT-base, 64 x 128 tokens: qsync int8")],
+    [("linear", ""), ("conv", ""), ("quantize", "int8, "), ("step", "BERT-base, 64 x 128 tokens: qsync int8")],
 )
 def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

@@ -25,6 +25,7 @@ import torch
 from gpu import geometries, kit, test_conv, test_gemm
 from qsync_fx.backend.cuda import kernels, quantizer_source
 from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.operators.convert import convert
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
 from qsync_fx.files import write_text
@@ -42,7 +43,7 @@ def sample(count: int) -> list[KernelConfig]:
 
 
 def run(count: int) -> int:
-    """Runs kernels with odd sizes, and every quantizer, and returns how many."""
+    """Runs kernels with odd sizes, every quantizer, and copies, and returns how many."""
     chosen = sample(count)
     for config in chosen:
         library = kit.library(kernels.unit_of(config))
@@ -63,6 +64,14 @@ def run(count: int) -> int:
                 for keep in ((), (0,), (1,)):
                     quantize(x, seed, 0, fmt, "stochastic", keep)
                 quantize_transposed(x, seed, 0, fmt, "stochastic")
+    for dtype in (torch.int8, torch.bfloat16, torch.float32):
+        for shape in ((1, 1), (33, 70), (129, 264), (131, 259)):
+            x = torch.ones(shape, device=kit.DEVICE).to(dtype)
+            for operand in (x, x[:, 1:], x.t()[1:]):
+                for turned in (False, True):
+                    # As wide as the memory is, and filled up: the first has edges on both sides.
+                    convert(operand, turned=turned)
+                    convert(operand, torch.float16, None, turned, (272, 272))
     torch.cuda.synchronize()
     return len(chosen)
 
