@@ -107,6 +107,7 @@ class Report:
     Attributes:
         cuda: what torch was built for; None for a CPU build.
         nvcc, host, cutlass: what CUDA kernels are compiled with, or why it cannot be used.
+        nvrtc: what compiles for sm_70 (V100), which nvcc of CUDA 13 does not, or why there is nothing.
         disassembler: what looks for the right instructions in compiled kernels; None where nothing does.
         kernels: those that are compiled already: in the cache, then in the folders of QSYNC_KERNELS_PATH.
     """
@@ -121,6 +122,7 @@ class Report:
     nvcc: Tool | QSyncError
     host: Tool | QSyncError
     cutlass: Tool | QSyncError
+    nvrtc: Tool | QSyncError
     disassembler: Path | None
     kernels: tuple[Kernels, ...]
     formats: tuple[FormatSupport, ...]
@@ -141,6 +143,7 @@ def doctor() -> Report:
         nvcc=_tool(toolchain.nvcc),
         host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
         cutlass=_tool(toolchain.cutlass),
+        nvrtc=_tool(lambda: toolchain.toolchain("sm_70").nvcc),
         disassembler=sass.disassembler(),
         kernels=_kernels(),
         formats=tuple(
@@ -250,6 +253,7 @@ def _machine(report: Report) -> Table:
             str(report.disassembler or "no cuobjdump and nvdisasm: kernels are used without a look inside"),
         )
     line("CUTLASS", _tool_text(report.cutlass))
+    line("for V100", _tool_text(report.nvrtc) if isinstance(report.nvrtc, Tool) else f"nothing: {report.nvrtc.do}")
     for kernels in report.kernels:
         line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
     return table

@@ -89,14 +89,13 @@ def main() -> int:
     parser.add_argument("--sample", metavar="N", type=int, help="so many of each architecture")
     parser.add_argument("--json", metavar="PATH", type=Path, help="one row for each kernel")
     arguments = parser.parse_args()
-    tools = toolchain.toolchain()
     if sass.disassembler() is None:
         print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
         return 1
     rows, since = [], time.monotonic()
     for arch in arguments.arch or ARCHITECTURES:
         try:
-            toolchain.check_arch(tools.nvcc, arch)
+            toolchain.toolchain(arch)
         except QSyncError as error:
             print(f"{arch} is left out: {error.what}", file=sys.stderr)
             continue

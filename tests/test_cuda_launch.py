@@ -297,7 +297,7 @@ def test_our_candidates_take_what_layers_need() -> None:
         for problem in (INT8, BF16, backward, replace(backward, a_major="column")):
             found = decide(problem, arch)
             assert found.reason and (found.config is None or found.config.arch == arch)
-        assert (decide(INT8, arch).config is None) == (arch == "sm_70")
+        assert decide(INT8, arch).config is not None
 
 
 def test_a_gpu_is_not_needed_to_say_what_it_would_do() -> None:

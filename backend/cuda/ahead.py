@@ -50,4 +50,7 @@ def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) 
 
 
 def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[Unit]:
+    # What compiles for it takes products alone.
+    if arch == "sm_70":
+        return []
     return [kernels.quantizer(arch, x, fmt) for fmt in formats if fmt in FORMATS for x in read if x in X_TYPES]

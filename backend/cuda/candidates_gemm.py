@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from qsync_fx.backend.cuda import rules, serving
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig, Shape
-from qsync_fx.backend.cuda.hardware import OPERANDS, instruction_of, size_of
+from qsync_fx.backend.cuda.hardware import OPERANDS, instruction_of, ordinary, size_of
 from qsync_fx.backend.cuda.problem import Activation, GemmProblem, Major
 from qsync_fx.precision import FORMATS
 
@@ -145,7 +145,7 @@ def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
     layouts: tuple[tuple[Major, Major], ...] = (("row", "column"), ("row", "row"), ("column", "row"))
     activations: tuple[Activation, ...] = ("relu", "gelu")
     for a, b in OPERANDS:
-        out = "fp32" if a in ("fp32", "tf32") else "fp16" if arch == "sm_75" or a == "fp16" else "bf16"
+        out = "fp32" if a in ("fp32", "tf32") else "fp16" if arch in ("sm_70", "sm_75") or a == "fp16" else "bf16"
         scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
         plain = GemmProblem(1, 1, 1, a, b, out, a_scale=scale, b_scale=scale)
         for a_major, b_major in layouts:
@@ -157,7 +157,7 @@ def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
 
 def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
     first = OPERANDS.get((problem.a, problem.b))
-    if first is None or arch == "sm_70" or ARCHITECTURES.index(arch) < ARCHITECTURES.index(first):
+    if first is None or ARCHITECTURES.index(arch) < ARCHITECTURES.index(first):
         return []
     scaled = FORMATS[problem.a].scaled or problem.a_scale != "none" or problem.b_scale != "none"
     k_major = (problem.a_major, problem.b_major) == ("row", "column")
@@ -168,7 +168,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         b=problem.b,
         out=problem.out,
         tile=(1, 1, 1),
-        unit="simt" if problem.a == "fp32" else "tensor",
+        unit="simt" if ordinary(arch, problem.a) else "tensor",
         a_major=problem.a_major,
         b_major=problem.b_major,
         a_scale="channel" if scaled else "none",
@@ -185,7 +185,7 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     if kind.unit == "simt":
         return _SIMT
     fp8 = kind.a in ("fp8", "fp8_e5m2")
-    if kind.arch == "sm_75":
+    if kind.arch in ("sm_70", "sm_75"):
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
     # See the rule "tf32 by columns".
@@ -197,7 +197,7 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
 def _config2(kind: KernelConfig, tile: _Tile2) -> KernelConfig:
     width = size_of(kind.a)
     simt = kind.unit == "simt"
-    pipelined = kind.arch == "sm_75"
+    pipelined = kind.arch in ("sm_70", "sm_75")
     return replace(
         kind,
         tile=(tile.m, tile.n, tile.depth // width),
@@ -207,7 +207,7 @@ def _config2(kind: KernelConfig, tile: _Tile2) -> KernelConfig:
         schedule="pipelined" if pipelined else "multistage",
         order=tile.order,
         swizzle=tile.swizzle,
-        alignment=1 if simt else 4 // width if tile.loose else 16 // width,
+        alignment=4 // width if simt or tile.loose else 16 // width,
         out_alignment=1 if simt or tile.loose else 16 // size_of(kind.out),
     )
 

@@ -21,11 +21,12 @@ from filelock import FileLock, Timeout
 
 from qsync_fx.backend.cuda import budget, cache, nvcc, sass
 from qsync_fx.backend.cuda.cache import Entry
+from qsync_fx.backend.cuda.config import Arch
 from qsync_fx.backend.cuda.keys import content_key, tools_key
 from qsync_fx.backend.cuda.library import shared_memory
 from qsync_fx.backend.cuda.manifest import Manifest
 from qsync_fx.backend.cuda.progress import watch
-from qsync_fx.backend.cuda.toolchain import Toolchain, dotted, toolchain
+from qsync_fx.backend.cuda.toolchain import Toolchain, toolchain
 from qsync_fx.backend.cuda.unit import Unit
 from qsync_fx.errors import KernelError, ToolchainError
 
@@ -92,15 +93,26 @@ def _attempt(contents: dict[Unit, str], progress: bool, jobs: int | None, folder
     if not missing:
         return built
     place = folder or cache.root()
+    for arch in ("sm_70", None):
+        part = {unit: content for unit, content in missing.items() if (unit.arch == "sm_70") == (arch == "sm_70")}
+        if part:
+            _with_tools(built, part, arch, place, progress, jobs)
+    return built
+
+
+def _with_tools(
+    built: Built, missing: dict[Unit, str], arch: Arch | None, place: Path, progress: bool, jobs: int | None
+) -> None:
+    """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made or make now."""
     try:
-        tools = toolchain()
+        tools = toolchain(arch)
     except ToolchainError as error:
         for unit, content in missing.items():
             entry = cache.find(cache.prepare(place), content, None) if place.is_dir() else None
             _take(built, unit, entry, error)
-        return built
+        return
     cache.prepare(place)
-    key = tools_key(tools, nvcc.FLAGS, place)
+    key = tools_key(tools, nvcc.flags(tools), place)
     for unit, content in missing.items():
         if entry := cache.find(place, content, key):
             _take(built, unit, entry)
@@ -110,7 +122,6 @@ def _attempt(contents: dict[Unit, str], progress: bool, jobs: int | None, folder
     if todo:
         cache.sweep(place)
         _compile(built, todo, place, tools, key, budget.jobs(jobs), progress)
-    return built
 
 
 def _take(built: Built, unit: Unit, entry: Entry | None, error: KernelError | None = None) -> None:
@@ -206,8 +217,10 @@ def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
     library = job.work / f"{job.unit.name}.so"
     if job.process.returncode or not library.is_file():
         raise nvcc.failure(job.unit, job.work, job.process.returncode, tools, place / "failed")
+    # NVRTC's machine code lies in the library as bytes, which no tool finds there.
+    code = job.work / f"{job.unit.name}.cubin" if tools.toolkit else library
     refused, opcode = sass.complaint(report), ""
-    if job.unit.opcode and not refused and (found := sass.instructions(library)):
+    if job.unit.opcode and not refused and (found := sass.instructions(code)):
         opcode = next((name for name in found if name.startswith(job.unit.opcode)), "")
         refused = "" if opcode else f"its machine code has no {job.unit.opcode}"
     used = sass.resources(report)
@@ -226,11 +239,12 @@ def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
         opcode=opcode,
         seconds=round(seconds, 2),
         created=round(time.time(), 3),
-        compilers=f"nvcc {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}, "
-        f"CUTLASS {dotted(tools.cutlass.version)}, {' '.join(nvcc.FLAGS)}",
+        compilers=f"{nvcc.described(tools)}, {' '.join(nvcc.flags(tools))}",
     )
     if refused:
         library.unlink()
+    if code != library:
+        code.unlink()
     shutil.rmtree(job.work / "tmp")
     return cache.store(place, job.work, manifest)
 

@@ -21,13 +21,13 @@ SHARED_MEMORY: Final[dict[Arch, int]] = {
 """Bytes that one threadblock may have (CUDA C++ Programming Guide, table of technical specifications per compute capability)."""
 
 OPERANDS: Final[dict[tuple[str, str], Arch]] = {
-    ("int8", "int8"): "sm_75",
-    ("fp16", "fp16"): "sm_75",
+    ("int8", "int8"): "sm_70",
+    ("fp16", "fp16"): "sm_70",
     ("bf16", "bf16"): "sm_80",
     ("tf32", "tf32"): "sm_80",
     ("fp8", "fp8"): "sm_89",
     ("fp8_e5m2", "fp8"): "sm_89",
-    ("fp32", "fp32"): "sm_75",
+    ("fp32", "fp32"): "sm_70",
 }
 """Formats of `a` and `b` that there are kernels for, and the first architecture that has them."""
 
@@ -43,7 +43,18 @@ INSTRUCTIONS: Final[dict[str, Shape]] = {
 }
 """Shapes of `mma` since sm_80 (PTX ISA, warp-level matrix instructions)."""
 
-_TURING: Final[dict[str, Shape]] = {"int8": (8, 8, 16), "fp16": (16, 8, 8)}
+_BEFORE: Final[dict[Arch, dict[str, Shape]]] = {
+    "sm_70": {"fp16": (8, 8, 4)},
+    "sm_75": {"int8": (8, 8, 16), "fp16": (16, 8, 8)},
+}
+
+_ORDINARY: Final[dict[str, Shape]] = {"fp32": (1, 1, 1), "int8": (1, 1, 4)}
+"""What one instruction of an ordinary unit multiplies: dp4a sums four products of INT8."""
+
+
+def ordinary(arch: Arch, fmt: str) -> bool:
+    """Whether ordinary units multiply a format, not tensor cores: FP32, and INT8 before tensor cores had it."""
+    return fmt == "fp32" or (arch, fmt) == ("sm_70", "int8")
 
 
 def size_of(fmt: str) -> int:
@@ -54,5 +65,5 @@ def size_of(fmt: str) -> int:
 def instruction_of(config: KernelConfig) -> Shape | None:
     """Returns the only shape of instruction that a 2.x kernel of these formats may name; None where there is none."""
     if config.unit == "simt":
-        return (1, 1, 1)
-    return (_TURING if config.arch == "sm_75" else INSTRUCTIONS).get(config.a)
+        return _ORDINARY.get(config.a)
+    return _BEFORE.get(config.arch, INSTRUCTIONS).get(config.a)

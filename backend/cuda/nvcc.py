@@ -1,4 +1,4 @@
-"""One run of nvcc: its command line, its process, and the error when it fails.
+"""One run of nvcc, or of what takes its place for sm_70 (`nvrtc`): its command line, its process, and the error when it fails.
 
 Invariant: the command that an error shows is the one that ran, and can be run again: the source and the whole output stay in a folder.
 """
@@ -13,9 +13,9 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from qsync_fx.backend.cuda import budget
+from qsync_fx.backend.cuda import budget, nvrtc
 from qsync_fx.backend.cuda.keys import TEMPLATES
-from qsync_fx.backend.cuda.toolchain import Toolchain, check_arch, library_folders
+from qsync_fx.backend.cuda.toolchain import Toolchain, dotted, library_folders
 from qsync_fx.backend.cuda.unit import Unit
 from qsync_fx.errors import KernelError, ToolchainError
 
@@ -35,13 +35,31 @@ _SHOWN_LINES: Final = 15
 
 
 def command(unit: Unit, tools: Toolchain) -> list[str]:
-    """Returns the command that compiles NAME.cu in the current folder to NAME.so; raises `ToolchainError` for a target nvcc has not."""
-    check_arch(tools.nvcc, unit.arch)
+    """Returns the command that compiles NAME.cu in the current folder to NAME.so; raises `KernelError` for what NVRTC does not take."""
+    if tools.toolkit:
+        if unit.interface != "gemm":
+            raise KernelError(
+                "without an nvcc of CUDA 12 there are products for sm_70 alone: torch does the rest",
+                where=unit.name,
+                do="install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc, if this is wanted",
+            )
+        return nvrtc.command(unit.name, unit.arch, tools, (TEMPLATES,))
     number = unit.arch.removeprefix("sm_")
     includes = [f"-I{folder}" for folder in (TEMPLATES, *tools.cutlass.folders)]
     target = f"-gencode=arch=compute_{number},code=sm_{number}"
     head = [str(tools.nvcc.path), "-ccbin", str(tools.host.path), *FLAGS, target, *_runtime(tools.nvcc.path)]
     return [*head, *includes, "-o", f"{unit.name}.so", f"{unit.name}.cu"]
+
+
+def flags(tools: Toolchain) -> tuple[str, ...]:
+    """Returns the flags of `command`, without paths."""
+    return nvrtc.FLAGS if tools.toolkit else FLAGS
+
+
+def described(tools: Toolchain) -> str:
+    """Returns what compiles, with versions."""
+    name = "NVRTC" if tools.toolkit else "nvcc"
+    return f"{name} {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}, CUTLASS {dotted(tools.cutlass.version)}"
 
 
 def _runtime(compiler: Path) -> list[str]:
@@ -79,7 +97,7 @@ def start(unit: Unit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
 
 
 def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -> ToolchainError:
-    """Returns the error for an nvcc that has ended with `status`; source and output move from `work` to the folder `kept`."""
+    """Returns the error for a compiler that has ended with `status`; source and output move from `work` to the folder `kept`."""
     report = (work / "log").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
         kept.mkdir(exist_ok=True)
@@ -96,7 +114,7 @@ def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -
     else:
         do = f"the whole output is in {kept / unit.name}.log, the source beside it"
     error = ToolchainError(
-        f"nvcc failed with status {status} on {unit.name}"
+        f"{'NVRTC' if tools.toolkit else 'nvcc'} failed with status {status} on {unit.name}"
         + (f"; its last lines:\n{last}" if last else " and said nothing"),
         where=f"cd {shlex.quote(str(kept))} && {shlex.join(command(unit, tools))}",
         do=do,

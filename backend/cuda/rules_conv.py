@@ -30,6 +30,11 @@ def _sums(c: KernelConfig) -> int:
 _PLAIN: Final = (
     *shared.PLAIN,
     Rule(
+        "volta",
+        lambda c: c.arch == "sm_70",
+        "there are no convolutions for sm_70 (V100): torch computes them there",
+    ),
+    Rule(
         "operation",
         lambda c: c.operation not in get_args(ConvOperation),
         "the operation of a convolution is fprop, dgrad or wgrad",

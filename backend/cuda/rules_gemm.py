@@ -72,7 +72,7 @@ _BOTH: Final = (
     *shared.BOTH,
     Rule(
         "K-major",
-        lambda c: c.a in ("int8", *_FP8) and not _k_major(c),
+        lambda c: c.unit == "tensor" and c.a in ("int8", *_FP8) and not _k_major(c),
         "tensor cores take INT8 and FP8 only contiguous along k: a by rows, b by columns",
     ),
     Rule(
@@ -95,7 +95,11 @@ _CUTLASS_2: Final = (
         lambda c: c.schedule != "pipelined" and c.alignment * size_of(c.a) < 4,
         "asynchronous copies have at least 4 bytes",
     ),
-    Rule("aligned bytes", lambda c: size_of(c.a) == 1 and c.alignment != 16, "INT8 and FP8 operands are aligned to 16"),
+    Rule(
+        "aligned bytes",
+        lambda c: c.unit == "tensor" and size_of(c.a) == 1 and c.alignment != 16,
+        "INT8 and FP8 operands of tensor cores are aligned to 16",
+    ),
     Rule(
         "fp8 by wgmma",
         lambda c: c.a in _FP8 and c.arch == "sm_90a",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from qsync_fx.backend.cuda.config import ARCHITECTURES, KernelConfig
-from qsync_fx.backend.cuda.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, size_of
+from qsync_fx.backend.cuda.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, ordinary, size_of
 from qsync_fx.backend.cuda.problem import Activation
 
 WARP: Final = 32
@@ -78,11 +78,6 @@ def shared_memory(epilogue: Callable[[KernelConfig], int]) -> Rule:
 PLAIN: Final = (
     Rule("arch", lambda c: c.arch not in ARCHITECTURES, f"the architecture is one of {', '.join(ARCHITECTURES)}"),
     Rule(
-        "volta",
-        lambda c: c.arch == "sm_70",
-        "sm_70 needs NVRTC 12, for which there is no template yet: nvcc 13 cannot compile it",
-    ),
-    Rule(
         "shapes",
         lambda c: not all(map(_positive, (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)))),
         "tile, warp, instruction and cluster are three sizes from 1 to 1024",
@@ -107,8 +102,8 @@ BOTH: Final = (
     ),
     Rule(
         "unit",
-        lambda c: (c.unit == "simt") != (c.a == "fp32"),
-        'fp32 runs on the ordinary units ("simt"), all other formats on tensor cores',
+        lambda c: (c.unit == "simt") != ordinary(c.arch, c.a),
+        'fp32, and int8 on sm_70, runs on the ordinary units ("simt"), all else on tensor cores',
     ),
     Rule(
         "wide",
@@ -148,8 +143,11 @@ CUTLASS_2: Final = (
     ),
     Rule(
         "simt tile",
-        lambda c: c.unit == "simt" and (c.tile[2] != 8 or c.alignment != 1 or c.out_alignment != 1),
-        "FP32 tiles have 8 along k, and alignments of 1",
+        lambda c: (
+            c.unit == "simt"
+            and (c.tile[2] * size_of(c.a) != 32 or c.alignment * size_of(c.a) != 4 or c.out_alignment != 1)
+        ),
+        "tiles of ordinary units have 32 bytes along k, and alignments of 4 bytes, and of one value for the output",
     ),
     Rule("warps", lambda c: _divides(c) and not 1 <= _warps(c) <= 16, "a threadblock has 1 to 16 warps"),
     Rule(
@@ -163,8 +161,8 @@ CUTLASS_2: Final = (
     ),
     Rule(
         "pipeline",
-        lambda c: (c.schedule == "pipelined") != (c.arch == "sm_75"),
-        "sm_75 is pipelined: it has no asynchronous copies, which multistage needs",
+        lambda c: (c.schedule == "pipelined") != (c.arch in ("sm_70", "sm_75")),
+        "sm_70 and sm_75 are pipelined: they have no asynchronous copies, which multistage needs",
     ),
     Rule(
         "stages of the pipeline",

@@ -12,7 +12,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda import toolchain, volta_code
 from qsync_fx.backend.cuda.manifest import Resources
 
 
@@ -55,8 +55,11 @@ def disassembler() -> Path | None:
 def instructions(library: Path) -> Counter[str]:
     """Returns how often each instruction stands in the machine code of a library, with its modifiers ("IMMA.16832.S8.S8.SAT").
 
-    Empty where nothing can look: toolkits from pip wheels have no disassembler, and an older one may not know the target.
+    Empty where nothing can look: toolkits from pip wheels have no disassembler, and an older one may not know the target. Of machine code
+    by itself, which is that of sm_70, those that `volta_code` knows.
     """
+    if library.suffix == ".cubin":
+        return volta_code.instructions(library)
     program = disassembler()
     if program is None:
         return Counter()

@@ -70,11 +70,18 @@ class Headers:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """All that compiling takes. `host` is what nvcc compiles host code with."""
+    """All that compiling takes.
+
+    Attributes:
+        nvcc: what compiles device code: nvcc, or the library of NVRTC where there is a `toolkit`.
+        host: what compiles host code.
+        toolkit: folders of CUDA's headers, for NVRTC; nvcc has its own.
+    """
 
     nvcc: Program
     host: Program
     cutlass: Headers
+    toolkit: tuple[Path, ...] = ()
 
 
 def toolchain(arch: Arch | None = None) -> Toolchain:
@@ -84,22 +91,26 @@ def toolchain(arch: Arch | None = None) -> Toolchain:
         arch: what is to be compiled for, if that is known.
 
     Raises:
-        ToolchainError: one is missing or of a version that does not serve, or nvcc does not know `arch`.
+        ToolchainError: one is missing or of a version that does not serve.
     """
+    if arch == "sm_70" and not _compiles_for_volta():
+        from qsync_fx.backend.cuda import nvrtc
+
+        return nvrtc.tools()
     compiler = nvcc()
-    if arch is not None:
-        check_arch(compiler, arch)
     return Toolchain(compiler, host_compiler(compiler), cutlass())
 
 
-def check_arch(compiler: Program, arch: Arch) -> None:
-    """Raises `ToolchainError` where this nvcc does not compile for `arch`."""
-    if arch == "sm_70" and compiler.version >= (13,):
-        raise ToolchainError(
-            f"nvcc {dotted(compiler.version)} does not compile for sm_70 (V100): CUDA 13 has dropped it",
-            where=str(compiler.path),
-            do="install CUDA 12.4 to 12.9 beside it and set QSYNC_NVCC to that nvcc; without it, torch computes on such devices",
-        )
+def _compiles_for_volta() -> bool:
+    """Whether nvcc compiles for sm_70; CUDA 13 has dropped it. One that the user named and that does not serve raises, as elsewhere."""
+    if "QSYNC_NVRTC" in os.environ:
+        return False
+    try:
+        return nvcc().version < (13,)
+    except ToolchainError:
+        if os.environ.get("QSYNC_NVCC") or os.environ.get("CUDACXX"):
+            raise
+        return False
 
 
 def nvcc() -> Program:
@@ -150,9 +161,9 @@ def package_folders(name: str) -> list[Path]:
     return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
 
 
-def host_compiler(compiler: Program) -> Program:
-    """Returns what nvcc compiles host code with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that this nvcc accepts."""
-    newest = NEWEST_GCC.get(compiler.version[:2])
+def host_compiler(compiler: Program | None) -> Program:
+    """Returns what host code is compiled with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that nvcc accepts, if one is given."""
+    newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
         if named := os.environ.get(name):
             found = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
@@ -162,7 +173,7 @@ def host_compiler(compiler: Program) -> Program:
                 )
             return found
     found = _host("g++") or _host("c++")
-    if found is not None and newest is not None and found.version[0] > newest:
+    if found is not None and compiler is not None and newest is not None and found.version[0] > newest:
         older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
         fit = next((program for program in older if program), None)
         if fit is None:
@@ -174,7 +185,7 @@ def host_compiler(compiler: Program) -> Program:
         found = fit
     if found is None:
         raise ToolchainError(
-            "CUDA kernels cannot be compiled: nvcc needs a C++ compiler, and there is none",
+            "CUDA kernels cannot be compiled: this takes a C++ compiler, and there is none",
             where="NVCC_CCBIN, CUDAHOSTCXX, and g++ in PATH",
             do="install g++ (on Debian: apt-get install g++), or name a compiler in NVCC_CCBIN",
         )

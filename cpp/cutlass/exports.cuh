@@ -17,7 +17,8 @@
 // Libraries are compiled with hidden symbols: two of them in one process share none.
 #define QSYNC_EXPORT extern "C" __attribute__((visibility("default")))
 
-#define QSYNC_LIBRARY(Kernel, Arguments, Name)                                                                         \
+// `Text` is what says in words what a status means.
+#define QSYNC_FUNCTIONS(Kernel, Arguments, Name, Text)                                                                 \
     QSYNC_EXPORT int qsync_abi() { return QSYNC_ABI_VERSION; }                                                         \
     QSYNC_EXPORT const char *qsync_name() { return Name; }                                                             \
     QSYNC_EXPORT int qsync_can_implement(const Arguments *arguments) { return Kernel::can_implement(*arguments); }     \
@@ -26,6 +27,9 @@
         return Kernel::run(*arguments, workspace, static_cast<cudaStream_t>(stream));                                  \
     }                                                                                                                  \
     QSYNC_EXPORT int qsync_shared_memory() { return Kernel::shared_memory(); }                                         \
-    QSYNC_EXPORT const char *qsync_error(int status) {                                                                 \
+    QSYNC_EXPORT const char *qsync_error(int status) { return Text(status); }
+
+#define QSYNC_LIBRARY(Kernel, Arguments, Name)                                                                         \
+    QSYNC_FUNCTIONS(Kernel, Arguments, Name, [](int status) {                                                          \
         return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));                                  \
-    }
+    })
