@@ -27,10 +27,12 @@ HERE = Path(__file__).resolve().parent
 PARTS = ("tune", "linear", "conv", "quantize", "step")
 TUNED = (
     ("squares", "int8"),
+    ("squares", "int8_grad"),
     ("squares", "fp8"),
     ("transformers", "int8"),
     ("transformers", "fp8"),
     ("resnet50", "int8"),
+    ("transformers", "int8_grad"),
 )
 """Models of `_gpu_models` and precisions, what targets are set for first."""
 

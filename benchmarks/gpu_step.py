@@ -41,6 +41,7 @@ VARIANTS = {
     "qsync int8": Variant("qsync", "int8"),
     "qsync fp16": Variant("qsync", "fp16"),
     "qsync bf16": Variant("qsync", "bf16"),
+    "qsync int8_grad": Variant("qsync", "int8_grad"),
     "qsync fp8": Variant("qsync", "fp8"),
     "qsync fp32": Variant("qsync", "fp32"),
 }

@@ -21,7 +21,7 @@ from test_operators import assert_right
 from torch import Tensor
 
 from qsync_fx.backend.cuda.candidates import candidates
-from qsync_fx.backend.cuda.collect import computed, problems_of
+from qsync_fx.backend.cuda.collect import _quantizers, computed, problems_of
 from qsync_fx.backend.cuda.config import Arch
 from qsync_fx.backend.cuda.device import assumed
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
@@ -397,6 +397,8 @@ def test_explain_says_what_computes_int8_gradients() -> None:
         first, second = (computed(layer, device) for layer in layers)
     assert first == "CUTLASS sm_90a kernels for output, weight gradient"
     assert second == "CUTLASS sm_90a kernels for output, input gradient, weight gradient"
+    quantizers = _quantizers(linears.graphs[0].graph, "sm_90a")
+    assert {unit.name for unit in quantizers} == {"quantize_sm_90a_fp32_int8", "quantize_sm_90a_bf16_int8"}
     convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3))
     explained = explain(convolutions, torch.randn(4, 16, 9, 9), options={"precision": "int8_grad"})
     [_, layer] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.convolution.default"]

@@ -5,6 +5,7 @@ The kernel is the real source, compiled for the CPU (see test_cuda_quantizer.py,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 from collections.abc import Callable
@@ -138,6 +139,22 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
     want = reference.quantize(x, SEED, 3, row, "stochastic", [0])
     assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
     assert reasons.reasons() == {"quantize 8 x 16 fp32 -> int8": "no kernels are assumed"}
+
+
+def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats that differ in what happens to gradients share one; a format that none writes is the reference's."""
+    asked: list[str] = []
+    monkeypatch.setattr(quantizing.calls, "library", lambda unit, *_: asked.append(unit.name))
+    reasons.forget()
+    x, int8 = torch.randn(8, 16), precision("int8")
+    int4 = dataclasses.replace(int8, name="int4", bits=4, max=7.0)
+    with assumed("sm_80", on="cpu"):
+        for row in (int8, precision("int8_grad"), int4):
+            q, scale = quantizing.quantize(x, SEED, 3, row, "nearest", ())
+            want = reference.quantize(x, SEED, 3, row, "nearest", ())
+            assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
+    assert asked == ["quantize_sm_80_fp32_int8"] * 2
+    assert reasons.reasons() == {"quantize 8 x 16 fp32 -> int4": "there is no quantizer of ours for int4"}
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (64, 64), (130, 33)])

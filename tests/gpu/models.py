@@ -118,7 +118,7 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
 
 def units(arch: Arch) -> list[Unit]:
     """Returns what the tests of models run, to be compiled before them."""
-    formats = ("int8", "fp8", "bf16", "fp16")
+    formats = ("int8", "int8_grad", "fp8", "bf16", "fp16")
     return kernels_of([p for name in CASES for precision in formats for p in problems(name, precision, arch)], arch)
 
 

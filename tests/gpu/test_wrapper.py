@@ -176,5 +176,10 @@ def test_explain_says_what_runs(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)).to(kit.DEVICE)
     x = torch.randn(4096, 4096, device=kit.DEVICE)
     with models.kernels_win([], kit.arch(), tmp_path):
-        reasons_given = [op.reason for op in explain(model, x, options={"precision": "int8"}).operators]
-    assert any(f"CUTLASS {kit.arch()} kernels" in reason for reason in reasons_given)
+        given = {
+            precision: [op.reason for op in explain(model, x, options={"precision": precision}).operators]
+            for precision in ("int8", "int8_grad")
+        }
+    assert any(f"CUTLASS {kit.arch()} kernels for output" in reason for reason in given["int8"])
+    # With gradients in INT8 too, both products of the first layer, whose input needs no gradient, are INT8's.
+    assert any(f"CUTLASS {kit.arch()} kernels for output, weight gradient" in reason for reason in given["int8_grad"])
