@@ -20,11 +20,11 @@ import torch._dynamo
 from _harness import Row, Times, arguments, measure as measure_on_cpu, show, write_json
 from torch import Tensor
 
-from qsync_fx.backend.cuda import kernels, launch
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.device import environment, known_of
+from qsync_fx.backend.cuda.event_timer import call_of
 from qsync_fx.backend.cuda.peers import Operands
-from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.select import known, way
 
 Call = Callable[[], object]
@@ -210,12 +210,4 @@ def by_kernel(problem: Problem, given: Operands, device: torch.device) -> Call |
     if found is None:
         return None
     config, taken = found
-    library = kernels.library(kernels.unit_of(config))
-    assert library is not None
-    tensors = given.a, given.b, given.a_scale, given.b_scale, given.bias
-    if isinstance(taken, GemmProblem):
-        matrix = taken
-        return lambda: launch.run_gemm(library, config, matrix, *tensors)
-    assert isinstance(problem, ConvProblem)
-    images, whole = problem, taken
-    return lambda: launch.run_conv(library, config, images, whole, *tensors)
+    return call_of(config, problem, taken, given)

@@ -82,7 +82,7 @@ class EventTimer:
     def _runner(self, candidate: Candidate, given: Operands) -> Callable[[], Tensor]:
         if isinstance(candidate, str):
             return peer(self._problem, given)
-        return _launcher(candidate, self._problem, self._taken, given)
+        return call_of(candidate, self._problem, self._taken, given)
 
     def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
         with torch.cuda.device(self._device), torch.no_grad():
@@ -96,7 +96,12 @@ class EventTimer:
             return float(start.elapsed_time(end)) / 1e3 / launches
 
 
-def _launcher(config: KernelConfig, problem: Problem, taken: Problem, given: Operands) -> Callable[[], Tensor]:
+def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: Operands) -> Callable[[], Tensor]:
+    """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
+
+    Args:
+        problem, taken: as in `EventTimer`.
+    """
     library = kernels.library(kernels.unit_of(config))
     assert library is not None
     tensors = given.a, given.b, given.a_scale, given.b_scale, given.bias
