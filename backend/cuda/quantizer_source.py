@@ -1,6 +1,7 @@
 """The source of a quantizer: largest magnitude and rounding of one type to one format.
 
-Plain CUDA: what it computes is in cpp/cutlass, `rounding.cuh` (one value), `absmax.cuh` (scales) and `quantizer.cuh` (a matrix).
+Plain CUDA: what it computes is in cpp/cutlass, `rounding.cuh` (one value), `eighths.cuh` (eight), `absmax.cuh` (scales) and
+`quantizer.cuh` (a matrix).
 
 Invariant: one library a (type, format) pair has every way to round, every grouping, with and without the transpose; what the others share
 is little, and a model needs few of them.
