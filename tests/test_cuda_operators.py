@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda.candidates import candidates
 from qsync_fx.backend.cuda.collect import _quantizers, computed, problems_of
-from qsync_fx.backend.cuda.config import Arch
+from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.device import assumed
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.select import known, way
+from qsync_fx.backend.cuda.select import decide, known, way
 from qsync_fx.backend.cuda.table import Environment, Table
 from qsync_fx.backend.cuda.tuning import Choice
 from qsync_fx.backend.operators import by_kernel, linear
@@ -384,6 +384,19 @@ def test_explain_says_what_computes() -> None:
     reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
     assert len(reasons) == 2 and all("CUTLASS sm_80 kernels for output" in reason for reason in reasons)
     json.dumps(reasons)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("rows", "inner", "channels"), [(8192, 8192, 8192), (16384, 768, 3072), (16384, 3072, 768)])
+def test_int8_gradients_of_large_layers_are_kernels_untuned(arch: Arch, rows: int, inner: int, channels: int) -> None:
+    """The copies that they take are those that torch's integer product would take as well."""
+
+    def config(m: int, n: int, k: int, out: str, b_major: Literal["row", "column"]) -> KernelConfig | None:
+        return decide(GemmProblem(m, n, k, "int8", "int8", out, "row", b_major, "tensor", "tensor"), arch).config
+
+    assert config(rows, channels, inner, "bf16", "column")
+    assert config(rows, inner, channels, "bf16", "row")
+    assert config(channels, inner, rows, "fp32", "row")
 
 
 def test_explain_says_what_computes_int8_gradients() -> None:

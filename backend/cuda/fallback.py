@@ -85,13 +85,22 @@ def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor,
         return a.to(wide) @ b.to(wide), scales
     if a.dtype == _INT8:
         if integers and takes_integers(a.shape[0], b.shape[1], a.shape[1]):
-            return torch._int_mm(a, b), scales
+            return integer_product(a, b.t()), scales
         return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
     if a.dtype in _NARROW or b.dtype in _NARROW:
         if takes_fp8(a, b):
             return _fp8_sum(a, b, scales)
         return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
     return (_narrow_sum(a, b) if a.dtype != torch.float32 else a @ b), scales
+
+
+def integer_product(a: Tensor, bt: Tensor) -> Tensor:
+    """Returns `a @ bt.T` of INT8 matrices in INT32, by cuBLAS.
+
+    Both contiguous along k, copied if need be: cuBLAS's kernels for integer tensor cores read nothing else ("only the TN format is
+    supported", cuBLAS documentation, cublasLtMatmul).
+    """
+    return torch._int_mm(a.contiguous(), bt.contiguous().t())
 
 
 def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:

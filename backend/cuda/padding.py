@@ -81,16 +81,29 @@ def copied(problem: Problem, taken: Problem) -> tuple[bool, bool]:
 
 
 def moved_by_torch(problem: Problem) -> int:
-    """Returns the bytes that torch's own product moves: conversions to BF16 where it has no unit, and an epilogue of its own."""
+    """Returns the bytes that torch's own product moves: conversions to BF16 where it has no unit, or copies, and an epilogue of its own."""
     size, out = _output(problem), type_of(problem.out).itemsize
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     bare = not (scaled or problem.bias or problem.activation != "none" or problem.out != problem.a)
     # The FP32 product is written, and read again by what applies scales and bias.
     total = size if bare else size // out * 8 + size
-    for bytes_, fmt in zip(_operands(problem), (problem.a, problem.b), strict=True):
-        # One byte is read, two are written and read again.
-        total += bytes_ if type_of(fmt).itemsize > 1 or _has_unit(problem) else 5 * bytes_
+    lying = _along_k(problem)
+    for bytes_, fmt, along_k in zip(_operands(problem), (problem.a, problem.b), lying, strict=True):
+        if type_of(fmt).itemsize > 1:
+            total += bytes_
+        elif not _has_unit(problem):
+            # One byte is read, two are written and read again.
+            total += 5 * bytes_
+        else:
+            # Integers that do not lie along k are copied for torch as for a kernel.
+            total += bytes_ if along_k else 3 * bytes_
     return total
+
+
+def _along_k(problem: Problem) -> tuple[bool, bool]:
+    if isinstance(problem, ConvProblem):
+        return True, True
+    return problem.a_major == "row", problem.b_major == "column"
 
 
 def _has_unit(problem: Problem) -> bool:
@@ -99,8 +112,7 @@ def _has_unit(problem: Problem) -> bool:
         return False
     if problem.a == "int8":
         return fallback.takes_integers(problem.m, problem.n, problem.k)
-    along_k = (problem.a_major, problem.b_major) == ("row", "column")
-    return along_k and problem.n % VECTOR == 0 and problem.k % VECTOR == 0
+    return all(_along_k(problem)) and problem.n % VECTOR == 0 and problem.k % VECTOR == 0
 
 
 def _operands(problem: Problem) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def _gemm(problem: GemmProblem, given: Operands) -> Callable[[], Tensor]:
     a, b = given.a, given.b
     if a.dtype == torch.int8:
         if fallback.takes_integers(problem.m, problem.n, problem.k):
-            return lambda: torch._int_mm(a, b)
+            return lambda: fallback.integer_product(a, b.t())
         return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
     if a.dtype in _NARROW:
         if fallback.takes_fp8(a, b):

@@ -49,7 +49,8 @@ def linear(
     with the saved operand in the carrier, rounded to the carrier, and scaled in FP32. Where the saved operand has a scale per channel,
     that lies along the contracted dimension: it is multiplied into the incoming gradient in FP32 before the gradient is rounded, and
     each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
-    A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32.
+    A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32 (from 133,000
+    rows or channels on in the carrier, on the CPU in FP32, as INT32 might not hold every sum).
 
     On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out. Tensor cores read
     INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the saved operand a copy is made.
