@@ -101,6 +101,97 @@ def test_without_a_driver_running_is_an_error_and_all_else_answers(built: dict[s
         built[name].run(arguments(SAMPLE[name]), 1 << 22, 0)
 
 
+@pytest.fixture(scope="module")
+def driver(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a driver that writes down what it is asked, see driver_on_cpu.cpp."""
+    tools = toolchain.toolchain("sm_70")
+    place = tmp_path_factory.mktemp("driver")
+    headers = tools.toolkit or [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
+    source = Path(__file__).parent / "driver_on_cpu.cpp"
+    command = [
+        str(tools.host.path),
+        "-x",
+        "c++",
+        "-shared",
+        "-fPIC",
+        "-fpermissive",
+        "-w",
+        f"-I{Path(__file__).parent}",
+    ]
+    output = ["-o", str(place / "libcuda.so.1"), str(source)]
+    subprocess.run([*command, *(f"-I{path}" for path in headers), *output], check=True)
+    return place
+
+
+def told(driver: Path, code: str, **variables: str) -> list[str]:
+    """Runs `code` where that driver is the machine's, and returns what it was asked."""
+    log = driver / "log"
+    log.unlink(missing_ok=True)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(driver), "DRIVER_LOG": str(log)} | variables
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def calls(kernel: Library, config: KernelConfig, *lines: str) -> str:
+    """A program that has the library as `run(**changes)` and `workspace(**changes)`, and then does `lines`."""
+    fields = {name: getattr(arguments(config), name) for name, _ in GemmArguments._fields_}
+    start = (
+        "import ctypes, threading",
+        "from qsync_fx.backend.cuda.abi import GemmArguments",
+        f"handle = ctypes.CDLL({str(kernel.path)!r})",
+        "handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p",
+        "handle.qsync_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)",
+        f"given = lambda changes: ctypes.byref(GemmArguments(**{fields!r} | changes))",
+        "run = lambda memory=0, stream=7, **changes: handle.qsync_run(given(changes), memory, stream)",
+        "workspace = lambda **changes: handle.qsync_workspace(given(changes))",
+    )
+    return "\n".join((*start, *lines))
+
+
+def test_code_is_loaded_once_a_device_and_launched_in_its_context(built: dict[str, Library], driver: Path) -> None:
+    kernel, config = built["fp32"], SAMPLE["fp32"]
+    code = (
+        "threads = [threading.Thread(target=lambda n=n: [run(device=n % 2) for _ in range(20)]) for n in range(4)]",
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]",
+    )
+    lines = told(driver, calls(kernel, config, *code))
+    assert sorted(line for line in lines if line.startswith("load")) == ["load 0 elf=1", "load 1 elf=1"]
+    # 256 x 128 in tiles of 128 x 128, swizzled by one since there is one tile across.
+    for device in (0, 1):
+        launched = [line for line in lines if line.startswith(f"launch {device} ")]
+        shared = kernel.shared_memory()
+        wanted = (
+            f"launch {device} in {device} grid 2 1 1 block 256 1 1 shared {shared} stream 7 sizes 256 128 64 extra 0"
+        )
+        assert launched == [wanted] * 40
+    assert {line for line in lines if line.startswith("pop")} == {"pop to -1"}
+    assert sum(line.startswith("pop") for line in lines) == 2 + 80
+
+
+def test_a_workspace_is_cleared_on_the_stream_before_the_launch(built: dict[str, Library], driver: Path) -> None:
+    code = (
+        "changes = dict(n=512, ldd=512, split=2)",
+        "size = workspace(**changes)",
+        "assert size > 0",
+        "assert handle.qsync_error(run(**changes)) == b'Error Workspace Null'",
+        "assert run(memory=4096, **changes) == 0",
+    )
+    lines = [line for line in told(driver, calls(built["fp16"], SAMPLE["fp16"], *code)) if line[:3] in ("cle", "lau")]
+    assert [line.split()[0] for line in lines] == ["clear", "launch"]
+    assert re.fullmatch(r"clear 0 \d+ 0 \d+ 7", lines[0])
+
+
+def test_errors_of_the_driver_are_told_in_its_words(built: dict[str, Library], driver: Path) -> None:
+    for changes, variables, words in (
+        ("", {"DRIVER_FULL": "1"}, "too many resources"),
+        ("", {"DRIVER_BROKEN": "1"}, "not initialized"),
+        ("device=2", {}, "no such device"),
+    ):
+        code = (f"status = run({changes})", f"assert status and handle.qsync_error(status) == {words.encode()!r}")
+        told(driver, calls(built["int8"], SAMPLE["int8"], *code), **variables)
+
+
 def test_a_library_needs_no_runtime_of_cuda_and_shows_only_its_interface(built: dict[str, Library]) -> None:
     said = subprocess.run(["nm", "-D", built["fp16"].path], capture_output=True, text=True, check=True).stdout
     defined = {line.split()[-1] for line in said.splitlines() if " T " in line}
