@@ -8,7 +8,7 @@ they are. On the CPU it is plain torch, which says what every kernel computes.
 
 from __future__ import annotations
 
-from typing import cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -94,66 +94,46 @@ def check_activation(name: str, where: str) -> Activation:
     return cast(Activation, name)
 
 
-def _checked(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> Activation:
-    where = "qsync::gemm"
-    check_types(a, b, out_dtype, where)
+class _Asked(NamedTuple):
+    """What the operator is given, in the order of its schema."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    activation: str
+    out_dtype: torch.dtype
+    tf32: bool
+
+
+def _checked(x: _Asked) -> Activation:
+    """Returns the activation; raises where the operator cannot compute this."""
+    where, a, b, bias = "qsync::gemm", x.a, x.b, x.bias
+    check_types(a, b, x.out_dtype, where)
     require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
     require(a.shape[1] == b.shape[0], lambda: f"{where}: {list(a.shape)} and {list(b.shape)} cannot be multiplied")
-    check_scale(a_scale, (a.shape[0], 1), "a_scale", where)
-    check_scale(b_scale, (1, b.shape[1]), "b_scale", where)
+    check_scale(x.a_scale, (a.shape[0], 1), "a_scale", where)
+    check_scale(x.b_scale, (1, b.shape[1]), "b_scale", where)
     if bias is not None:
         require(bias.dim() == 1 and bias.shape[0] == b.shape[1], lambda: f"{where}: bias is [{b.shape[1]}]")
-    return check_activation(activation, where)
+    return check_activation(x.activation, where)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    _checked(a, b, a_scale, b_scale, bias, activation, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _fake(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    _checked(x)
+    return x.a.new_empty((x.a.shape[0], x.b.shape[1]), dtype=x.out_dtype)
 
 
-def _reference(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    known = _checked(a, b, a_scale, b_scale, bias, activation, out_dtype)
-    return fallback.gemm(a, b, a_scale, b_scale, bias, known, out_dtype)
+def _reference(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    return fallback.gemm(x.a, x.b, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype)
 
 
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    known = _checked(a, b, a_scale, b_scale, bias, activation, out_dtype)
-    return launch.gemm(a, b, a_scale, b_scale, bias, known, out_dtype, tf32)
+def _kernel(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    return launch.gemm(x.a, x.b, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype, x.tf32)
 
 
 define(

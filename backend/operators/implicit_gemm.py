@@ -8,7 +8,7 @@ Invariant: as of `qsync::gemm`. One operator for the three products, because the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -62,6 +62,32 @@ def conv2d_product(
     return found
 
 
+class _Asked(NamedTuple):
+    """What the operator is given, in the order of its schema."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    operation: str
+    activation: str
+    out_dtype: torch.dtype
+    tf32: bool
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.a, self.b, self.a_scale, self.b_scale, self.bias
+
+    @property
+    def geometry(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
+        return self.size, self.stride, self.padding, self.dilation
+
+
 def _shape(
     a: Tensor,
     b: Tensor,
@@ -92,99 +118,46 @@ def _shape(
     return inputs if operation == "dgrad" else weight
 
 
-def _checked(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: str,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> tuple[ConvOperation, Activation, tuple[int, ...]]:
-    if operation not in get_args(ConvOperation):
+def _checked(x: _Asked) -> tuple[ConvOperation, Activation, tuple[int, ...]]:
+    """Returns the operation, the activation and the shape of the result; raises where the operator cannot compute this."""
+    if x.operation not in get_args(ConvOperation):
         known = get_args(ConvOperation)
-        raise OptionError(f"{operation!r} is no product of a convolution", where=_WHERE, do=nearest(operation, known))
-    which = cast(ConvOperation, operation)
-    check_types(a, b, out_dtype, _WHERE)
-    require(a.dim() == 4 and b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
-    geometry = size, stride, padding, dilation
-    require(all(len(part) == 2 for part in geometry), lambda: f"{_WHERE}: sizes are for height and width")
-    shape = _shape(a, b, *geometry, which)
-    require(a_scale is None or a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
-    require(which == "fprop" or bias is None, lambda: f"{_WHERE}: only fprop has a bias")
-    require(which == "fprop" or b_scale is None or b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number")
-    check_scale(a_scale, (), "a_scale", _WHERE)
-    check_scale(b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
+        raise OptionError(
+            f"{x.operation!r} is no product of a convolution", where=_WHERE, do=nearest(x.operation, known)
+        )
+    which = cast(ConvOperation, x.operation)
+    check_types(x.a, x.b, x.out_dtype, _WHERE)
+    require(x.a.dim() == 4 and x.b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
+    require(all(len(part) == 2 for part in x.geometry), lambda: f"{_WHERE}: sizes are for height and width")
+    shape = _shape(x.a, x.b, *x.geometry, which)
+    require(x.a_scale is None or x.a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
+    require(which == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
+    require(which == "fprop" or x.b_scale is None or x.b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number")
+    check_scale(x.a_scale, (), "a_scale", _WHERE)
+    check_scale(x.b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
+    bias = x.bias
     if bias is not None:
         require(bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]")
-    return which, check_activation(activation, _WHERE), shape
+    return which, check_activation(x.activation, _WHERE), shape
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: str,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    geometry = size, stride, padding, dilation
-    _, _, shape = _checked(a, b, a_scale, b_scale, bias, *geometry, operation, activation, out_dtype)
-    return torch.empty(shape, dtype=out_dtype, device=a.device, memory_format=torch.channels_last)
+def _fake(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    _, _, shape = _checked(x)
+    return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
 
 
-def _reference(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: str,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    geometry = size, stride, padding, dilation
-    which, known, _ = _checked(a, b, a_scale, b_scale, bias, *geometry, operation, activation, out_dtype)
-    return fallback.conv2d_product(a, b, a_scale, b_scale, bias, *geometry, which, known, out_dtype)
+def _reference(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    operation, activation, _ = _checked(x)
+    return fallback.conv2d_product(*x.operands, *x.geometry, operation, activation, x.out_dtype)
 
 
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: str,
-    activation: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    geometry = size, stride, padding, dilation
-    which, known, _ = _checked(a, b, a_scale, b_scale, bias, *geometry, operation, activation, out_dtype)
-    pairs = [(int(first), int(second)) for first, second in geometry]
-    window = Window(*pairs[1:])
-    return launch.conv2d_product(a, b, a_scale, b_scale, bias, pairs[0], window, which, known, out_dtype, tf32)
+def _kernel(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    operation, activation, _ = _checked(x)
+    size, *rest = ((int(first), int(second)) for first, second in x.geometry)
+    return launch.conv2d_product(*x.operands, size, Window(*rest), operation, activation, x.out_dtype, x.tf32)
 
 
 define(
