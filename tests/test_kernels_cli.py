@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernel_caches import cache_of
 from small_units import small_unit
 
-from qsync_fx.backend.cuda import cache, compiler, manifest, toolchain
+from qsync_fx.backend.cuda import cache, manifest, toolchain
 from qsync_fx.cli import main
 from qsync_fx.errors import ToolchainError
 
@@ -47,12 +48,7 @@ def run(*arguments: str) -> int:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with two libraries."""
-    home = tmp_path_factory.mktemp("a cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("QSYNC_KERNELS_PATH", raising=False)
-        patch.setenv("QSYNC_CACHE_DIR", str(home))
-        compiler.build([small_unit("first"), small_unit("second")], progress=False)
-    return home
+    return cache_of(tmp_path_factory, small_unit("first"), small_unit("second"))
 
 
 @pytest.fixture
