@@ -135,7 +135,7 @@ def told(driver: Path, code: str, **variables: str) -> list[str]:
 
 def calls(kernel: Library, config: KernelConfig, *lines: str) -> str:
     """A program that has the library as `run(**changes)` and `workspace(**changes)`, and then does `lines`."""
-    fields = {name: getattr(arguments(config), name) for name, _ in GemmArguments._fields_}
+    fields = {name: getattr(arguments(config), name) for name, *_ in GemmArguments._fields_}
     start = (
         "import ctypes, threading",
         "from qsync_fx.backend.cuda.abi import GemmArguments",

@@ -8,9 +8,10 @@ From the bottom to the top; a module imports from those above it in this list.
     unit        a translation unit; `gemm_source`, `conv_source`, `quantizer_source` and `convert_source` write them from the templates
                 in cpp/cutlass
     toolchain   nvcc, the host compiler and the CUTLASS headers of this machine
+    nvrtc       NVRTC of CUDA 12 and its headers, for sm_70; `nvrtc_compile` is the program that takes nvcc's place there
     library     a small library with the C interface of `abi`, loaded
-    compiler    units to such libraries: `nvcc` makes them within `budget`, `sass` looks at what came out, `cache` keeps them
-                with a `manifest` under the `keys` of all that they depend on
+    compiler    units to such libraries: `nvcc` makes them within `budget`, `sass` looks at what came out (by `volta_code` for
+                sm_70), `cache` keeps them with a `manifest` under the `keys` of all that they depend on
     kernels     configurations to libraries, each asked for once in a process
     operands    tensors to problems; `fallback` is what torch computes, and on the CPU what a problem means
     tuning      which candidate is fastest where; `table` keeps what was measured, `recorded` timings take the place of a GPU,
