@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda import convert_source
 from qsync_fx.backend.operators.library import define, require
 from qsync_fx.errors import PrecisionError
+from qsync_fx.precision import FORMATS
 
-TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+TYPES = tuple(FORMATS[name].dtype for name in convert_source.NUMBERS)
+FLOATS = tuple(FORMATS[name].dtype for name in convert_source.FLOATS)
 
 
 def convert(
