@@ -6,12 +6,10 @@ operator or a pass takes the files that the how-to pages say.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 import json
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -24,14 +22,10 @@ import pages
 import pytest
 import torch
 
-import qsync_fx
 from qsync_fx.backend.cuda.config import Arch
 from qsync_fx.backend.cuda.device import assumed
-from qsync_fx.backend.operators import lowerings
 from qsync_fx.devices import Support, support
-from qsync_fx.ops import Kind, table
 from qsync_fx.options import DOCUMENTED, Options
-from qsync_fx.passes.pipeline import pipeline
 from qsync_fx.precision import FORMATS, Precision
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,132 +230,3 @@ def test_every_option_has_a_section_with_an_example() -> None:
     for name in DOCUMENTED:
         examples = [block.text for block in pages.blocks(sections[name]) if block.runs]
         assert any(f'"{name}"' in example for example in examples), f"the option {name} has no example"
-
-
-# The shape of the tree that the pages rely on.
-
-SOURCES = {
-    str(path.relative_to(ROOT)): path
-    for folder in ("qsync_fx", "passes", "backend")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if folder != "qsync_fx" or path.relative_to(ROOT).parts[1] not in ("passes", "backend")
-}
-
-
-def strings(path: Path) -> set[str]:
-    return {
-        node.value
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-
-
-def attributes(path: Path) -> set[str]:
-    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-
-
-def test_no_file_but_the_table_names_formats_one_by_one() -> None:
-    """FP32 and FP64 are what models are written in, so much speaks of them. A narrower format is named where nothing else can be."""
-    narrow = {fmt.name for fmt in FORMATS.values() if fmt.bits < 32}
-    # Which units multiply which formats, and by what instruction, is what the files in backend/cuda are about.
-    sources = {name: path for name, path in SOURCES.items() if not name.startswith("backend/cuda/")}
-    named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
-    because = {
-        "qsync_fx/precision.py": "the table",
-        "qsync_fx/devices.py": "which devices have which units, and what runs when the user asks for nothing",
-        "qsync_fx/doctor.py": "an instruction set of processors is called bf16",
-        "qsync_fx/values.py": "the short name of a torch type in texts of graphs is bf16",
-    }
-    assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/doctor.py"] == named["qsync_fx/values.py"] == {"bf16"}
-
-
-def test_no_file_but_the_table_names_types_one_by_one() -> None:
-    narrow = {str(fmt.dtype) for fmt in FORMATS.values() if fmt.dtype.itemsize < 4}
-    named = {
-        name for name, path in SOURCES.items() if attributes(path) & narrow and not name.startswith("backend/cuda/")
-    }
-    because = {
-        "qsync_fx/precision.py": "the table",
-        "qsync_fx/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
-        "backend/operators/native.py": "what the kernels of the native module take",
-        "backend/operators/integers.py": "what torch's integer product takes",
-        "backend/relu.py": "a byte that says yes or no, and is no number",
-    }
-    assert named == because.keys()
-
-
-def test_no_pass_names_an_operator() -> None:
-    """What a pass knows of an operator stands in its row; passes call the conversions that they insert and nothing else."""
-    names = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE} | set(lowerings())
-    called = {
-        f"torch.ops.aten.{name}" for row in table().values() for name in (row.name, f"{row.name}_") if row.name in names
-    }
-    for name, path in SOURCES.items():
-        if name.startswith("passes/"):
-            assert not strings(path) & names, name
-            assert not any("aten::" in text for text in strings(path)), name
-            assert not attributes(path) & called, name
-
-
-def test_what_takes_scaled_formats_has_a_row_and_a_lowering() -> None:
-    assert {row.name for row in table().values() if row.scaled} == set(lowerings())
-
-
-def test_one_file_a_pass() -> None:
-    for step in pipeline(Options(), lowerings()):
-        assert type(step).__module__ == f"qsync_fx.passes.{step.name}"
-
-
-LAYERS = (
-    "errors files opid precision ops devices resolve plan plan_file plan_check options autocast_policy nodes values notes graph",
-    "passes",
-    "backend",
-    "explanation report",
-    "doctor model_reference kernels_cli tune_cli cli",
-)
-"""From the bottom to the top: a module imports from its own layer and from those before it."""
-
-
-def layer(module: str) -> int:
-    parts = module.split(".")[1:]
-    prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
-    found = [at for at, names in enumerate(LAYERS) if prefixes & set(names.split())]
-    assert found, f"{module} is in no layer: say in LAYERS and in docs/architecture.md where it belongs"
-    return found[0]
-
-
-def test_imports_run_one_way() -> None:
-    for name, path in SOURCES.items():
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        module = module if module.startswith("qsync_fx") else f"qsync_fx.{module}"
-        if module in ("qsync_fx", "qsync_fx.backend", "qsync_fx.passes"):
-            continue
-        for imported in imports(ast.parse(path.read_text())):
-            assert layer(imported) <= layer(module), f"{name} imports {imported}, which stands above it"
-
-
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Yields the modules of ours that a module imports, also inside of functions, but not for type checkers alone."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "qsync_fx":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if not alias.name.startswith("_"))
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("qsync_fx."))
-        todo += ast.iter_child_nodes(node)
-
-
-def test_the_page_on_architecture_tells_the_layers() -> None:
-    text = PAGES["architecture"].read_text()
-    told = [re.findall(r"`([\w.]+)`", line) for line in re.findall(r"^\d+\. (.+)$", text, flags=re.MULTILINE)]
-    assert [" ".join(names) for names in told] == list(LAYERS)
-
-
-def test_no_module_hides_a_name_of_the_package() -> None:
-    """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
-    modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
-    assert not modules & set(qsync_fx.__all__)
