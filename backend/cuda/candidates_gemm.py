@@ -100,6 +100,13 @@ _SIMT: Final = (
     _Tile2(64, 64, 32, 5, (32, 32), "stream_k"),
 )
 
+# The widest tile spills there, where operands are not contiguous along k.
+_SIMT_VOLTA: Final = (
+    *(tile for tile in _SIMT if tile.n != 256),
+    _Tile2(128, 128, 32, 2, (64, 32), swizzle=4),
+    _Tile2(128, 64, 32, 2, (64, 32), "stream_k"),
+)
+
 _HOPPER: Final = (
     _Tile3(128, 256, "cooperative", swizzle=4),
     _Tile3(128, 128, "pingpong", swizzle=4),
@@ -183,7 +190,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
 
 def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     if kind.unit == "simt":
-        return _SIMT
+        return _SIMT_VOLTA if (kind.arch, kind.a) == ("sm_70", "fp32") else _SIMT
     fp8 = kind.a in ("fp8", "fp8_e5m2")
     if kind.arch in ("sm_70", "sm_75"):
         return _TURING
