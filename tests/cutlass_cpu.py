@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import gemm_source, keys, toolchain
+from qsync_fx.backend.cuda import kernels, keys, toolchain
 from qsync_fx.backend.cuda.abi import GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.hardware import size_of
@@ -34,31 +34,40 @@ def build(configs: Sequence[KernelConfig], folder: Path, jobs: int = 2) -> dict[
     """Compiles kernels; what is returned takes addresses in the CPU's memory."""
     parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
     with ThreadPoolExecutor(jobs) as pool:
-        built = list(pool.map(_compiled, parts, (folder / f"part{number}" for number in range(len(parts)))))
-    return {config: _library(config, path) for part, path in zip(parts, built, strict=True) for config in part}
+        built = list(pool.map(compiled, parts, (folder / f"part{number}" for number in range(len(parts)))))
+    return {config: library_of(config, path) for part, path in zip(parts, built, strict=True) for config in part}
 
 
-def _library(config: KernelConfig, path: Path) -> Library:
+def library_of(config: KernelConfig, path: Path, arguments: type[ctypes.Structure] = GemmArguments) -> Library:
+    """Returns a kernel of a file that `compiled` made; it takes addresses in the CPU's memory."""
     functions = ctypes.CDLL(str(path))
     names = ("can_implement", "workspace", "run", "shared_memory", "error")
     handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
     handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
-    handle.qsync_run.argtypes = (ctypes.POINTER(GemmArguments), ctypes.c_void_p, ctypes.c_void_p)
-    return Library(gemm_source.source(config), path, handle)  # type: ignore[arg-type]
+    handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
+    return Library(kernels.unit_of(config), path, handle)  # type: ignore[arg-type]
 
 
-def _compiled(configs: Sequence[KernelConfig], stem: Path) -> Path:
-    lines = ['#include "run.h"']
+def compiled(
+    configs: Sequence[KernelConfig], stem: Path, header: str = "run.h", macro: str = "ON_CPU", *changed: Path
+) -> Path:
+    """Compiles kernels into one library, beside `stem`.
+
+    Args:
+        header, macro: what makes functions of a kernel's structure.
+        changed: folders with headers that take the place of CUTLASS's.
+    """
+    lines = [f'#include "{header}"']
     for config in configs:
-        text = gemm_source.source(config).source
-        structure = text[text.index("struct Config") : text.index("QSYNC_GEMM")]
+        text = kernels.unit_of(config).source
+        structure = text[text.index("struct Config") : text.index("QSYNC_")]
         lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
-        lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
+        lines.append(f"{macro}(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
     tools = toolchain.toolchain()
     toolkit = [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
-    folders = (HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit), *toolkit)
+    folders = (*changed, HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit), *toolkit)
     flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
     includes = (f"-I{path}" for path in folders)
     command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]

@@ -5,14 +5,11 @@ Here one kernel of each kind, the smallest, as compiling is what takes time; all
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import cuda_emulation as emulation
 import cutlass_cpu
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda import conv_source, keys, serving, toolchain
+from qsync_fx.backend.cuda import serving, toolchain
 from qsync_fx.backend.cuda.abi import ConvArguments
 from qsync_fx.backend.cuda.candidates_conv import conv_configs
 from qsync_fx.backend.cuda.config import KernelConfig
@@ -82,31 +79,8 @@ def build(configs: list[KernelConfig], folder: Path) -> dict[KernelConfig, Libra
         assert count == 1
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    lines = ['#include "run_conv.h"']
-    for config in configs:
-        text = conv_source.source(config).source
-        structure = text[text.index("struct Config") : text.index("QSYNC_CONV")]
-        lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
-        lines.append(f"CONV_ON_CPU(Config_{config.digest}, {config.digest})")
-    source, library = folder / "conv.cpp", folder / "conv.so"
-    source.write_text("\n".join([*lines, ""]))
-    toolkit = [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
-    places = (folder, cutlass_cpu.HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit))
-    flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
-    includes = (f"-I{path}" for path in (*places, *toolkit))
-    command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    functions = ctypes.CDLL(str(library))
-    return {config: _library(config, functions, library) for config in configs}
-
-
-def _library(config: KernelConfig, functions: ctypes.CDLL, path: Path) -> Library:
-    names = ("can_implement", "workspace", "run", "shared_memory", "error")
-    handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
-    handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
-    handle.qsync_run.argtypes = (ctypes.POINTER(ConvArguments), ctypes.c_void_p, ctypes.c_void_p)
-    return Library(conv_source.source(config), path, handle)  # type: ignore[arg-type]
+    path = cutlass_cpu.compiled(configs, folder / "conv", "run_conv.h", "CONV_ON_CPU", folder)
+    return {config: cutlass_cpu.library_of(config, path, ConvArguments) for config in configs}
 
 
 @pytest.fixture(scope="module")
