@@ -274,6 +274,39 @@ def test_what_is_no_machine_code_is_an_error(damage: Callable[[bytes], bytes], t
         volta_code.instructions(file)
 
 
+MULTIPLIES = """
+__global__ void multiply(const float* x, float* y, const int* a, int* sums) {
+  float u = x[threadIdx.x], v = x[threadIdx.x + 32];
+  for (int i = 0; i < 5; ++i) u = fmaf(u, v, v);
+  y[threadIdx.x] = u;
+  int sum = __dp4a(a[threadIdx.x], a[threadIdx.x + 32], sums[threadIdx.x]);
+  sums[threadIdx.x] = __dp4a(sum, a[threadIdx.x + 64], sum);
+}
+"""
+
+
+def test_instructions_are_those_that_a_disassembler_names(tmp_path: Path) -> None:
+    """On sm_75, which every disassembler knows, and where the two instructions without tensor cores are the same."""
+    try:
+        nvcc = toolchain.toolchain("sm_75").nvcc.path
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    disassembler = toolchain.tool("nvdisasm")
+    if disassembler is None:
+        pytest.skip("nvdisasm is not here")
+    source, code = tmp_path / "multiply.cu", tmp_path / "multiply.cubin"
+    source.write_text(MULTIPLIES)
+    subprocess.run([nvcc, "-cubin", "-arch=sm_75", source, "-o", code], check=True)
+    text = subprocess.run([disassembler, code], check=True, capture_output=True, text=True).stdout
+    named = re.findall(r"\b(FFMA|IDP\.4A)(?:\.\w+)* R\w+, R\w+(?:\.\w+)*, R\w+(?:\.\w+)*, R\w+ *;", text)
+
+    found = volta_code.instructions(code)
+
+    assert found == {"FFMA": named.count("FFMA"), "IDP.4A": named.count("IDP.4A")}
+    assert found["FFMA"] >= 5
+    assert found["IDP.4A"] == 2
+
+
 def test_the_command_says_what_to_install(tmp_path: Path) -> None:
     """`qsync kernels build --arch sm_70` where nothing compiles for it: in an interpreter that finds no wheels of NVIDIA's."""
     code = (

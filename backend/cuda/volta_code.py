@@ -1,7 +1,7 @@
 """The instructions of machine code for sm_70 that kernels are checked for, read without a disassembler.
 
 Why: disassemblers of CUDA 13 do not know sm_70, and CUDA 12 has none on the package index. An instruction has 128 bits, and its lowest 12
-say which it is; those of the three that multiply are here, as nvdisasm 12.8 names them (a test compares where there is one).
+say which it is; those of the three that multiply are here, as nvdisasm 12.8 names them. sm_75 has two of them too, so a test compares.
 
 Invariant: what is no whole ELF file of 64 bits raises; nothing is guessed from its name.
 """
