@@ -23,6 +23,8 @@ CHECKS = ("test_schema", "test_faketensor")
 
 def gradients(function: Callable[..., Tensor], x: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the input gradients in eager mode and compiled."""
+    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was written.
+    torch._dynamo.reset()
     found = []
     for run in (function, torch.compile(function, backend="qsync", options={"precision": "fp32"})):
         leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
