@@ -20,25 +20,24 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
         bt: `[N, K]`, any strides.
         formats: of `a` and `bt`.
     """
-    if not summed_exactly(a, bt, formats):
+    if not _summed_exactly(a, bt, formats):
         return None
     if a.device.type == "cuda":
         return fallback.integer_product(a, bt)
     return torch._int_mm(_strided(a), _strided(bt).t())
 
 
-def summed_exactly(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> bool:
+def _summed_exactly(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> bool:
     """Whether the integer unit takes the product, and INT32 holds every sum."""
-    rows, inner, columns = a.shape[0], a.shape[1], bt.shape[0]
+    inner = a.shape[1]
     if any(row.kind != "integer" or row.dtype != torch.int8 for row in formats):
         return False
     if inner * formats[0].max * formats[1].max >= 2**31:
         return False
-    if a.device.type == "cpu":
-        # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
-        return inner != 1
-    # cuBLAS takes no other sizes.
-    return a.device.type != "cuda" or (rows > 16 and inner % 8 == 0 and columns % 8 == 0)
+    if a.device.type == "cuda":
+        return fallback.takes_integers(a.shape[0], bt.shape[0], inner)
+    # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
+    return a.device.type != "cpu" or inner != 1
 
 
 def _strided(t: Tensor) -> Tensor:
