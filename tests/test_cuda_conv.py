@@ -152,6 +152,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("registers", {"warp": (128, 128, 64)}),
     ("order", {"order": "stream_k"}),
     ("pipeline", {"schedule": "pipelined", "stages": 2}),
+    ("in flight", {"schedule": "pipelined", "tile": (128, 128, 128), "warp": (64, 64, 128)}),
     ("stages of the pipeline", {"stages": 2}),
     ("shared memory", {"stages": 10, "tile": (256, 128, 64)}),
 ]

@@ -16,9 +16,11 @@ from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.conv_source import hopper
 from qsync_fx.backend.cuda.hardware import OPERANDS, size_of
 from qsync_fx.backend.cuda.problem import ConvOperation
-from qsync_fx.backend.cuda.rules_shared import WARP, Rule, registers, shared_memory
+from qsync_fx.backend.cuda.rules_shared import WARP, Rule, in_flight, registers, shared_memory
 
 _EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
+_BESIDE_PIXELS: Final = 176
+"""Registers left of 255 beside the addresses and masks of pixels: 168 fit on sm_75, 192 spill (measured)."""
 
 
 def _sums(c: KernelConfig) -> int:
@@ -98,6 +100,11 @@ _CUTLASS_2: Final = (
         "tensor cores are fed 16 bytes at a time: channels that are no multiple are filled up before",
     ),
     registers(_sums),
+    Rule(
+        "in flight",
+        lambda c: c.schedule == "pipelined" and c.operation != "wgrad" and in_flight(c) + _sums(c) > _BESIDE_PIXELS,
+        "what a pipelined kernel has loaded waits in registers, beside the sums of a warp tile",
+    ),
     Rule("order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"),
     Rule(
         "strided swizzle",

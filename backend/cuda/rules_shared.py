@@ -57,6 +57,11 @@ def _stage_bytes(c: KernelConfig) -> int:
     return k * (m * size_of(c.a) + n * size_of(c.b))
 
 
+def in_flight(c: KernelConfig) -> int:
+    """Registers a thread that hold one stage on its way to shared memory; 0 where no warp tile is named, or one that does not divide."""
+    return _stage_bytes(c) // (4 * WARP * _warps(c)) if _divides(c) else 0
+
+
 def registers(sums: Callable[[KernelConfig], int]) -> Rule:
     """Returns the rule of kernels below wgmma whose threads have so many accumulators; it asks `sums` of those that name a warp tile."""
     return Rule(
