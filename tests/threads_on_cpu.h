@@ -1,13 +1,15 @@
-// The threads of a threadblock on the CPU: each is a context of its own that gives way at barriers and at what a warp does together, one
-// runs at a time. What it cannot show: races between threads.
+// The threads of a threadblock on the CPU, or of several at once: each is a context of its own that gives way at barriers and at what a warp
+// does together, one runs at a time. What it cannot show: races between threads.
 //
 // Included after `threadIdx` and `blockDim` are declared, which it sets.
 #pragma once
 
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -22,16 +24,26 @@ struct Barrier {
 
 struct Block {
     std::vector<ucontext_t> threads;
-    std::vector<char> done, stacks;
+    std::vector<char> done;
+    std::unique_ptr<char[]> stacks; // not written before a thread does
+    std::size_t room = 0;
     std::vector<Barrier> warps;
     std::vector<std::vector<unsigned char>> given; // by each thread, to its warp
-    Barrier all;
+    std::vector<Barrier> all;                      // of each threadblock
     ucontext_t caller;
     std::function<void()> body;
-    unsigned running = 0;
+    unsigned running = 0, size = 0;
 };
 
 static Block block;
+
+[[noreturn]] inline void fail(char const *what) {
+    std::fprintf(stderr, "on the CPU: %s\n", what);
+    std::abort();
+}
+
+// Which threadblock the running thread is of.
+inline unsigned current() { return block.running / block.size; }
 
 inline void give_way() {
     unsigned const mine = block.running;
@@ -54,29 +66,34 @@ inline void start() {
     give_way();
 }
 
-inline void run(unsigned size, std::function<void()> body) {
-    block.threads.assign(size, ucontext_t{});
-    block.done.assign(size, 0);
-    block.stacks.resize(size * STACK);
-    block.warps.assign(size / 32, Barrier{});
-    block.given.resize(size);
-    block.all = Barrier{};
+// Runs `body` in the threads of one threadblock, or of `blocks` at once; `enter(number)` is called before a thread of another one goes on.
+inline void run(unsigned size, std::function<void()> body, unsigned blocks = 1, std::function<void(unsigned)> const &enter = {}) {
+    unsigned const count = size * blocks;
+    block.threads.assign(count, ucontext_t{});
+    block.done.assign(count, 0);
+    if (block.room < count * STACK) block.stacks.reset(new char[block.room = count * STACK]);
+    block.warps.assign(count / 32, Barrier{});
+    block.given.resize(count);
+    block.all.assign(blocks, Barrier{});
     block.body = std::move(body);
+    block.size = size;
     blockDim = dim3(size);
-    for (unsigned i = 0; i < size; ++i) {
+    for (unsigned i = 0; i < count; ++i) {
         getcontext(&block.threads[i]);
-        block.threads[i].uc_stack.ss_sp = block.stacks.data() + i * STACK;
+        block.threads[i].uc_stack.ss_sp = block.stacks.get() + i * STACK;
         block.threads[i].uc_stack.ss_size = STACK;
         block.threads[i].uc_link = nullptr;
         makecontext(&block.threads[i], start, 0);
     }
-    for (unsigned left = size, passes = 0; left; ++passes) {
-        if (passes > 10000000) std::abort(); // threads that wait for each other
+    unsigned entered = blocks;
+    for (unsigned left = count, passes = 0; left; ++passes) {
+        if (passes > 10000000) fail("threads wait for each other");
         // Backwards, so that nothing works only because thread 0 came first.
-        for (unsigned i = size; i-- > 0;) {
+        for (unsigned i = count; i-- > 0;) {
             if (block.done[i]) continue;
             block.running = i;
-            threadIdx.x = i;
+            threadIdx.x = i % size;
+            if (enter && i / size != entered) enter(entered = i / size);
             swapcontext(&block.caller, &block.threads[i]);
             if (block.done[i]) --left;
         }
@@ -100,4 +117,4 @@ std::vector<Value> exchange(Value const &value) {
 
 } // namespace on_cpu
 
-inline void __syncthreads() { on_cpu::wait(on_cpu::block.all, blockDim.x); }
+inline void __syncthreads() { on_cpu::wait(on_cpu::block.all[on_cpu::current()], blockDim.x); }

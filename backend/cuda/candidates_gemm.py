@@ -195,8 +195,8 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     if kind.arch in ("sm_70", "sm_75"):
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
-    # See the rule "tf32 by columns".
-    if kind.arch == "sm_90a" and (kind.a, kind.a_major) != ("tf32", "column"):
+    # See the rule "tf32 across k".
+    if kind.arch == "sm_90a" and (kind.a != "tf32" or (kind.a_major, kind.b_major) == ("row", "column")):
         return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
     return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
 

@@ -132,9 +132,10 @@ _CUTLASS_3: Final = (
         "the sums of a tile, twice for accurate FP8, fit into registers: 128 a thread",
     ),
     Rule(
-        "tf32 by columns",
-        lambda c: c.a == "tf32" and c.a_major == "column",
-        "wgmma takes TF32 only contiguous along k; an a by columns is transposed in registers, which spill: multistage",
+        "tf32 across k",
+        lambda c: c.a == "tf32" and (c.a_major, c.b_major) != ("row", "column"),
+        "wgmma takes TF32 only contiguous along k: CUTLASS transposes an a by columns in registers, which spill, and stores the transposed "
+        "result for a b by rows: multistage",
     ),
     Rule(
         "order",

@@ -1,0 +1,13 @@
+// Stands for CUTLASS's header of this name on the CPU, where each_cluster.h launches.
+#pragma once
+
+#include "cutlass/cutlass.h"
+
+namespace cutlass {
+
+template <class Kernel, class Params>
+Status kernel_launch(dim3, dim3, std::size_t, cudaStream_t, Params const &, bool) {
+    on_cpu::fail("a kernel is launched as on a GPU");
+}
+
+} // namespace cutlass
