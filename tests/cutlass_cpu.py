@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import cuda_emulation as emulation
 import torch
 from torch import Tensor
 
@@ -115,6 +116,30 @@ def run(
     library.run(arguments, workspace.data_ptr(), 0)
     assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
     return d[:m, :n]
+
+
+def check(library: Library, config: KernelConfig) -> None:
+    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each size and with each kind of scales."""
+    generator = torch.Generator().manual_seed(int(config.digest, 16))
+    scaled = config.a_scale != "none"
+    for m, n, k in sizes(config):
+        a, b = operands(config, m, n, k, generator)
+        # Small, so that nothing leaves FP16: CUTLASS rounds to it in software here.
+        vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
+        for each in (False, True):
+            # With and without each vector; scales of rows and columns, and of the whole.
+            a_scale, b_scale = (
+                (vector if each else vector[0].clone() for vector in vectors[:2]) if scaled else (None, None)
+            )
+            bias = vectors[2] if each and config.bias else None
+            split = 2 if each and config.order == "stream_k" else 1
+            found = run(library, config, a, b, a_scale, b_scale, bias, split)
+            expected = emulation.gemm(a, b, a_scale, b_scale, bias, config.activation, FORMATS[config.out].dtype)
+            if config.activation == "gelu":
+                # erf is another one here.
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected)
 
 
 def _surrounded(matrix: Tensor, gap: int) -> Tensor:

@@ -42,6 +42,7 @@ PRODUCT = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+
 FORMATS = {"s8", "e4m3", "e5m2", "f16", "bf16", "tf32"}
 """Operands of products that hopper_on_cpu/wgmma.h has."""
 
+_PARENTHESES = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|[()]')
 _LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\."
 _AT = r"\[%0\], \[%1, \{(.*?)\}\], \[%2\]"
 
@@ -92,9 +93,9 @@ TABLE: tuple[tuple[str, str], ...] = (
 def replaced(text: str) -> str:
     """Returns a header's text with calls in place of its `asm` statements."""
     found, end = [], 0
-    for start in (match.start() for match in re.finditer(r"\basm\b(?:\s+volatile)?\s*\(", text)):
-        close = _closing(text, text.index("(", start))
-        found += [text[end:start], _call(text[text.index("(", start) + 1 : close])]
+    for match in re.finditer(r"\basm\b(?:\s+volatile)?\s*\(", text):
+        close = _closing(text, match.end() - 1)
+        found += [text[end : match.start()], _call(text[match.end() : close])]
         end = close + 1
     # What starts a kernel is no C++; each_cluster.h does.
     made = re.sub(r"<<<.*?>>>", "", "".join([*found, text[end:]]))
@@ -105,10 +106,10 @@ def replaced(text: str) -> str:
 
 def _closing(text: str, position: int) -> int:
     depth = 0
-    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|//[^\n]*|[()]', text[position:]):
+    for match in _PARENTHESES.finditer(text, position):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
-            return position + match.start()
+            return match.start()
     raise ValueError("a parenthesis is not closed")
 
 

@@ -70,26 +70,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Li
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
 def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
-    generator = torch.Generator().manual_seed(int(config.digest, 16))
-    scaled = config.a_scale != "none"
-    for m, n, k in cutlass_cpu.sizes(config):
-        a, b = cutlass_cpu.operands(config, m, n, k, generator)
-        # Small, so that nothing leaves FP16: CUTLASS rounds to it in software here.
-        vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
-        for each in (False, True):
-            # With and without each vector; scales of rows and columns, and of the whole.
-            a_scale, b_scale = (
-                (vector if each else vector[0].clone() for vector in vectors[:2]) if scaled else (None, None)
-            )
-            bias = vectors[2] if each and config.bias else None
-            split = 2 if each and config.order == "stream_k" else 1
-            found = cutlass_cpu.run(libraries[config], config, a, b, a_scale, b_scale, bias, split)
-            expected = emulation.gemm(a, b, a_scale, b_scale, bias, config.activation, FORMATS[config.out].dtype)
-            if config.activation == "gelu":
-                # erf is another one here.
-                torch.testing.assert_close(found, expected)
-            else:
-                assert torch.equal(found, expected)
+    cutlass_cpu.check(libraries[config], config)
 
 
 def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, Library]) -> None:

@@ -6,21 +6,17 @@ Here one kernel; one of each kind with QSYNC_TEST_ALL_KERNELS=1, which takes som
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import cuda_emulation as emulation
 import cutlass_cpu
 import hopper_cpu
 import pytest
-import torch
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.gemm_source import hopper
 from qsync_fx.errors import ToolchainError
-from qsync_fx.precision import FORMATS
 
 try:
     toolchain.toolchain()
@@ -35,8 +31,7 @@ def kernels() -> list[KernelConfig]:
         kind = (config.a, config.b, config.a_major, config.b_major, config.schedule, config.order)
         if kind not in found or cutlass_cpu.bytes_a_tile(config) < cutlass_cpu.bytes_a_tile(found[kind]):
             found[kind] = config
-    first: Callable[[KernelConfig], bool] = lambda c: c.a != "int8" or c.order != "stream_k"  # noqa: E731
-    return sorted(found.values(), key=first)
+    return sorted(found.values(), key=lambda config: config.a != "int8" or config.order != "stream_k")
 
 
 KERNELS = kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else kernels()[:1]
@@ -51,21 +46,7 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
 def test_results_are_equal_to_the_last_bit(config: KernelConfig, headers: Path, tmp_path: Path) -> None:
     library = cutlass_cpu.library_of(config, hopper_cpu.compiled([config], tmp_path / "kernel", headers))
-    generator = torch.Generator().manual_seed(int(config.digest, 16))
-    for m, n, k in cutlass_cpu.sizes(config):
-        a, b = cutlass_cpu.operands(config, m, n, k, generator)
-        vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
-        for each in (False, True):
-            scales = (vector if each else vector[0].clone() for vector in vectors[:2])
-            a_scale, b_scale = scales if config.a_scale != "none" else (None, None)
-            bias = vectors[2] if each and config.bias else None
-            split = 2 if each and config.order == "stream_k" else 1
-            found = cutlass_cpu.run(library, config, a, b, a_scale, b_scale, bias, split)
-            expected = emulation.gemm(a, b, a_scale, b_scale, bias, config.activation, FORMATS[config.out].dtype)
-            if config.activation == "gelu":
-                torch.testing.assert_close(found, expected)
-            else:
-                assert torch.equal(found, expected)
+    cutlass_cpu.check(library, config)
 
 
 @pytest.mark.parametrize(

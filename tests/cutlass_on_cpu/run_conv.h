@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_sm75_sm89.cuh"
+#include "exports_on_cpu.h"
 
 namespace on_cpu {
 
@@ -45,13 +46,4 @@ struct Conv : qsync::Conv<Config> {
 
 } // namespace on_cpu
 
-#define CONV_ON_CPU(Config, Name)                                                                                      \
-    extern "C" {                                                                                                       \
-    int can_implement_##Name(qsync::ConvArguments const *x) { return on_cpu::Conv<Config>::can_implement(*x); }        \
-    std::int64_t workspace_##Name(qsync::ConvArguments const *x) { return on_cpu::Conv<Config>::workspace(*x); }       \
-    int run_##Name(qsync::ConvArguments const *x, void *workspace, void *) {                                           \
-        return on_cpu::Conv<Config>::run(*x, workspace, nullptr);                                                      \
-    }                                                                                                                  \
-    int shared_memory_##Name() { return on_cpu::Conv<Config>::shared_memory(); }                                       \
-    char const *error_##Name(int status) { return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status)); } \
-    }
+#define CONV_ON_CPU(Config, Name) EXPORTS_ON_CPU(on_cpu::Conv<Config>, qsync::ConvArguments, Name)

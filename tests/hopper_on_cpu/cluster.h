@@ -6,7 +6,6 @@
 
 #include <array>
 #include <initializer_list>
-#include <map>
 
 namespace on_cpu {
 
@@ -24,6 +23,7 @@ struct Special {
 
 static std::vector<Cta> ctas;
 static std::vector<Barrier> warpgroups;
+static std::vector<unsigned> cluster_generation; // which each thread has arrived in
 static Special special;
 static unsigned cluster_size = 1;
 
@@ -60,9 +60,8 @@ inline void settle(Mbarrier &barrier) {
 }
 
 inline void barrier_init(std::uint32_t address, std::uint32_t count) {
-    mbarrier(address) = {0, static_cast<std::uint16_t>(count), static_cast<std::uint16_t>(count)};
-    mbarrier(address).phase = 0;
-    mbarrier(address).pending = static_cast<std::uint16_t>(count);
+    auto const threads = static_cast<std::uint16_t>(count);
+    mbarrier(address) = {0, threads, 0, threads};
 }
 
 inline void barrier_expect(std::uint32_t address, std::uint32_t bytes) { mbarrier(address).bytes += static_cast<std::int32_t>(bytes); }
@@ -99,8 +98,6 @@ inline void named_arrive(std::uint32_t id, std::uint32_t threads) {
     Barrier &barrier = named(id);
     if (++barrier.arrived == threads) barrier = {0, barrier.generation + 1};
 }
-
-inline unsigned cluster_generation[1 << 16];
 
 inline void cluster_arrive() {
     Barrier &barrier = peer(0).cluster_arrived;

@@ -19,6 +19,7 @@ void each_cluster(typename Kernel::Params const &params, Cluster) {
     auto const start = (reinterpret_cast<std::uintptr_t>(memory.data()) + 1023) / 1024 * 1024;
     ctas.assign(count, Cta{});
     warpgroups.assign(count * threads.x / 128, Barrier{});
+    cluster_generation.assign(count * threads.x, 0);
     for (unsigned i = 0; i < count; ++i) {
         ctas[i].memory = reinterpret_cast<unsigned char *>(start) + i * room;
         ctas[i].bytes = bytes;

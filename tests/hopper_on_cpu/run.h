@@ -10,6 +10,7 @@
 #include "wgmma.h"
 
 #include "gemm_sm90.cuh"
+#include "exports_on_cpu.h"
 
 #include "each_cluster.h"
 
@@ -32,14 +33,4 @@ struct Gemm : qsync::Gemm<Config> {
 
 } // namespace on_cpu
 
-// Several kernels in one library, for headers to be read once: names end in what tells them apart.
-#define ON_CPU(Config, Name)                                                                                           \
-    extern "C" {                                                                                                       \
-    int can_implement_##Name(qsync::GemmArguments const *x) { return on_cpu::Gemm<Config>::can_implement(*x); }        \
-    std::int64_t workspace_##Name(qsync::GemmArguments const *x) { return on_cpu::Gemm<Config>::workspace(*x); }       \
-    int run_##Name(qsync::GemmArguments const *x, void *workspace, void *) {                                           \
-        return on_cpu::Gemm<Config>::run(*x, workspace, nullptr);                                                      \
-    }                                                                                                                  \
-    int shared_memory_##Name() { return on_cpu::Gemm<Config>::shared_memory(); }                                       \
-    char const *error_##Name(int status) { return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status)); } \
-    }
+#define ON_CPU(Config, Name) EXPORTS_ON_CPU(on_cpu::Gemm<Config>, qsync::GemmArguments, Name)

@@ -87,13 +87,12 @@ inline unsigned char *element(TensorMap const &map, std::int64_t const *at) {
 // Calls `each(element in memory or null, its address in shared memory)` for a box that starts at `start`.
 template <class Each>
 std::uint32_t each_of_box(TensorMap const &map, std::uint32_t shared, std::int64_t const *start, Each each) {
-    int at[5] = {}, count = 1;
+    int count = 1;
     for (int i = 0; i < map.rank; ++i) count *= map.box[i];
     for (int n = 0; n < count; ++n) {
         std::int64_t where[5];
         for (int i = 0, rest = n; i < map.rank; rest /= map.box[i], ++i) {
-            at[i] = rest % map.box[i];
-            where[i] = start[i] + std::int64_t(at[i]) * map.steps[i];
+            where[i] = start[i] + std::int64_t(rest % map.box[i]) * map.steps[i];
         }
         each(element(map, where), swizzled(shared + static_cast<std::uint32_t>(n * map.bytes), map.swizzle));
     }

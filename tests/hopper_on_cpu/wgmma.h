@@ -50,10 +50,9 @@ struct Matrix {
 
     Matrix(std::uint64_t descriptor, bool across)
         : start(static_cast<std::uint32_t>(descriptor & 0x3fff) << 4), leading(static_cast<std::uint32_t>(descriptor >> 16 & 0x3fff) << 4),
-          stride(static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4), bits(0), across(across) {
-        int const type = static_cast<int>(descriptor >> 62);
-        bits = type == 0 ? 0 : 4 - type;
-        if (bits == 0) fail("a matrix without a swizzle, which no kernel here has");
+          stride(static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4), bits(4 - static_cast<int>(descriptor >> 62)),
+          across(across) {
+        if (descriptor >> 62 == 0) fail("a matrix without a swizzle, which no kernel here has");
         if ((descriptor >> 49 & 7) != 0) fail("a matrix that does not start where its pattern does");
         if (across && Type::bytes != 2) fail("wgmma takes only 16-bit matrices across k");
     }
