@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda import kernels, keys, toolchain
-from qsync_fx.backend.cuda.abi import GemmArguments
+from qsync_fx.backend.cuda.abi import ConvArguments, GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.hardware import size_of
 from qsync_fx.backend.cuda.library import Library
@@ -31,39 +31,35 @@ TOGETHER = 4
 MULTIPROCESSORS = 5
 
 
-def build(configs: Sequence[KernelConfig], folder: Path, jobs: int = 2) -> dict[KernelConfig, Library]:
-    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
+def build(configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2) -> dict[KernelConfig, Library]:
+    """Compiles kernels, all of them products or all of them convolutions; what is returned takes addresses in the CPU's memory."""
     parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
+    stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
-        built = list(pool.map(compiled, parts, (folder / f"part{number}" for number in range(len(parts)))))
+        built = list(pool.map(lambda part, stem: compiled(part, stem, *changed), parts, stems))
     return {config: library_of(config, path) for part, path in zip(parts, built, strict=True) for config in part}
 
 
-def library_of(config: KernelConfig, path: Path, arguments: type[ctypes.Structure] = GemmArguments) -> Library:
+def library_of(config: KernelConfig, path: Path) -> Library:
     """Returns a kernel of a file that `compiled` made; it takes addresses in the CPU's memory."""
     functions = ctypes.CDLL(str(path))
     names = ("can_implement", "workspace", "run", "shared_memory", "error")
     handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
     handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
+    arguments = GemmArguments if config.operation == "gemm" else ConvArguments
     handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
     return Library(kernels.unit_of(config), path, handle)  # type: ignore[arg-type]
 
 
-def compiled(
-    configs: Sequence[KernelConfig], stem: Path, header: str = "run.h", macro: str = "ON_CPU", *changed: Path
-) -> Path:
-    """Compiles kernels into one library, beside `stem`.
-
-    Args:
-        header, macro: what makes functions of a kernel's structure.
-        changed: folders with headers that take the place of CUTLASS's.
-    """
+def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
+    """Compiles kernels into one library, beside `stem`; headers in the folders `changed` take the place of CUTLASS's and of ours."""
+    header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
         text = kernels.unit_of(config).source
         structure = text[text.index("struct Config") : text.index("QSYNC_")]
         lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
-        lines.append(f"{macro}(Config_{config.digest}, {config.digest})")
+        lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
     tools = toolchain.toolchain()

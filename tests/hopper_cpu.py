@@ -14,6 +14,7 @@ import cutlass_cpu
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.library import Library
 
 HERE = Path(__file__).resolve().parent / "hopper_on_cpu"
 
@@ -23,20 +24,24 @@ HEADERS = (
     "cute/arch/copy_sm90_desc.hpp",
     "cute/arch/copy_sm90_tma.hpp",
     "cute/arch/mma_sm90_gmma.hpp",
+    "cute/stride.hpp",
     "cutlass/arch/barrier.h",
     "cutlass/arch/reg_reconfig.h",
     "cutlass/barrier.h",
     "cutlass/conv/device/conv_universal_adapter.hpp",
     "cutlass/gemm/kernel/static_tile_scheduler.hpp",
 )
-"""Headers whose PTX is replaced."""
+"""Headers whose text is changed."""
 
-GUARDS = {
+CHANGES = {
+    # Conditions that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the device's code too.
     "#define CUDA_BARRIER_ENABLED 0": "#define CUDA_BARRIER_ENABLED 1",
     "#if (__CUDA_ARCH__ >= 700)": "#if 1",
     "#if defined(__CUDA_ARCH__)\n    if (params_.raster_order_": "#if 1\n    if (params_.raster_order_",
+    # It outlives the shape that it is given, which nvcc has in registers by then, and g++ on a stack that others use.
+    "  Coord coord;\n  Shape const& shape;\n": "  Coord coord;\n  Shape shape;\n",
 }
-"""Conditions of these headers that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the device's code too."""
+"""What is changed beside PTX."""
 
 PRODUCT = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)"
 FORMATS = {"s8", "e4m3", "e5m2", "f16", "bf16", "tf32"}
@@ -99,8 +104,8 @@ def replaced(text: str) -> str:
         end = close + 1
     # What starts a kernel is no C++; each_cluster.h does.
     made = re.sub(r"<<<.*?>>>", "", "".join([*found, text[end:]]))
-    for guard, always in GUARDS.items():
-        made = made.replace(guard, always)
+    for original, replacement in CHANGES.items():
+        made = made.replace(original, replacement)
     return made
 
 
@@ -150,16 +155,16 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
     )
 
 
-def headers(folder: Path) -> Path:
-    """Writes the replaced headers into a folder, and returns it."""
+def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
+    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
+    return cutlass_cpu.build(configs, folder, _headers(folder), HERE)
+
+
+def _headers(folder: Path) -> Path:
+    """Writes the changed headers into a folder, and returns it."""
     (source,) = (place for place in toolchain.toolchain().cutlass.folders if (place / HEADERS[0]).is_file())
     for name in HEADERS:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(replaced((source / name).read_text()))
     return folder
-
-
-def compiled(configs: Sequence[KernelConfig], stem: Path, changed: Path) -> Path:
-    """Compiles kernels into one library, beside `stem`; `changed` holds what `headers` wrote."""
-    return cutlass_cpu.compiled(configs, stem, "run.h", "ON_CPU", changed, HERE)

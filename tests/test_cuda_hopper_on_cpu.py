@@ -1,21 +1,24 @@
-"""Kernels for wgmma and TMA, run on the CPU: each element of the result, to the last bit.
+"""Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result to the last bit.
 
-Here one kernel; one of each kind with QSYNC_TEST_ALL_KERNELS=1, which takes some minutes. Compiling one takes 20 seconds.
+Here a few; one of each kind with QSYNC_TEST_ALL_KERNELS=1, which takes some minutes: compiling the first of a file takes 20 seconds, each
+other one 8.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterable
 
+import cutlass_conv_cpu
 import cutlass_cpu
 import hopper_cpu
 import pytest
 
-from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda import conv_source, gemm_source, toolchain
+from qsync_fx.backend.cuda.candidates_conv import conv_configs
 from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
 from qsync_fx.backend.cuda.config import KernelConfig
-from qsync_fx.backend.cuda.gemm_source import hopper
+from qsync_fx.backend.cuda.library import Library
 from qsync_fx.errors import ToolchainError
 
 try:
@@ -24,29 +27,46 @@ except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-def kernels() -> list[KernelConfig]:
+def products() -> list[KernelConfig]:
     """One kernel for each pair of operands, layouts, schedule and order; the first is of INT8."""
+    kinds = (
+        ((c.a, c.b, c.a_major, c.b_major, c.schedule, c.order), c)
+        for c in gemm_configs("sm_90a")
+        if gemm_source.hopper(c)
+    )
+    return sorted(smallest(kinds), key=lambda config: config.a != "int8" or config.order != "stream_k")
+
+
+def convolutions() -> list[KernelConfig]:
+    """One kernel for each product and its formats; the first three are the products, and integers."""
+    kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if conv_source.hopper(c))
+    first = [("fprop", "int8", "bf16"), ("dgrad", "bf16", "bf16"), ("wgrad", "bf16", "fp32")]
+    return sorted(smallest(kinds), key=lambda config: (config.operation, config.a, config.out) not in first)
+
+
+def smallest(kinds: Iterable[tuple[tuple[str, ...], KernelConfig]]) -> list[KernelConfig]:
+    """Returns the kernel of each kind that has the smallest tile."""
     found: dict[tuple[str, ...], KernelConfig] = {}
-    for config in filter(hopper, gemm_configs("sm_90a")):
-        kind = (config.a, config.b, config.a_major, config.b_major, config.schedule, config.order)
-        if kind not in found or cutlass_cpu.bytes_a_tile(config) < cutlass_cpu.bytes_a_tile(found[kind]):
-            found[kind] = config
-    return sorted(found.values(), key=lambda config: config.a != "int8" or config.order != "stream_k")
+    for kind, config in kinds:
+        found[kind] = min(found.get(kind, config), config, key=cutlass_cpu.bytes_a_tile)
+    return list(found.values())
 
 
-KERNELS = kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else kernels()[:1]
+EVERY = bool(os.environ.get("QSYNC_TEST_ALL_KERNELS"))
+PRODUCTS = products() if EVERY else products()[:1]
+CONVOLUTIONS = convolutions() if EVERY else convolutions()[:3]
 
 
 @pytest.fixture(scope="module")
-def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hopper_cpu.headers(tmp_path_factory.mktemp("headers"))
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Library]:
+    parts = (hopper_cpu.build(kernels, tmp_path_factory.mktemp("on_cpu")) for kernels in (PRODUCTS, CONVOLUTIONS))
+    return {config: library for part in parts for config, library in part.items()}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
-def test_results_are_equal_to_the_last_bit(config: KernelConfig, headers: Path, tmp_path: Path) -> None:
-    library = cutlass_cpu.library_of(config, hopper_cpu.compiled([config], tmp_path / "kernel", headers))
-    cutlass_cpu.check(library, config)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("config", [*PRODUCTS, *CONVOLUTIONS], ids=lambda config: config.name)
+def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
+    (cutlass_cpu if config.operation == "gemm" else cutlass_conv_cpu).check(libraries[config], config)
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,4 @@ struct Conv : qsync::Conv<Config> {
 
 } // namespace on_cpu
 
-#define CONV_ON_CPU(Config, Name) EXPORTS_ON_CPU(on_cpu::Conv<Config>, qsync::ConvArguments, Name)
+#define ON_CPU(Config, Name) EXPORTS_ON_CPU(on_cpu::Conv<Config>, qsync::ConvArguments, Name)
