@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import cuda_batches
 import cuda_emulation as emulation
 import torch
 from torch import Tensor
@@ -56,9 +57,7 @@ def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Pat
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
-        text = kernels.unit_of(config).source
-        structure = text[text.index("struct Config") : text.index("QSYNC_")]
-        lines.append(structure.replace("struct Config", f"struct Config_{config.digest}"))
+        lines.append(cuda_batches.structure(kernels.unit_of(config), f"Config_{config.digest}"))
         lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))

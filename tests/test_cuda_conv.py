@@ -151,6 +151,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("loads", {"tile": (16, 128, 64), "warp": (16, 16, 64)}),
     ("registers", {"warp": (128, 128, 64)}),
     ("order", {"order": "stream_k"}),
+    ("strided sums", {"operation": "dgrad", "strided": True}),
     ("pipeline", {"schedule": "pipelined", "stages": 2}),
     ("in flight", {"schedule": "pipelined", "tile": (128, 128, 128), "warp": (64, 64, 128)}),
     ("stages of the pipeline", {"stages": 2}),

@@ -44,6 +44,19 @@ _TENSOR: Final = (
     _Tile(64, 64, 128, 5, (32, 32)),
 )
 
+_STRIDED: Final = (
+    _Tile(128, 128, 64, 4, (64, 32), 4),
+    _Tile(128, 128, 128, 3, (64, 32)),
+    _Tile(256, 64, 64, 4, (64, 32)),
+    _Tile(128, 64, 64, 5, (64, 32), 4),
+    _Tile(64, 128, 64, 5, (32, 64), 4),
+    _Tile(128, 64, 128, 4, (64, 32)),
+    _Tile(64, 128, 128, 4, (32, 64)),
+    _Tile(64, 64, 64, 6, (32, 32)),
+    _Tile(64, 64, 128, 5, (32, 32)),
+)
+"""Of strided input gradients, whose threads have room for half the sums, and whose swizzle is never 2."""
+
 _PARTS: Final = (
     _Tile(128, 128, 64, 4, (64, 64), split=True),
     _Tile(128, 64, 64, 5, (64, 32), split=True),
@@ -55,6 +68,13 @@ _SIMT: Final = (
     _Tile(128, 128, 32, 4, (32, 64), 4),
     _Tile(128, 64, 32, 5, (64, 32), 2),
     _Tile(64, 128, 32, 5, (32, 64), 2),
+    _Tile(64, 64, 32, 5, (32, 32)),
+)
+
+_STRIDED_SIMT: Final = (
+    _Tile(128, 128, 32, 4, (32, 64), 4),
+    _Tile(128, 64, 32, 5, (32, 64), 4),
+    _Tile(64, 128, 32, 5, (32, 64), 4),
     _Tile(64, 64, 32, 5, (32, 32)),
 )
 
@@ -114,14 +134,14 @@ def _configs(
         and not (operation == "dgrad" and strided)
     )
     tables = [*_hopper_table(fmt, out)] if wgmma else []
-    tiles = _SIMT if fmt == "fp32" else _TENSOR[:_BESIDE_HOPPER] if wgmma else _TENSOR
+    if operation == "dgrad" and strided:
+        tiles = _STRIDED_SIMT if fmt == "fp32" else _STRIDED
+    else:
+        tiles = _SIMT if fmt == "fp32" else _TENSOR[:_BESIDE_HOPPER] if wgmma else _TENSOR
     if operation == "wgrad" and out == "fp32":
         # First, as most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
     own = [_of_tile(tile, fmt, out, arch) for tile in tiles]
-    if operation == "dgrad" and strided:
-        # Strided gradients have no swizzle of 2.
-        own = [{**shape, "swizzle": 4 if shape["swizzle"] == 2 else shape["swizzle"]} for shape in own]
     shapes = own + tables if operation == "wgrad" else tables + own
     fprop = operation == "fprop"
     scales = {"a_scale": "tensor", "b_scale": "channel" if fprop else "tensor"} if scaled else {}

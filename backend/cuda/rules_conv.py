@@ -22,6 +22,9 @@ _EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
 _BESIDE_PIXELS: Final = 176
 """Registers left of 255 beside the addresses and masks of pixels: 168 fit on sm_75, 192 spill (measured)."""
 
+_BESIDE_STEPS: Final = 64
+"""Sums of a thread beside the steps of strided gradients: 64 take up to 224 registers, 128 up to all and a spill (measured, sm_75, sm_80)."""
+
 
 def _sums(c: KernelConfig) -> int:
     """Accumulators a thread; at sm_90a one group of four warps has the whole tile."""
@@ -106,6 +109,11 @@ _CUTLASS_2: Final = (
         "what a pipelined kernel has loaded waits in registers, beside the sums of a warp tile",
     ),
     Rule("order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"),
+    Rule(
+        "strided sums",
+        lambda c: c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _BESIDE_STEPS,
+        "strided gradients step through pixels: beside that a thread has room for 64 sums",
+    ),
     Rule(
         "strided swizzle",
         lambda c: c.operation == "dgrad" and c.strided and c.swizzle == 2,

@@ -60,14 +60,19 @@ def instructions(library: Path) -> Counter[str]:
     """
     if library.suffix == ".cubin":
         return volta_code.instructions(library)
+    return Counter(_INSTRUCTION.findall(listing(library)))
+
+
+def listing(code: Path) -> str:
+    """Returns the machine code in a library or an object file as text, function by function; "" where nothing can look."""
     program = disassembler()
     if program is None:
-        return Counter()
+        return ""
     nvdisasm = toolchain.tool("nvdisasm", program.parent)
     environment = dict(os.environ) | ({"NVDISASM_PATH": str(nvdisasm.parent)} if nvdisasm else {})
-    command = [str(program), "-sass", str(library)]
+    command = [str(program), "-sass", str(code)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
-    return Counter(_INSTRUCTION.findall(done.stdout)) if done.returncode == 0 else Counter()
+    return done.stdout if done.returncode == 0 else ""
 
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_.]*)", flags=re.MULTILINE)
