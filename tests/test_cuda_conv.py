@@ -98,7 +98,7 @@ def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
     if (problem.a == "int8" and problem.operation != "fprop") or (strided and problem.dilation != (1, 1)):
         assert count == 0
     else:
-        assert 4 <= count <= 16 if problem.a == "fp32" else 8 <= count <= 16
+        assert 8 <= count <= 16
 
 
 @pytest.mark.parametrize("arch", RUNNING)

@@ -9,7 +9,7 @@ Invariant: eight or more for each architecture, format and operation that has ke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from qsync_fx.backend.cuda import rules, serving
@@ -66,17 +66,15 @@ _PARTS: Final = (
 
 _SIMT: Final = (
     _Tile(128, 128, 32, 4, (32, 64), 4),
-    _Tile(128, 64, 32, 5, (64, 32), 2),
-    _Tile(64, 128, 32, 5, (32, 64), 2),
-    _Tile(64, 64, 32, 5, (32, 32)),
-)
-
-_STRIDED_SIMT: Final = (
-    _Tile(128, 128, 32, 4, (32, 64), 4),
     _Tile(128, 64, 32, 5, (32, 64), 4),
     _Tile(64, 128, 32, 5, (32, 64), 4),
     _Tile(64, 64, 32, 5, (32, 32)),
+    _Tile(128, 128, 32, 4, (64, 32), 4),
+    _Tile(64, 256, 32, 4, (32, 64), 4),
+    _Tile(128, 32, 32, 5, (32, 32)),
+    _Tile(32, 128, 32, 5, (32, 32)),
 )
+"""Of strided input gradients too: larger ones, and 64 x 32 a warp in the second, spill there."""
 
 _HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
     (128, 128, (2, 1, 1)),
@@ -134,10 +132,13 @@ def _configs(
         and not (operation == "dgrad" and strided)
     )
     tables = [*_hopper_table(fmt, out)] if wgmma else []
-    if operation == "dgrad" and strided:
-        tiles = _STRIDED_SIMT if fmt == "fp32" else _STRIDED
+    tiles: tuple[_Tile, ...]
+    if fmt == "fp32":
+        tiles = _SIMT
+    elif operation == "dgrad" and strided:
+        tiles = _STRIDED
     else:
-        tiles = _SIMT if fmt == "fp32" else _TENSOR[:_BESIDE_HOPPER] if wgmma else _TENSOR
+        tiles = _TENSOR[:_BESIDE_HOPPER] if wgmma else _TENSOR
     if operation == "wgrad" and out == "fp32":
         # First, as most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
@@ -165,7 +166,7 @@ def _configs(
 
 def _parts(fmt: str) -> tuple[_Tile, ...]:
     if fmt == "fp32":
-        return tuple(_Tile(t.m, t.n, t.depth, t.stages, t.warp, split=True) for t in _SIMT)
+        return tuple(replace(tile, swizzle=1, split=True) for tile in _SIMT[:4])
     return _PARTS
 
 

@@ -23,7 +23,7 @@ _BESIDE_PIXELS: Final = 176
 """Registers left of 255 beside the addresses and masks of pixels: 168 fit on sm_75, 192 spill (measured)."""
 
 _BESIDE_STEPS: Final = 64
-"""Sums of a thread beside the steps of strided gradients: 64 take up to 224 registers, 128 up to all and a spill (measured, sm_75, sm_80)."""
+"""Sums of a thread beside the steps of strided gradients: 64 take up to 224 registers, 128 all of them and more (measured)."""
 
 
 def _sums(c: KernelConfig) -> int:
