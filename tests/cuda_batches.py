@@ -67,7 +67,7 @@ def text(batch: Sequence[Unit]) -> str:
     for number, unit in enumerate(batch):
         lines.append(structure(unit, f"Config{number}"))
         lines.append(
-            f"QSYNC_EXPORT int run{number}(qsync::{arguments} const *x, void *workspace, cudaStream_t stream) "
+            f'extern "C" int run{number}(qsync::{arguments} const *x, void *workspace, cudaStream_t stream) '
             f"{{ return qsync::{adapter}<Config{number}>::run(*x, workspace, stream); }}\n"
         )
     return "\n".join(lines)
