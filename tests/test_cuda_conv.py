@@ -1,7 +1,6 @@
-"""Convolution kernels without a GPU: what is a kernel, what is tried, what is compiled; and the mappings, by computing them.
+"""Convolution kernels without a GPU: what is a kernel, what is tried, what is served.
 
-The host side of a compiled kernel is held against the rules: what they let pass, CUTLASS takes. All kernels are compiled by
-tests/cuda_compile_all.py; here is one, for sm_80.
+What kernels compute is in test_cuda_conv_on_cpu.py, what the compiler makes of them in test_cuda_conv_compiled.py.
 """
 
 from __future__ import annotations
@@ -10,27 +9,19 @@ import dataclasses
 from typing import Any, get_args
 
 import pytest
-import torch
 from hypothesis import assume, given, settings, strategies as st
-from torch.nn import functional as F
 
 from qsync_fx.backend.cuda import (
     candidates as tried,
-    compiler,
     conv_source,
     hardware,
-    library as libraries,
     rules,
     rules_conv,
     serving,
-    toolchain,
 )
-from qsync_fx.backend.cuda.abi import ConvArguments
 from qsync_fx.backend.cuda.candidates_conv import conv_candidates, conv_configs
-from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
-from qsync_fx.backend.cuda.conv_mapping import as_2d, flipped
+from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem
-from qsync_fx.errors import ToolchainError
 
 RUNNING: tuple[Arch, ...] = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
 FORMATS = [a for a, b in hardware.OPERANDS if a == b and not a.startswith("fp8")]
@@ -226,155 +217,3 @@ def test_what_is_not_served_is_told() -> None:
         (dataclasses.replace(RESNET, a_scale="channel"), "scales that vary"),
     ):
         assert words in str(serving.serves(config, problem)), problem
-
-
-def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
-    (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
-    found: dict[str, int] = {
-        "a": 4096,
-        "b": 8192,
-        "d": 16384,
-        "a_scale": 64,
-        "b_scale": 64,
-        "bias": 64 if p.bias else 0,
-    }
-    found |= {name: getattr(p, name) for name in "nhwckrspq"}
-    found |= {"pad_h": pad_h, "pad_w": pad_w, "dilation_h": dilation_h, "dilation_w": dilation_w}
-    found |= {"stride_h": stride_h, "stride_w": stride_w, "b_scale_per_channel": p.b_scale == "channel"}
-    found |= {"split": 1, "device": 0, "multiprocessors": 108}
-    return ConvArguments(**found | changed)
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libraries.Library]:
-    """A weight gradient in parts: the one whose host side decides most."""
-    try:
-        toolchain.toolchain("sm_80")
-    except ToolchainError as error:
-        pytest.skip(error.what)
-    problem = ConvProblem(
-        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32", "tensor", "tensor"
-    )
-    config = next(c for c in conv_candidates(problem, "sm_80") if c.tile == (64, 64, 32) and c.order == "split_k")
-    unit = conv_source.source(config)
-    folder = tmp_path_factory.mktemp("conv")
-    return config, libraries.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
-
-
-@settings(max_examples=200)
-@given(data=st.data())
-def test_what_the_rules_let_pass_the_kernel_takes(
-    kernel: tuple[KernelConfig, libraries.Library], data: st.DataObject
-) -> None:
-    config, library = kernel
-    fixed = {
-        "operation": "wgrad",
-        "out": "fp32",
-        "a_scale": "tensor",
-        "bias": False,
-        "activation": "none",
-        "b_scale": "tensor",
-    }
-    problem = data.draw(problems(data.draw(st.sampled_from([1, 4, 8])), fmt="bf16", **fixed))
-    refused = library.can_implement(arguments(problem))
-    if serving.serves(config, problem) is None:
-        assert refused is None
-    elif problem.c % 8 or problem.k % 8 or min(problem.p, problem.q) < 1:
-        assert refused is not None
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"a": 4098},
-        {"b": 0},
-        {"d": 16388},
-        {"p": 55},
-        {"n": 0},
-        {"pad_h": -1},
-        {"stride_w": 0},
-        {"bias": 64},
-        {"b_scale_per_channel": 1},
-        {"split": -1},
-        {"c": 60},
-    ],
-)
-def test_wrong_arguments_are_refused(kernel: tuple[KernelConfig, libraries.Library], changed: dict[str, int]) -> None:
-    problem = ConvProblem(
-        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32", "tensor", "tensor"
-    )
-    assert kernel[1].can_implement(arguments(problem)) is None
-    assert kernel[1].can_implement(arguments(problem, **changed)) is not None
-
-
-def test_parts_keep_the_device_busy(kernel: tuple[KernelConfig, libraries.Library]) -> None:
-    """The workspace holds a counter for each tile, where there is more than one part."""
-    config, library = kernel
-    small = ConvProblem("wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32")
-    assert library.workspace(arguments(small)) == 4 * 9
-    wide = dataclasses.replace(small, n=1, h=7, w=7, c=1024, k=1024)
-    assert library.workspace(arguments(wide)) == 0
-    assert library.workspace(arguments(wide, split=2)) == 4 * 16 * 144
-    assert library.shared_memory() >= 6 * (64 + 64) * 32 * 2
-    assert config.stages == 6
-
-
-@settings(max_examples=50)
-@given(data=st.data())
-def test_input_gradients_are_flipped_convolutions(data: st.DataObject) -> None:
-    p = data.draw(
-        problems(operation="dgrad", fmt="int8", b_scale="tensor", stride=(1, 1), bias=False, activation="none")
-    )
-    p = dataclasses.replace(p, n=2, h=p.h % 12 + 1, w=p.w % 12 + 1, c=3, k=2, r=p.r % 5 + 1)
-    assume(min(p.p, p.q) >= 1)
-    found = flipped(p)
-    torch.manual_seed(0)
-    weight = torch.randint(-127, 128, (p.k, p.c, p.r, p.s)).double()
-    y = torch.randint(-127, 128, (p.n, p.k, p.p, p.q)).double()
-    wanted = torch.nn.grad.conv2d_input((p.n, p.c, p.h, p.w), weight, y, 1, p.padding, p.dilation)
-    if isinstance(found, str):
-        assert found == "it is padded by more than its filter reaches"
-        return
-    assert (found.operation, found.p, found.q, found.k) == ("fprop", p.h, p.w, p.c)
-    turned = weight.permute(0, 2, 3, 1).flip(1, 2).permute(3, 1, 2, 0).contiguous()  # [c, r, s, k]
-    assert turned.shape == (found.k, found.r, found.s, found.c)
-    computed = F.conv2d(y, turned.permute(0, 3, 1, 2), None, 1, found.padding, found.dilation)
-    assert torch.equal(computed, wanted)
-    assert found.flops >= 0
-    assert conv_candidates(dataclasses.replace(found, c=16, k=16), "sm_80")
-
-
-def test_what_is_not_flipped_is_told() -> None:
-    gradient = dataclasses.replace(RESNET, operation="dgrad", b_scale="tensor")
-    assert isinstance(flipped(gradient), ConvProblem)
-    assert flipped(RESNET) == "fprop is no input gradient"
-    assert "strided" in str(flipped(dataclasses.replace(gradient, stride=(2, 1))))
-    assert "along the sum" in str(flipped(dataclasses.replace(gradient, b_scale="channel")))
-
-
-@settings(max_examples=30)
-@given(data=st.data())
-def test_one_dimension_is_two_with_height_one(data: st.DataObject) -> None:
-    draw = data.draw
-    length, kernel_size, stride, padding, dilation = (
-        draw(st.integers(*limits)) for limits in ((9, 40), (1, 4), (1, 3), (0, 3), (1, 2))
-    )
-    x, weight = torch.randn(2, 3, length).double(), torch.randn(4, 3, kernel_size).double()
-    found = as_2d("fprop", x.shape, weight.shape, [stride], [padding], [dilation], a="bf16", b="bf16", out="bf16")
-    assert isinstance(found, ConvProblem)
-    wanted = F.conv1d(x, weight, None, stride, padding, dilation)
-    assert (found.n, found.k, found.p, found.q) == (2, 4, 1, wanted.shape[-1])
-    computed = F.conv2d(x.unsqueeze(2), weight.unsqueeze(2), None, found.stride, found.padding, found.dilation)
-    torch.testing.assert_close(computed.squeeze(2), wanted)
-    # Channels last, both lie in memory alike.
-    assert x.unsqueeze(2).permute(0, 2, 3, 1).shape == (found.n, found.h, found.w, found.c)
-
-
-def test_what_has_no_mapping_is_told() -> None:
-    formats = {"a": "bf16", "b": "bf16", "out": "bf16"}
-    two = [1, 1], [0, 0], [1, 1]
-    assert as_2d("fprop", (1, 8, 4, 5), (8, 8, 3, 2), *two, **formats).w == 5  # type: ignore[union-attr]
-    cube = [1] * 3, [0] * 3, [1] * 3
-    assert "3-D" in str(as_2d("fprop", (1, 8, 4, 4, 4), (8, 8, 3, 3, 3), *cube, **formats))
-    assert "groups" in str(as_2d("fprop", (1, 8, 4, 4), (8, 4, 3, 3), *two, groups=2, **formats))
-    assert "transposed" in str(as_2d("fprop", (1, 8, 4, 4), (8, 8, 3, 3), *two, transposed=True, **formats))
