@@ -13,7 +13,9 @@ where nothing can look for instructions.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qsync_fx.backend.cuda import cache, candidates, compiler, kernels, quantizer_source, sass, toolchain
+from qsync_fx.backend.cuda import cache, candidates, compiler, kernels, nvcc, quantizer_source, sass, toolchain
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.progress import watch
 from qsync_fx.backend.cuda.unit import Unit
 from qsync_fx.errors import QSyncError
 from qsync_fx.files import write_text
+from qsync_fx.precision import FORMATS
 
 
 def units(arch: Arch) -> list[Unit]:
@@ -96,17 +99,47 @@ def alone(unit: Unit, built: compiler.Built) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints a table."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    columns = ("name", "seconds", "together", "registers", "shared_memory", "stack", "bytes", "opcode")
-    for name in columns:
-        table.add_column(
-            name.replace("_", " "), overflow="fold", justify="left" if name in ("name", "opcode") else "right"
-        )
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each architecture, product and format of its first operand: kernels, failures, the most registers, seconds."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    by_length = sorted(FORMATS, key=len, reverse=True)
     for line in rows:
-        table.add_row(*(Text(str(line.get(name, "")), "" if line["ok"] else "red") for name in columns))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        product, _, rest = line["name"].partition(f"_{line['arch']}")
+        # Copies are of any format.
+        kind = (line["arch"], product, next(filter(rest[1:].startswith, by_length), ""))
+        new = dict(zip(("arch", "product", "format"), kind, strict=True))
+        one = found.setdefault(kind, new | {"kernels": 0, "failed": 0, "registers": 0, "seconds": 0.0})
+        one["kernels"] += 1
+        one["failed"] += not line["ok"]
+        one["registers"] = max(one["registers"], line.get("registers", 0))
+        one["seconds"] = round(one["seconds"] + line.get("seconds", 0.0), 2)
+    return list(found.values())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the summary as a table."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    lines = summary(rows)
+    for name in lines[0] if lines else ():
+        table.add_column(name, justify="left" if name in ("arch", "product", "format") else "right")
+    for line in lines:
+        table.add_row(*(Text(str(value), "red" if line["failed"] else "") for value in line.values()))
+    Console().print(table)
+
+
+def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+    """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
+    compilers = sorted({nvcc.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}})
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "compilers": compilers,
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds": round(seconds),
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def main() -> int:
@@ -118,7 +151,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
     parser.add_argument("--sample", metavar="N", type=int, help="so many of each architecture")
     parser.add_argument("--each", action="store_true", help="each kernel by itself, into the cache, as users get it")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="one row for each kernel")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="what the table says, and a row for each kernel")
     arguments = parser.parse_args()
     if sass.disassembler() is None:
         print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
@@ -134,8 +167,7 @@ def main() -> int:
         chosen = sampled(wanted, arguments.sample)
         rows += rows_of(chosen, arguments.each)
         if arguments.json:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            write_text(arguments.json, json.dumps(rows, indent=1) + "\n")
+            write(arguments.json, rows, time.monotonic() - since)
     show(rows)
     failed = [line for line in rows if not line["ok"]]
     for line in failed:

@@ -74,3 +74,16 @@ def test_a_file_holds_each_configuration_under_a_name_of_its_own() -> None:
     for number, unit in enumerate(batch):
         assert cuda_batches.structure(unit, f"Config{number}") in text
         assert f"<Config{number}>::run" in text
+
+
+def test_the_summary_counts_each_kernel_once() -> None:
+    units = [*cuda_compile_all.units("sm_75"), *cuda_compile_all.units("sm_89")]
+    rows = [
+        {"name": unit.name, "arch": unit.arch, "ok": unit is not units[0], "seconds": 0.5, "registers": number}
+        for number, unit in enumerate(units)
+    ]
+    found = cuda_compile_all.summary(rows)
+    assert sum(line["kernels"] for line in found) == len(units)
+    assert sum(line["failed"] for line in found) == 1 and found[0]["failed"] == 1
+    assert found[-1]["registers"] == len(units) - 1
+    assert {line["format"] for line in found if line["product"] != "copy"} >= {"int8", "fp16", "fp8_e5m2", "fp32"}
