@@ -1,7 +1,7 @@
 """Many kernels compiled in one file, to be looked at and thrown away: CUTLASS's headers take longer to read than a kernel to compile.
 
 Invariant: a batch passes only if each kernel in it would: nothing that ptxas says of any of them is a complaint, and as many functions as
-there are kernels hold the instruction. Which one is at fault where a batch does not pass, compiling each by itself tells.
+there are kernels hold the instruction. One that does not pass is halved until it is known which kernels are at fault.
 """
 
 from __future__ import annotations
@@ -101,8 +101,16 @@ def _command(unit: Unit, source: Path, code: Path) -> list[str]:
     return [*kept, "-cubin", "-o", str(code), str(source)]
 
 
+def passing(batch: list[Unit]) -> list[tuple[list[Unit], Passed]]:
+    """Returns the largest halves of halves of a batch that pass."""
+    if passed := compiled(batch):
+        return [(batch, passed)]
+    half = len(batch) // 2
+    return [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
+
+
 def attempt(units: Sequence[Unit], tell: Callable[[int, list[str]], None]) -> dict[Unit, Passed]:
-    """Compiles units in batches, side by side, and returns those that passed. Others may be right: each is to be compiled by itself.
+    """Compiles units in batches, side by side, and returns those that passed; what is wrong with the others is not said here.
 
     Args:
         tell: is called with the number of units that are done.
@@ -110,10 +118,10 @@ def attempt(units: Sequence[Unit], tell: Callable[[int, list[str]], None]) -> di
     found: dict[Unit, Passed] = {}
     done, jobs = 0, max(1, min(budget.jobs(), budget.memory() // MEMORY))
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(compiled, batch): batch for batch in batches(units)}
+        running = {pool.submit(passing, batch): batch for batch in batches(units)}
         for future in as_completed(running):
-            if passed := future.result():
-                found |= dict.fromkeys(running[future], passed)
+            for part, passed in future.result():
+                found |= dict.fromkeys(part, passed)
             done += len(running[future])
             tell(done, [])
     return found

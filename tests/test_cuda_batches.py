@@ -53,6 +53,21 @@ def test_a_batch_passes_if_each_kernel_would(bodies: list[str], passes: bool) ->
         assert 0 < found.registers < 64
 
 
+def test_what_does_not_pass_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [kernel(ADDS + " " * number) for number in range(8)]
+    passed = cuda_batches.Passed(1, "FFMA", 8, 1.0)
+    asked = []
+
+    def without_the_sixth(batch: list[Unit]) -> cuda_batches.Passed | None:
+        asked.append(len(batch))
+        return None if units[5] in batch else passed
+
+    monkeypatch.setattr(cuda_batches, "compiled", without_the_sixth)
+    found = cuda_batches.passing(units)
+    assert [part for part, _ in found] == [units[:4], units[4:5], units[6:]]
+    assert sorted(asked) == [1, 1, 2, 2, 4, 4, 8]
+
+
 def test_every_product_and_convolution_is_in_one_batch() -> None:
     units = cuda_compile_all.units("sm_90a")
     batches = list(cuda_batches.batches(units))

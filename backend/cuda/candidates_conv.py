@@ -87,8 +87,8 @@ _HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
     (64, 64, (1, 1, 1)),
 )
 
-_BESIDE_HOPPER: Final = 4
-"""So many of the tiles of CUTLASS 2.x are tried where there are kernels for wgmma."""
+_BESIDE_HOPPER: Final[dict[ConvOperation, int]] = {"fprop": 4, "dgrad": 4, "wgrad": 1}
+"""So many of the tiles of CUTLASS 2.x are tried where there are kernels for wgmma: of weight gradients, others spill at sm_90a."""
 
 
 def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
@@ -138,7 +138,7 @@ def _configs(
     elif operation == "dgrad" and strided:
         tiles = _STRIDED
     else:
-        tiles = _TENSOR[:_BESIDE_HOPPER] if wgmma else _TENSOR
+        tiles = _TENSOR[: _BESIDE_HOPPER[operation]] if wgmma else _TENSOR
     if operation == "wgrad" and out == "fp32":
         # First, as most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
