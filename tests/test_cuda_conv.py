@@ -185,7 +185,7 @@ def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, A
 
 
 def test_every_rule_can_be_broken() -> None:
-    others = {"columns of memory", "simt tile", "strided swizzle"}
+    others = {"columns of memory", "simt tile", "strided swizzle", "deep sums"}
     assert {rule.name for table in rules_conv.TABLES for rule in table} == {
         n for n, _ in BROKEN + HOPPER_BROKEN
     } | others
@@ -196,6 +196,8 @@ def test_every_rule_can_be_broken() -> None:
     assert "strided swizzle" in [rule.name for rule in rules_conv.broken(dataclasses.replace(strided, swizzle=2))]
     simt = conv_candidates(dataclasses.replace(wgrad, a="fp32", b="fp32", out="fp32"), "sm_80")[0]
     assert "simt tile" in [rule.name for rule in rules_conv.broken(dataclasses.replace(simt, alignment=4))]
+    deep = next(config for config in conv_candidates(wgrad, "sm_80") if config.tile == (128, 128, 64))
+    assert "deep sums" in [rule.name for rule in rules_conv.broken(dataclasses.replace(deep, arch="sm_90a"))]
 
 
 def test_what_is_not_served_is_told() -> None:

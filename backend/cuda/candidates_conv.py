@@ -66,7 +66,7 @@ _PARTS: Final = (
 
 _SIMT: Final = (
     _Tile(128, 128, 32, 4, (32, 64), 4),
-    _Tile(128, 64, 32, 5, (32, 64), 4),
+    _Tile(128, 64, 32, 5, (32, 32), 4),
     _Tile(64, 128, 32, 5, (32, 64), 4),
     _Tile(64, 64, 32, 5, (32, 32)),
     _Tile(128, 128, 32, 4, (64, 32), 4),
@@ -74,7 +74,7 @@ _SIMT: Final = (
     _Tile(128, 32, 32, 5, (32, 32)),
     _Tile(32, 128, 32, 5, (32, 32)),
 )
-"""Of strided input gradients too: larger ones, and 64 x 32 a warp in the second, spill there."""
+"""Of strided input gradients too: larger ones, and more than 32 x 32 a warp in the second, spill there."""
 
 _HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
     (128, 128, (2, 1, 1)),

@@ -22,8 +22,8 @@ _EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
 _BESIDE_PIXELS: Final = 176
 """Registers left of 255 beside the addresses and masks of pixels: 168 fit on sm_75, 192 spill (measured)."""
 
-_BESIDE_STEPS: Final = 64
-"""Sums of a thread beside the steps of strided gradients: 64 take up to 224 registers, 128 all of them and more (measured)."""
+_FEW_SUMS: Final = 64
+"""Of a thread, where little room is left beside them: 64 take up to 224 registers, 128 all of them and more (measured)."""
 
 
 def _sums(c: KernelConfig) -> int:
@@ -111,8 +111,15 @@ _CUTLASS_2: Final = (
     Rule("order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"),
     Rule(
         "strided sums",
-        lambda c: c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _BESIDE_STEPS,
+        lambda c: c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _FEW_SUMS,
         "strided gradients step through pixels: beside that a thread has room for 64 sums",
+    ),
+    Rule(
+        "deep sums",
+        lambda c: (
+            c.arch == "sm_90a" and c.operation == "wgrad" and c.tile[2] * size_of(c.a) > 64 and _sums(c) > _FEW_SUMS
+        ),
+        "weight gradients at sm_90a with more than 64 sums a thread have 64 bytes along the sum in a tile",
     ),
     Rule(
         "strided swizzle",
