@@ -11,14 +11,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from qsync_fx.backend.cuda import (
-    candidates as tried,
-    conv_source,
-    hardware,
-    rules,
-    rules_conv,
-    serving,
-)
+from qsync_fx.backend.cuda import candidates as tried, conv_source, hardware, rules, rules_conv, serving
 from qsync_fx.backend.cuda.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem

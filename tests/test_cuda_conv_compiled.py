@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from test_cuda_conv import problems
 
-from qsync_fx.backend.cuda import (
-    compiler,
-    conv_source,
-    library as libraries,
-    serving,
-    toolchain,
-)
+from qsync_fx.backend.cuda import compiler, conv_source, library as libraries, serving, toolchain
 from qsync_fx.backend.cuda.abi import ConvArguments
 from qsync_fx.backend.cuda.candidates_conv import conv_candidates
 from qsync_fx.backend.cuda.config import KernelConfig

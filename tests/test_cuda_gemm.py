@@ -1,6 +1,6 @@
-"""GEMM kernels without a GPU: what is a kernel, what is tried, and the source of one.
+"""GEMM kernels without a GPU: what is a kernel, and what is tried.
 
-What kernels compute is in test_cuda_gemm_on_cpu.py, what the compiler makes of them in test_cuda_gemm_compiled.py.
+What kernels compute is in test_cuda_gemm_on_cpu.py, their text and what the compiler makes of it in test_cuda_gemm_compiled.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.backend.cuda import (
-    candidates as tried,
-    gemm_source,
-    hardware,
-    rules,
-    rules_gemm,
-    serving,
-)
+from qsync_fx.backend.cuda import candidates as tried, gemm_source, hardware, rules, rules_gemm, serving
 from qsync_fx.backend.cuda.config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
 from qsync_fx.errors import OptionError
@@ -252,63 +245,3 @@ def test_a_kernel_that_breaks_rules_is_refused_with_all_of_them() -> None:
     with pytest.raises(OptionError) as caught:
         tried.add(dataclasses.replace(AMPERE, stages=40, swizzle=5))
     assert "swizzle" in str(caught.value) and "stages" in str(caught.value)
-
-
-FIELDS = {
-    "tile": (256, 128, 64),
-    "warp": (32, 64, 64),
-    "stages": 5,
-    "order": "stream_k",
-    "swizzle": 8,
-    "bias": False,
-    "activation": "gelu",
-    "out": "fp16",
-    "out_alignment": 4,
-    "arch": "sm_86",
-}
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_each_attribute_is_in_the_source(name: str) -> None:
-    """But for the name of the kernel, which is in it anyway."""
-    changed = dataclasses.replace(AMPERE, **{name: FIELDS[name]})  # type: ignore[arg-type]
-    before, after = (gemm_source.source(config) for config in (AMPERE, changed))
-    assert before == gemm_source.source(dataclasses.replace(AMPERE))
-    assert (after.source.replace(changed.name, AMPERE.name) != before.source) != (name == "arch")
-    assert after.name != before.name
-
-
-GOLDEN = """\
-#include "gemm_sm90.cuh"
-
-struct Config {
-    using A = std::int8_t;
-    using B = std::int8_t;
-    using Accumulator = std::int32_t;
-    using Output = cutlass::bfloat16_t;
-    using LayoutA = cutlass::layout::RowMajor;
-    using LayoutB = cutlass::layout::ColumnMajor;
-    using Tile = cute::Shape<cute::_128, cute::_256, cute::_128>;
-    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
-    using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
-    using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
-    using Scheduler = cutlass::gemm::PersistentScheduler;
-    static constexpr int alignment = 16;
-    static constexpr int out_alignment = 8;
-    static constexpr int stages = 0;
-    static constexpr bool scaled = true;
-    static constexpr bool biased = true;
-    static constexpr auto activation = qsync::Activation::none;
-    static constexpr int swizzle = 4;
-    static constexpr int largest_k = 131071;
-    static constexpr bool stream_k = false;
-};
-
-QSYNC_GEMM(Config, "NAME")
-"""
-
-
-def test_the_source_of_the_first_kernel_for_hopper() -> None:
-    unit = gemm_source.source(HOPPER)
-    assert unit.source == GOLDEN.replace("NAME", HOPPER.name)
-    assert (unit.opcode, unit.heavy, unit.interface, unit.arch) == ("IGMMA", True, "gemm", "sm_90a")

@@ -1,27 +1,82 @@
-"""The host side of compiled GEMM kernels: what they refuse, how much memory they ask for. One of each generation of CUTLASS is compiled.
+"""The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory they ask for.
 
-Compiling is a test too: what spills, keeps a stack, serializes wgmma or lacks its instruction is refused. All kernels are compiled by
-tests/cuda_compile_all.py.
+One of each generation of CUTLASS is compiled, which is a test too: what spills, keeps a stack, serializes wgmma or lacks its instruction is
+refused. All kernels are compiled by tests/cuda_compile_all.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import pytest
-from test_cuda_gemm import INT8, STREAM_K, kernels
+from test_cuda_gemm import AMPERE, HOPPER, INT8, STREAM_K, kernels
 
-from qsync_fx.backend.cuda import (
-    compiler,
-    gemm_source,
-    hardware,
-    library,
-    toolchain,
-)
+from qsync_fx.backend.cuda import compiler, gemm_source, hardware, library, toolchain
 from qsync_fx.backend.cuda.abi import GemmArguments
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.errors import ToolchainError
+
+FIELDS = {
+    "tile": (256, 128, 64),
+    "warp": (32, 64, 64),
+    "stages": 5,
+    "order": "stream_k",
+    "swizzle": 8,
+    "bias": False,
+    "activation": "gelu",
+    "out": "fp16",
+    "out_alignment": 4,
+    "arch": "sm_86",
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_attribute_is_in_the_source(name: str) -> None:
+    """But for the name of the kernel, which is in it anyway."""
+    changed = dataclasses.replace(AMPERE, **{name: FIELDS[name]})  # type: ignore[arg-type]
+    before, after = (gemm_source.source(config) for config in (AMPERE, changed))
+    assert before == gemm_source.source(dataclasses.replace(AMPERE))
+    assert (after.source.replace(changed.name, AMPERE.name) != before.source) != (name == "arch")
+    assert after.name != before.name
+
+
+GOLDEN = """\
+#include "gemm_sm90.cuh"
+
+struct Config {
+    using A = std::int8_t;
+    using B = std::int8_t;
+    using Accumulator = std::int32_t;
+    using Output = cutlass::bfloat16_t;
+    using LayoutA = cutlass::layout::RowMajor;
+    using LayoutB = cutlass::layout::ColumnMajor;
+    using Tile = cute::Shape<cute::_128, cute::_256, cute::_128>;
+    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+    using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+    using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
+    using Scheduler = cutlass::gemm::PersistentScheduler;
+    static constexpr int alignment = 16;
+    static constexpr int out_alignment = 8;
+    static constexpr int stages = 0;
+    static constexpr bool scaled = true;
+    static constexpr bool biased = true;
+    static constexpr auto activation = qsync::Activation::none;
+    static constexpr int swizzle = 4;
+    static constexpr int largest_k = 131071;
+    static constexpr bool stream_k = false;
+};
+
+QSYNC_GEMM(Config, "NAME")
+"""
+
+
+def test_the_source_of_the_first_kernel_for_hopper() -> None:
+    unit = gemm_source.source(HOPPER)
+    assert unit.source == GOLDEN.replace("NAME", HOPPER.name)
+    assert (unit.opcode, unit.heavy, unit.interface, unit.arch) == ("IGMMA", True, "gemm", "sm_90a")
+
 
 try:
     TOOLS = toolchain.toolchain("sm_90a")
