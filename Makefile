@@ -68,7 +68,7 @@ demo: setup ## train a ResNet in mixed precision over two processes, in three mi
 test: setup lint ## lint, then run the tests
 	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
-test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; hours (COMPILE_FLAGS='--arch sm_80' for less)
+test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
 	@mkdir -p runs
 	@$(PYTHON) tests/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
