@@ -6,17 +6,17 @@ there are kernels hold the instruction. One that does not pass is halved until i
 
 from __future__ import annotations
 
-import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from qsync_fx.backend.cuda import budget, nvcc, sass, toolchain
+from qsync_fx.backend.cuda.progress import Watcher
 from qsync_fx.backend.cuda.unit import Unit
 
 TOGETHER = {True: 8, False: 16}
@@ -89,9 +89,9 @@ def compiled(batch: Sequence[Unit]) -> Passed | None:
 
 def instruction(listing: str, opcode: str, count: int) -> str:
     """Returns an instruction that begins with `opcode`, if so many functions have one; else ""."""
-    pattern = re.compile(rf"\s({re.escape(opcode)}[A-Z0-9_.]*)")
-    found = [match[1] for function in listing.split("Function : ")[1:] if (match := pattern.search(function))]
-    return found[0] if len(found) >= count else ""
+    functions = map(sass.named, listing.split("Function : ")[1:])
+    found = [next((name for name in names if name.startswith(opcode)), "") for names in functions]
+    return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
 
 
 def _command(unit: Unit, source: Path, code: Path) -> list[str]:
@@ -109,7 +109,7 @@ def passing(batch: list[Unit]) -> list[tuple[list[Unit], Passed]]:
     return [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
 
 
-def attempt(units: Sequence[Unit], tell: Callable[[int, list[str]], None]) -> dict[Unit, Passed]:
+def attempt(units: Sequence[Unit], tell: Watcher) -> dict[Unit, Passed]:
     """Compiles units in batches, side by side, and returns those that passed; what is wrong with the others is not said here.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,15 @@ TOGETHER = 4
 """Kernels compiled in one file: the headers are read once for all of them, and files are compiled side by side."""
 
 MULTIPROCESSORS = 5
+
+
+def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
+    """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns the folder."""
+    for name, change in changes.items():
+        (original,) = (path for place in toolchain.toolchain().cutlass.folders if (path := place / name).is_file())
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(change(original.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
 
 
 def build(configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2) -> dict[KernelConfig, Library]:

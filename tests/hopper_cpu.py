@@ -12,7 +12,6 @@ from pathlib import Path
 
 import cutlass_cpu
 
-from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.config import KernelConfig
 from qsync_fx.backend.cuda.library import Library
 
@@ -157,14 +156,5 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
 
 def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
     """Compiles kernels; what is returned takes addresses in the CPU's memory."""
-    return cutlass_cpu.build(configs, folder, _headers(folder), HERE)
-
-
-def _headers(folder: Path) -> Path:
-    """Writes the changed headers into a folder, and returns it."""
-    (source,) = (place for place in toolchain.toolchain().cutlass.folders if (place / HEADERS[0]).is_file())
-    for name in HEADERS:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(replaced((source / name).read_text()))
-    return folder
+    headers = cutlass_cpu.changed_headers(folder, dict.fromkeys(HEADERS, replaced))
+    return cutlass_cpu.build(configs, folder, headers, HERE)

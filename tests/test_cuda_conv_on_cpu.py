@@ -6,6 +6,7 @@ Here one kernel of each kind, the smallest, as compiling is what takes time; all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -62,14 +63,14 @@ KERNELS = all_kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else one_of_
 
 def build(configs: list[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
     """Compiles kernels; what is returned takes addresses in the CPU's memory."""
-    tools = toolchain.toolchain()
-    for name, (pattern, replacement) in CHANGED.items():
-        (original,) = (path for place in tools.cutlass.folders if (path := place / name).is_file())
-        text, count = re.subn(pattern, replacement, original.read_text(encoding="utf-8"))
+
+    def changed(pattern: str, replacement: str, original: str) -> str:
+        text, count = re.subn(pattern, replacement, original)
         assert count == 1
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    return cutlass_cpu.build(configs, folder, folder)
+        return text
+
+    changes = {name: functools.partial(changed, *how) for name, how in CHANGED.items()}
+    return cutlass_cpu.build(configs, folder, cutlass_cpu.changed_headers(folder, changes))
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,13 @@ from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.toolchain import Program
 from qsync_fx.errors import ToolchainError
 
-VARIABLES = (
-    "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH QSYNC_BUILD_JOBS"
-)
+VARIABLES = "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH"
 
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing: no variable, an empty PATH, no toolkit in the usual place."""
-    for name in (*VARIABLES.split(), "LOCAL_WORLD_SIZE"):
+    for name in VARIABLES.split():
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "path").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "path"))

@@ -60,7 +60,7 @@ def instructions(library: Path) -> Counter[str]:
     """
     if library.suffix == ".cubin":
         return volta_code.instructions(library)
-    return Counter(_INSTRUCTION.findall(listing(library)))
+    return named(listing(library))
 
 
 def listing(code: Path) -> str:
@@ -73,6 +73,11 @@ def listing(code: Path) -> str:
     command = [str(program), "-sass", str(code)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     return done.stdout if done.returncode == 0 else ""
+
+
+def named(listed: str) -> Counter[str]:
+    """Returns how often each instruction stands in what `listing` gave, or in a part of it."""
+    return Counter(_INSTRUCTION.findall(listed))
 
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_.]*)", flags=re.MULTILINE)
