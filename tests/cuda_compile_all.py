@@ -58,15 +58,16 @@ def rows_of(chosen: list[Unit], each: bool) -> list[dict[str, Any]]:
         with watch(len(chosen), True) as tell:
             passed = cuda_batches.attempt(chosen, tell)
     built = compiler.attempt([unit for unit in chosen if unit not in passed])
-    return [together(unit, passed[unit]) if unit in passed else alone(unit, built) for unit in chosen]
+    return [
+        {"name": unit.name, "arch": unit.arch, "wanted": unit.opcode}
+        | (together(passed[unit]) if unit in passed else alone(unit, built))
+        for unit in chosen
+    ]
 
 
-def together(unit: Unit, passed: cuda_batches.Passed) -> dict[str, Any]:
+def together(passed: cuda_batches.Passed) -> dict[str, Any]:
     """Returns what became of a unit in a batch; its registers are at most those of the batch, its seconds a share."""
     return {
-        "name": unit.name,
-        "arch": unit.arch,
-        "wanted": unit.opcode,
         "ok": True,
         "opcode": passed.opcode,
         "together": passed.count,
@@ -79,15 +80,14 @@ def together(unit: Unit, passed: cuda_batches.Passed) -> dict[str, Any]:
 
 def alone(unit: Unit, built: compiler.Built) -> dict[str, Any]:
     """Returns what became of a unit that was compiled by itself."""
-    line: dict[str, Any] = {"name": unit.name, "arch": unit.arch, "wanted": unit.opcode}
     failure = built.failures.get(unit)
     if failure is not None:
-        return line | {"ok": False, "error": str(failure)}
+        return {"ok": False, "error": str(failure)}
     entry = cache.read(built.libraries[unit].parent)
     assert entry is not None
     found = entry.manifest
     used = found.resources
-    return line | {
+    return {
         "ok": bool(found.opcode) or not unit.opcode,
         "opcode": found.opcode,
         "seconds": found.seconds,
