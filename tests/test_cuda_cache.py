@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,35 @@ def test_a_library_answers(home: Path) -> None:
     assert not hasattr(ctypes.CDLL(None), "qsync_run"), "its symbols must not be seen by others"
 
 
+OUTLIVES = """
+import sys
+from pathlib import Path
+from kernel_caches import UNIT
+from qsync_fx.backend.cuda import library
+from qsync_fx.backend.cuda.abi import GemmArguments
+
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+loaded = library.load(path, UNIT)
+{change}
+assert loaded.can_implement(GemmArguments(n=3)) == "Error Misaligned Operand"
+assert loaded.workspace(GemmArguments(m=5000)) == 5000 * 1000000007
+print("answered")
+"""
+
+
+@pytest.mark.parametrize(
+    "change", ["path.write_bytes(b'')", "path.write_bytes(whole[:-1])", "path.write_bytes(whole)", "path.unlink()"]
+)
+def test_a_library_outlives_its_file(home: Path, change: str) -> None:
+    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
+    script = OUTLIVES.format(change=change)
+    python = [sys.executable, "-c", script, str(entry_of(home).library)]
+    around = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(python, env=around, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
+
+
 def test_what_the_manifest_says(home: Path) -> None:
     found = entry_of(home).manifest
     assert (found.name, found.arch, found.refused) == ("small", "sm_80", "")
@@ -63,9 +93,9 @@ def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> N
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(KernelError, match="cannot load it"):
         library.load(tmp_path / "text.so", UNIT)
-    libc = next(Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libc." in line)
+    libm = next(Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libm." in line)
     with pytest.raises(KernelError, match="no function qsync_"):
-        library.load(libc, UNIT)
+        library.load(libm, UNIT)
 
 
 def test_a_library_of_another_version_is_not_taken(home: Path) -> None:

@@ -1,15 +1,21 @@
 """A compiled library, loaded.
 
 Invariant: a Library answers for the unit that it was loaded as: it speaks this version of the C interface and tells that unit's name.
-Functions take the argument structure of its interface and nothing else. No symbol of it is visible to other libraries.
+Functions take the argument structure of its interface and nothing else. No symbol of it is visible to other libraries. What is loaded is a
+copy in memory, so its code stays as it is whatever becomes of the file: pages of a mapped file that is truncated or copied over are gone,
+those that the loader has written to as well, and the process dies at the next call or at exit.
 """
 
 from __future__ import annotations
 
+import _ctypes
 import contextlib
 import ctypes
 import functools
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +110,13 @@ def shared_memory(path: Path) -> int:
         KernelError: the library cannot be loaded, or has not the functions that it should have.
     """
     handle = _opened(path)
-    _declare(handle, path, GemmArguments)
-    size: int = handle.qsync_shared_memory()
-    return size
+    try:
+        _declare(handle, path, GemmArguments)
+        size: int = handle.qsync_shared_memory()
+        return size
+    finally:
+        # Whoever compiles many kernels does not keep a copy of each.
+        _ctypes.dlclose(handle._handle)
 
 
 def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
@@ -131,7 +141,7 @@ def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure])
 def _opened(path: Path) -> ctypes.CDLL:
     """Opens a library; where it wants a CUDA runtime that is not loaded, that one first."""
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+        return _private(path)
     except OSError as error:
         missing = re.match(r"(libcudart\.so\.\d+):", str(error))
         if missing is None:
@@ -140,12 +150,29 @@ def _opened(path: Path) -> ctypes.CDLL:
             with contextlib.suppress(OSError):
                 # Libraries that are opened later find it by its name among those that are loaded.
                 ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
-                return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+                return _private(path)
     raise KernelError(
         f"the kernel needs CUDA's runtime {missing[1]}, and it is nowhere to be found",
         where=str(path),
         do=f"use a torch that brings CUDA {missing[1].rpartition('.')[2]}, install that toolkit, or put its lib folder in LD_LIBRARY_PATH",
     )
+
+
+def _private(path: Path) -> ctypes.CDLL:
+    """Opens a copy of a library that no file on disk stands behind; raises `OSError`."""
+    # Called here, as a Python that was built against an old C library has no os.memfd_create.
+    system = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = system.memfd_create(path.name.encode(), 0)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"a copy of {path.name} in memory")
+    # The loader takes equal names for one library, and descriptors are numbered anew: each copy gets a name of its own.
+    with open(descriptor, "wb") as copy, open(path, "rb") as file, tempfile.TemporaryDirectory() as folder:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        name = Path(folder) / path.name
+        name.symlink_to(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(str(name), mode=ctypes.RTLD_LOCAL)
 
 
 def _runtimes(name: str) -> Iterator[Path]:
