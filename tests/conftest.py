@@ -17,6 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import torch
 
+pytest_plugins = ["clean_exit"]
+
 # No deadline: the first example of a test pays for compilation, and other processes share the machine.
 hypothesis.settings.register_profile("fresh", deadline=None)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
