@@ -25,7 +25,15 @@ GPU_JOBS ?=
 WHEELS := .wheels
 GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check -q install $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
-.PHONY: help setup demo test test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
+# For tests on another torch, which may be one that pyproject.toml does not admit: that is what they find out.
+VERSION ?=
+TESTS ?=
+TORCH_PYTHON = $(if $(filter command,$(origin PYTHON)),$(PYTHON),python3)
+TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(notdir $(PYTHON)))
+# Its constraints take the place of those that the machine may have for pip: some hold torch back.
+TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
+
+.PHONY: help setup demo test test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +75,23 @@ demo: setup ## train a ResNet in mixed precision over two processes, in three mi
 
 test: setup lint ## lint, then run the tests
 	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/test_models.py')
+	@[ -n '$(VERSION)' ] || { echo "test-torch: say which torch, as in: make test-torch VERSION=2.14.1" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(TORCH_VENV)/.qsync-installed
+	@$(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS) $(TESTS)
+
+# A torch for CUDA takes 6 GB. What pyproject.toml says of torch and Python is passed over, the rest of it holds.
+.venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
+	@echo "test-torch: $(@D), torch $(VERSION) on $$($(TORCH_PYTHON) --version)"
+	@[ -x $(@D)/bin/python ] || $(TORCH_PYTHON) -m venv $(@D)
+	@{ grep -v '^torch==' constraints.txt; echo 'torch==$(VERSION)'; } > $(@D)/constraints.txt
+	@$(TORCH_PIP) torch cmake $$($(@D)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*(name for name in [*project["dependencies"], *project["optional-dependencies"]["dev"]] if not name.startswith("torch>")))')
+	@$(TORCH_PIP) --no-deps $(CUDA_PACKAGES) || echo "test-torch: without $(CUDA_PACKAGES)" >&2
+	@PATH="$(CURDIR)/$(@D)/bin:$$PATH" $(TORCH_PIP) --no-build-isolation --no-deps --ignore-requires-python -e .
+	@$(@D)/bin/python -c 'import torch, qsync_fx; from qsync_fx import _C; print("test-torch: torch", torch.__version__)'
+	@touch $@
 
 test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
 	@mkdir -p runs
@@ -127,7 +152,7 @@ bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--q
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(GPU_VENV)
+distclean: clean ## remove .venv and its kin too
+	rm -rf $(VENV) $(GPU_VENV) .venv-torch-*
