@@ -89,3 +89,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     everything = "known: " + ", ".join(known)
     return f"did you mean {close[0]!r}? {everything}" if close else everything
+
+
+def shown(text: str) -> str:
+    """Returns `text` quoted for an error message, cut where it is long: it may come from anywhere."""
+    return repr(text) if len(text) <= 120 else f"{text[:100]!r}... ({len(text)} characters)"

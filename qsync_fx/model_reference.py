@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qsync_fx.errors import OptionError, nearest
-from qsync_fx.opid import shown
+from qsync_fx.errors import OptionError, nearest, shown
 
 _HOW_TO_WRITE_IT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
 _WHAT_TO_RETURN = "return (model, args) or (model, args, kwargs), args a tuple and kwargs a dictionary"

@@ -1,4 +1,4 @@
-"""Who an operator is: an identity that outlives a graph's node names, and the patterns that select it.
+"""Who an operator is: an identity that outlives a graph's node names.
 
 Node names do not identify operators: DDP compiles every bucket alone and each has a node called "linear", and a graph
 break renames what follows it. The module that holds the operator, its row's name and its occurrence within that module
@@ -12,15 +12,15 @@ of their UTF-8 bytes.
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass
 
-from qsync_fx.errors import PlanError
+from qsync_fx.errors import PlanError, shown
+from qsync_fx.patterns import pattern_regex
 
-_LONGEST_PATTERN = 1000
 _LARGEST_INDEX = 999_999_999
-_NEEDS_NO_ESCAPE = re.compile(r"[^%/#@*]*")
+_ESCAPES = "%/#@*?[]{}"
+_NEEDS_NO_ESCAPE = re.compile(rf"[^{re.escape(_ESCAPES)}]*")
 _ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
 _TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
 _HOW_TO_WRITE_IDS = (
@@ -97,12 +97,15 @@ class OpId:
     def matches(self, pattern: str) -> bool:
         """Returns whether `pattern` selects this operator; raises `PlanError` for a malformed pattern.
 
-        Within a segment of a path, that is between two dots, `*` stands for any characters. `**` stands for any number
-        of segments, none included. A pattern without "/" selects modules, and with a module all operators in it and in
-        its submodules: "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/"
-        selects operators whose module is exactly the part before it: "encoder.layer.*.output.dense/linear",
-        "**/embedding", "/relu". There "#index" and "@after" may be left out, which selects every occurrence; "#0" is
-        the first one, and "/relu@" those before any module.
+        Within a segment of a path, that is between two dots, `*` stands for any characters, `?` for one, `[02]` or `[0-9]` for one of
+        those, `[!0]` for one that is none of those. `**` stands for any number of segments, none included. `{query,key}` stands for
+        either, `{0..11}` for each of these numbers. A character of a name that means something here is written as in the
+        name's id: "%5B" for "[".
+
+        A pattern without "/" selects modules, and with a module all operators in it and in its submodules:
+        "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/" selects operators whose module is
+        exactly the part before it: "encoder.layer.*.output.dense/linear", "**/embedding", "/relu". There "#index" and "@after" may
+        be left out, which selects every occurrence; "#0" is the first one, and "/relu@" those before any module.
 
         Matching is linear in the length of the id.
         """
@@ -112,7 +115,7 @@ class OpId:
 def _escaped(part: str) -> str:
     if part.isprintable() and _NEEDS_NO_ESCAPE.fullmatch(part):
         return part
-    return "".join(c if c.isprintable() and c not in "%/#@*" else _hexadecimal(c) for c in part)
+    return "".join(c if c.isprintable() and c not in _ESCAPES else _hexadecimal(c) for c in part)
 
 
 def _hexadecimal(character: str) -> str:
@@ -121,81 +124,3 @@ def _hexadecimal(character: str) -> str:
 
 def _unescaped(part: str) -> str:
     return _ESCAPED.sub(lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part)
-
-
-def shown(text: str) -> str:
-    """Returns `text` quoted for an error message, cut where it is long: it may come from anywhere."""
-    return repr(text) if len(text) <= 120 else f"{text[:100]!r}... ({len(text)} characters)"
-
-
-# Patterns are compiled to one regular expression over the text form, whose segments are made of `[^./#@]`. The groups
-# are atomic (?>...): a `*` or `**` takes the leftmost continuation that fits. What follows another `*` or `**` can then
-# only gain, so that giving up the alternatives loses no match, and matching backtracks over one segment at most.
-_CHARACTER = r"[^./#@]"
-_END = r"(?=[/#]|\Z)"
-_SEPARATOR = rf"(?:\.|{_END})"
-_ANY_SEGMENTS = rf"(?:{_CHARACTER}++{_SEPARATOR})*"
-
-
-def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
-    if not isinstance(pattern, str):
-        raise PlanError(f"a pattern is text, not {type(pattern).__name__}", do='write one such as "encoder.*.output"')
-    return _compiled(pattern)
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    if len(pattern) > _LONGEST_PATTERN:
-        raise PlanError(f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}")
-    if not pattern.isprintable():
-        raise PlanError(f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
-    module, slash, rest = pattern.partition("/")
-    if not slash:
-        if not module:
-            raise PlanError("a pattern is empty", do='write "**" to select every operator')
-        return re.compile(_path(module, pattern))
-    rest, sharp, index = rest.partition("#")
-    operator, at, after = rest.partition("@")
-    if not operator or "/" in rest + index or "**" in operator:
-        raise PlanError(
-            f"{shown(pattern)} is not a pattern",
-            do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
-        )
-    if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
-        raise PlanError(f"{shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
-    tail = rf"/(?>{_glob(operator, '[^@#]')}(?=[@#]|\Z))"
-    tail += (rf"@{_path(after, pattern, whole=True)}" if after else "(?!@)") if at else "(?:@[^#]*+)?"
-    tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
-    return re.compile(rf"{_path(module, pattern, whole=True) if module else ''}{tail}\Z")
-
-
-def _path(glob: str, pattern: str, whole: bool = False) -> str:
-    """Returns the expression for a glob over module paths; unless `whole`, for what lies below the path too."""
-    blocks: list[list[str]] = [[]]
-    for segment in glob.split("."):
-        if segment == "**":
-            blocks.append([])
-        elif not segment or "**" in segment or "#" in segment or "@" in segment:
-            raise PlanError(
-                f"{shown(pattern)} is not a pattern",
-                do='write segments between dots, "*" within a segment, "**" for any number of segments; "#" and "@" '
-                'come after "/"',
-            )
-        else:
-            blocks[-1].append(rf"(?>(?={_CHARACTER}){_glob(segment, _CHARACTER)}{_SEPARATOR})")
-    first, *others = ("".join(block) for block in blocks)
-    if not others:
-        return first + (_END if whole else "")
-    *middle, last = others
-    found = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
-    return found + (f"{_ANY_SEGMENTS}?{last}{_END}" if whole else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
-
-
-def _glob(glob: str, character: str) -> str:
-    """Returns the expression for a glob in which `*` stands for any run of `character`."""
-    first, *others = (re.escape(piece) for piece in glob.split("*"))
-    if not others:
-        return first
-    *middle, last = others
-    return first + "".join(f"(?>{character}*?{piece})" for piece in middle) + f"{character}*{last}"

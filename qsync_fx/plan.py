@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from qsync_fx import plan_file
-from qsync_fx.errors import PlanError, nearest
-from qsync_fx.opid import OpId, pattern_regex, shown
+from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.opid import OpId
+from qsync_fx.patterns import pattern_regex
 from qsync_fx.plan_check import check_plan
 from qsync_fx.plan_file import Path, kind
 from qsync_fx.precision import FORMATS, Precision

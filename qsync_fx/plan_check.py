@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from qsync_fx.errors import PlanError
-from qsync_fx.opid import OpId, pattern_regex, shown
+from qsync_fx.errors import PlanError, shown
+from qsync_fx.opid import OpId
+from qsync_fx.patterns import pattern_regex
 
 if TYPE_CHECKING:
     from qsync_fx.plan import Plan

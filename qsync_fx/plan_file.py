@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsync_fx.errors import PlanError, QSyncError, nearest
+from qsync_fx.errors import PlanError, QSyncError, nearest, shown
 from qsync_fx.files import write_text
-from qsync_fx.opid import shown
 
 FORMAT = "qsync-plan"
 VERSION = 1

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from qsync_fx.backend.cuda.unit import Unit
-from qsync_fx.errors import OptionError
-from qsync_fx.opid import shown
+from qsync_fx.errors import OptionError, shown
 
 HEAVY: Final = 4_600_000_000
 LIGHT: Final = 1_300_000_000

@@ -1,0 +1,188 @@
+"""Patterns that select operators by their ids; `OpId.matches` says what they mean.
+
+Invariant: a pattern is compiled to one regular expression over the texts of ids that matches in time linear in the id, and means what
+it says of names, whatever is escaped in them; what has no meaning is refused, and the error names the character.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable
+
+from qsync_fx.errors import PlanError, shown
+
+_LONGEST_PATTERN = 1000
+_LONGEST_WRITTEN_OUT = 10_000
+
+# The texts of ids consist of characters, each as it is or as %XX of its UTF-8 bytes. Those between two dots are a segment.
+# The groups are atomic (?>...): a `*` or `**` takes the leftmost continuation that fits. What stands between two of them has a fixed
+# number of characters, so that what follows can then only gain: giving up the alternatives loses no match, and matching
+# backtracks over one segment at most.
+_ESCAPED = r"%[0-9A-F]{2}(?:%[89AB][0-9A-F])*+"
+_IN_SEGMENT = rf"(?>[^./#@%]|{_ESCAPED})"
+_IN_OPERATOR = rf"(?>[^@#%]|{_ESCAPED})"
+_END = r"(?=[/#]|\Z)"
+_SEPARATOR = rf"(?:\.|{_END})"
+_ANY_SEGMENTS = rf"(?:[^./#@]++{_SEPARATOR})*"
+
+_PART_OF_GLOB = re.compile(rf"\*|\?|\[(?P<none_of>[!^]?)(?P<one_of>[^\[\]]*)\]|{_ESCAPED}|[^%\[\]]")
+_MEMBER = re.compile(rf"(?P<first>[0-9A-Za-z])-(?P<last>[0-9A-Za-z])|{_ESCAPED}|[^%*?]")
+_NUMBERS = re.compile(r"(0|[1-9][0-9]{0,8})\.\.(0|[1-9][0-9]{0,8})")
+_ALPHABETS = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
+    if not isinstance(pattern, str):
+        raise PlanError(f"a pattern is text, not {type(pattern).__name__}", do='write one such as "encoder.*.output"')
+    return _compiled(pattern)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if len(pattern) > _LONGEST_PATTERN:
+        raise PlanError(f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}")
+    if not pattern.isprintable():
+        raise PlanError(f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
+    return re.compile("|".join(map(_expression, _written_out(pattern))))
+
+
+def _written_out(pattern: str) -> list[str]:
+    """Returns the patterns without braces that a pattern with braces stands for."""
+    parts: list[list[str]] = []
+    count = 1
+    for at, text in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
+        if at % 2 == 0 and ("{" in text or "}" in text):
+            raise PlanError(
+                f"{shown(pattern)} has a {'{' if '{' in text else '}'} without its other half, or braces in braces",
+                do='write "{attention,output}" or "{0..11}"; for a brace in a name write %7B and %7D, as ids do',
+            )
+        parts.append(_alternatives(text, pattern) if at % 2 else [text])
+        count *= len(parts[-1])
+        if count * len(pattern) > _LONGEST_WRITTEN_OUT:
+            raise _too_long(pattern)
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def _alternatives(braced: str, pattern: str) -> list[str]:
+    if not braced:
+        raise PlanError(
+            f"{shown(pattern)} has braces with nothing in them",
+            do='write what to choose from, as in "{attention,output}" or "{0..11}"',
+        )
+    found: list[str] = []
+    for text in map(str.strip, braced.split(",")):
+        if numbers := _NUMBERS.fullmatch(text):
+            first, last = sorted(map(int, numbers.groups()))
+            if last - first > _LONGEST_WRITTEN_OUT:
+                raise _too_long(pattern)
+            found += map(str, range(first, last + 1))
+        else:
+            found.append(text)
+    return found
+
+
+def _too_long(pattern: str) -> PlanError:
+    return PlanError(
+        f"{shown(pattern)} stands for too many patterns, once its braces are written out",
+        do=f'use at most {_LONGEST_WRITTEN_OUT} characters for all of them; "*" stands for any number',
+    )
+
+
+def _expression(pattern: str) -> str:
+    """Returns the expression for a pattern without braces."""
+    module, slash, rest = pattern.partition("/")
+    if not slash:
+        if not module:
+            raise PlanError("a pattern is empty", do='write "**" to select every operator')
+        return _path(module, pattern)
+    rest, sharp, index = rest.partition("#")
+    operator, at, after = rest.partition("@")
+    if not operator or "/" in rest + index or "**" in operator:
+        raise PlanError(
+            f"{shown(pattern)} is not a pattern",
+            do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
+        )
+    if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
+        raise PlanError(f"{shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
+    tail = rf"/(?>{_glob(operator, _IN_OPERATOR, pattern)}(?=[@#]|\Z))"
+    tail += (rf"@{_path(after, pattern, whole=True)}" if after else "(?!@)") if at else "(?:@[^#]*+)?"
+    tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
+    return rf"{_path(module, pattern, whole=True) if module else ''}{tail}\Z"
+
+
+def _path(glob: str, pattern: str, whole: bool = False) -> str:
+    """Returns the expression for a glob over module paths; unless `whole`, for what lies below the path too."""
+    blocks: list[list[str]] = [[]]
+    for segment in glob.split("."):
+        if segment == "**":
+            blocks.append([])
+        elif not segment or "**" in segment or "#" in segment or "@" in segment:
+            raise PlanError(
+                f"{shown(pattern)} is not a pattern",
+                do='write segments between dots, "*" within a segment, "**" for any number of segments; "#" and "@" '
+                'come after "/"',
+            )
+        else:
+            blocks[-1].append(rf"(?>(?=[^./#@]){_glob(segment, _IN_SEGMENT, pattern)}{_SEPARATOR})")
+    first, *others = ("".join(block) for block in blocks)
+    if not others:
+        return first + (_END if whole else "")
+    *middle, last = others
+    found = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
+    return found + (f"{_ANY_SEGMENTS}?{last}{_END}" if whole else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
+
+
+def _glob(glob: str, character: str, pattern: str) -> str:
+    """Returns the expression for a glob in which `*` stands for any run of `character`."""
+    pieces, at = [""], 0
+    while at < len(glob):
+        part = _PART_OF_GLOB.match(glob, at)
+        if part is None:
+            raise _stray(glob[at], pattern)
+        if part[0] == "*":
+            pieces.append("")
+        elif part[0] == "?":
+            pieces[-1] += character
+        elif part["one_of"] is None:
+            pieces[-1] += re.escape(part[0])
+        else:
+            one = f"(?:{'|'.join(_members(part['one_of'], pattern))})"
+            pieces[-1] += f"(?!{one}){character}" if part["none_of"] else one
+        at = part.end()
+    first, *others = pieces
+    if not others:
+        return first
+    *middle, last = others
+    return first + "".join(f"(?>{character}*?{piece})" for piece in middle) + f"{character}*{last}"
+
+
+def _members(one_of: str, pattern: str) -> Iterable[str]:
+    """Yields the expressions for what stands between [ and ]."""
+    at = 0
+    while at < len(one_of):
+        member = _MEMBER.match(one_of, at)
+        if member is None:
+            raise _stray(one_of[at], pattern)
+        first, last = member.group("first", "last")
+        if first is None:
+            yield re.escape(member[0])
+        elif not any(first in alphabet and last in alphabet and first <= last for alphabet in _ALPHABETS):
+            raise PlanError(
+                f"{shown(pattern)} has a range [{first}-{last}] that is none", do="write one such as [0-9] or [a-f]"
+            )
+        else:
+            yield f"[{first}-{last}]"
+        at = member.end()
+    if not one_of:
+        raise _stray("[", pattern)
+
+
+def _stray(character: str, pattern: str) -> PlanError:
+    return PlanError(
+        f"{shown(pattern)} has a {character} that stands for nothing",
+        do='write "[02]", "[0-9]" or "[!0]" for one character, none of . / # @ in it; for a character of a name that means something '
+        "in patterns write what its id has: %25 for %, %2A for *, %3F for ?, %5B for [, %5D for ]",
+    )
