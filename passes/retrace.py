@@ -23,6 +23,9 @@ from torch.utils import _pytree as pytree
 
 _SWITCHES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "inference_mode")
 
+_OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
+"""Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -135,6 +138,9 @@ class _Tracking(fx.Interpreter):
         self.at = n.name
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
+
 
 class _Builder:
     """Builds the new graph; `values` and `mapped` tell each old node's fake value and its nodes in the new graph."""
@@ -204,18 +210,27 @@ class _Builder:
                 traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
         except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
             bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
-            self.failures.append(
-                f"{bad.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-            where = nodes.index(bad)
-            if where:
-                self.retrace(nodes[:where])
-            new = self.copy(bad, current(bad.meta.get("example_value")))
-            new.meta["qsync_opaque"] = f"kept as Dynamo wrote it, since it cannot be re-traced ({type(error).__name__})"
-            if nodes[where + 1 :]:
-                self.retrace(nodes[where + 1 :])
+            self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])
             return
-        self._inline(traced, external, results)
+        if not _bakes_in_fakes(traced):
+            self._inline(traced, external, results)
+        elif len(nodes) == 1:
+            self._leave(nodes, nodes[0], "UntracedValue", "it computes a value past the dispatcher, which tracing sees")
+        else:
+            # Which node it is shows where it stands alone.
+            self.retrace(nodes[: len(nodes) // 2])
+            self.retrace(nodes[len(nodes) // 2 :])
+
+    def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
+        """Keeps one of the nodes as Dynamo wrote it, and re-traces those before and after it."""
+        self.failures.append(f"{bad.name}: {kind}: {message}")
+        where = nodes.index(bad)
+        if where:
+            self.retrace(nodes[:where])
+        new = self.copy(bad, current(bad.meta.get("example_value")))
+        new.meta["qsync_opaque"] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        if nodes[where + 1 :]:
+            self.retrace(nodes[where + 1 :])
 
     def _extract(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
         """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
@@ -266,6 +281,12 @@ class _Builder:
             if hasattr(self.module, name):
                 setattr(new, name, getattr(self.module, name))
         return new
+
+
+def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
+    """Whether a fake tensor has become a constant: a value that something computed without the dispatcher, so that tracing missed it."""
+    named = (_attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr")
+    return any(isinstance(value, FakeTensor) for value in named)
 
 
 def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:

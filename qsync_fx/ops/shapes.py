@@ -15,7 +15,7 @@ ROWS = (
     ),
     *dependent(
         "it copies values, so it takes the precision of its inputs",
-        "clone contiguous alias detach detach_copy alias_copy lift_fresh lift_fresh_copy lift cat concat concatenate "
+        "clone contiguous alias detach data detach_copy alias_copy lift_fresh lift_fresh_copy lift cat concat concatenate "
         "stack _stack _chunk_cat hstack vstack dstack column_stack row_stack block_diag repeat tile repeat_interleave "
         "roll flip fliplr flipud rot90 tril triu view_copy _reshape_copy expand_copy permute_copy transpose_copy "
         "t_copy squeeze_copy unsqueeze_copy select_copy slice_copy narrow_copy unbind_copy split_copy "
