@@ -10,9 +10,11 @@ import functools
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from typing import TypeGuard
 
 from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.installed import load, package, unfit
 from qsync_fx.options import Options
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
@@ -55,26 +57,42 @@ def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool
 
 def _customs(options: Options) -> Iterator[Pass]:
     for given in options.passes:
-        found = _installed(given) if isinstance(given, str) else given
-        if not isinstance(found, Pass):
+        if isinstance(given, str):
+            yield _installed(given)
+        elif _is_pass(given):
+            yield given
+        else:
             raise OptionError(
-                f"{found!r} is not a pass",
+                f"{given!r} is not a pass",
                 where='option "passes"',
                 do="decorate the function with @qsync_fx.graph_pass",
             )
-        yield found
+
+
+def _is_pass(given: object) -> TypeGuard[Pass]:
+    # A class of passes has all that a pass has, and a call of it makes one: nothing would happen to the graph.
+    return isinstance(given, Pass) and not isinstance(given, type)
 
 
 @functools.cache
 def _installed(name: str) -> Pass:
-    entries = {entry.name: entry for entry in entry_points(group="qsync_fx.passes")}
-    if name not in entries:
+    entries = entry_points(group="qsync_fx.passes")
+    if name not in entries.names:
         raise OptionError(
             f"no installed package offers a pass {name!r}",
             where='option "passes"',
-            do=nearest(name, entries) if entries else "install one that does, or give the pass itself",
+            do=nearest(name, entries.names) if entries else "install one that does, or give the pass itself",
         )
-    found: Pass = entries[name].load()
+    entry, *others = entries.select(name=name)
+    if others:
+        raise OptionError(
+            f"several installed packages offer a pass {name!r}",
+            where=", ".join(map(package, (entry, *others))),
+            do="uninstall all but one of them, or give the pass itself",
+        )
+    found = load(entry)
+    if not _is_pass(found):
+        raise unfit(entry, found, "a function decorated with @qsync_fx.graph_pass")
     return found
 
 

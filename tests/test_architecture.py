@@ -93,7 +93,8 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files patterns opid precision ops devices resolve plan plan_file plan_check options autocast_policy nodes values notes graph",
+    "errors files installed patterns opid precision ops devices resolve plan plan_file plan_check options autocast_policy "
+    "nodes values notes graph",
     "passes",
     "backend",
     "explanation report",

@@ -1,0 +1,46 @@
+"""What installed packages offer through entry points.
+
+Invariant: a package that is broken, or offers something of another kind, is named in the error together with its entry point: it is
+rarely the user who wrote it, and who reads the error may not know that it is there.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+from qsync_fx.errors import QSyncError
+
+
+def load(entry: EntryPoint) -> object:
+    """Returns what an entry point names; raises `QSyncError` where it cannot be loaded."""
+    try:
+        return entry.load()
+    except Exception as error:
+        raise QSyncError(
+            f"the installed package {package(entry)} cannot be loaded: {type(error).__name__}: {error}",
+            where=place(entry),
+            do=f"upgrade {package(entry)}, or uninstall it; correct it if it is yours",
+        ) from error
+
+
+def unfit(entry: EntryPoint, found: object, wanted: str) -> QSyncError:
+    """Returns the error for an entry point that names something of the wrong type."""
+    return QSyncError(
+        f"the installed package {package(entry)} offers {_kind(found)} where {wanted} is expected",
+        where=place(entry),
+        do=f"upgrade {package(entry)}, or uninstall it; correct it if it is yours",
+    )
+
+
+def package(entry: EntryPoint) -> str:
+    """Returns the name that pip knows the package of an entry point by."""
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
+def place(entry: EntryPoint) -> str:
+    """Returns where an entry point is written down."""
+    return f'entry point {entry.name} = "{entry.value}" in the group {entry.group}'
+
+
+def _kind(found: object) -> str:
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a value of type {type(found).__name__}"
