@@ -97,7 +97,7 @@ LAYERS = (
     "nodes values notes graph",
     "passes",
     "backend",
-    "explanation report",
+    "explanation report switching",
     "doctor model_reference kernels_cli tune_cli cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
