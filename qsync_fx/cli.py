@@ -20,8 +20,6 @@ from qsync_fx.errors import QSyncError
 from qsync_fx.options import DOCUMENTED
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from qsync_fx.explanation import Explanation
     from qsync_fx.graph import Operator
 
@@ -186,31 +184,15 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(explanation: Explanation, kind: str | None) -> None:
-    from rich.console import Console, Group
-    from rich.table import Table
-
     from qsync_fx.ops import Kind
+    from qsync_fx.report.console import columns, console
     from qsync_fx.report.text import explanation_table
 
-    if not sys.stdout.isatty():
-        print(explanation.table(kind))
-        return
-    console = Console()
-    rendered = explanation_table(explanation, Kind(kind) if kind else None)
-    for part in rendered.renderables if isinstance(rendered, Group) else (rendered,):
-        if isinstance(part, Table):
-            _fit(part, console.width)
-    console.print(rendered)
-
-
-def _fit(table: Table, width: int) -> None:
-    """Lets what is long wrap, for cut off it is worth nothing; a narrow terminal does without costs and lines."""
-    if width < 120:
-        dropped = ("flops", "bytes", "saved", "line")
-        table.columns[:] = [column for column in table.columns if column.header not in dropped]
-    for column in table.columns:
-        if column.header in ("operator", "line", "reason"):
-            column.no_wrap, column.overflow = False, "fold"
+    if sys.stdout.isatty():
+        terminal = console()
+        terminal.print(explanation_table(explanation, Kind(kind) if kind else None, terminal.width))
+    else:
+        print(explanation.table(kind, columns()))
 
 
 def _print_diff(diff: str) -> None:
@@ -255,12 +237,10 @@ def _number(size: Any) -> object:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from qsync_fx.doctor import doctor, render
+    from qsync_fx.report.console import console
 
-    # Piped, lines are as long as what they say: other programs search them.
-    Console(width=None if sys.stdout.isatty() else 400).print(render(doctor()))
+    console().print(render(doctor()))
 
 
 if __name__ == "__main__":

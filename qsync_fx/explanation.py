@@ -96,8 +96,13 @@ class Explanation:
         """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
         return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
 
-    def table(self, kind: Kind | str | None = None) -> str:
-        """Returns the table that `print` shows, of the operators of one kind alone where one is given.
+    def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
+        """Returns the table that `print` shows.
+
+        Args:
+            kind: shows the operators of this kind alone.
+            width: fits the table to so many columns: what is long wraps, and a narrow one does without costs. By default it is as wide as
+                what it says, whatever the terminal.
 
         Raises:
             OptionError: there is no such kind; there are "adjustable", "dependent" and "fixed".
@@ -106,7 +111,7 @@ class Explanation:
 
         if kind is not None and kind not in list(Kind):
             raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
-        return explanation_text(self, None if kind is None else Kind(kind))
+        return explanation_text(self, None if kind is None else Kind(kind), width)
 
     def save_dot(self, path: str | Path) -> None:
         """Writes the operators and what flows between them as a Graphviz file."""

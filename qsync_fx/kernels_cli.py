@@ -217,9 +217,10 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(entries: Iterable[Entry]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from qsync_fx.report.console import console
 
     table = Table(header_style="bold", box=None, pad_edge=False)
     for name in ("name", "arch", "registers", "shared", "opcode", "size", "compiled in", "age", ""):
@@ -237,8 +238,7 @@ def _print_table(entries: Iterable[Entry]) -> None:
         )
         times = (f"{m.seconds:.0f} s", _age(time.time() - m.created))
         table.add_row(*map(Text, (*cells, *times, f"not used: {m.refused}" if m.refused else "")))
-    # Piped, lines are as long as what they say: other programs search them.
-    Console(width=None if sys.stdout.isatty() else 400).print(table)
+    console().print(table)
 
 
 def _age(seconds: float) -> str:

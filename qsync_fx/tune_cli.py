@@ -230,9 +230,9 @@ def _show(
         rows = [choice_as_json(choice) for choice in choices]
         print(json.dumps({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left}, indent=2))
         return
-    from rich.console import Console
+    from qsync_fx.report.console import console
 
-    Console(width=None if sys.stdout.isatty() else 400).print(_table(choices))
+    console().print(_table(choices))
     for problem, why in skipped.items():
         print(f"qsync: not measured: {shown(problem)}: {why}", file=sys.stderr)
 

@@ -10,6 +10,9 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# How wide the terminal is that tests start in is nothing to them.
+os.environ.pop("COLUMNS", None)
+
 # Before torch is imported: with tests on several processes each one compiles in itself, and a pool of compilers for each is too many.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

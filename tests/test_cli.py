@@ -17,6 +17,7 @@ import torch
 from qsync_fx import __version__
 from qsync_fx.cli import main
 from qsync_fx.errors import OptionError
+from qsync_fx.explanation import explain
 from qsync_fx.model_reference import load
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind
@@ -225,11 +226,59 @@ def test_a_terminal_gets_a_table_of_its_width(folder: Path) -> None:
         assert process.stderr is not None
         assert (process.wait(), process.stderr.read()) == (0, b"")
     os.close(main_end)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
+    fits(re.sub(r"\x1b\[[0-9;]*m", "", output.decode()))
+
+
+def fits(text: str) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "body/linear" in text
     assert "…" not in text
     assert "flops" not in text, "costs give way where there is no room"
+
+
+def test_a_pipe_gets_a_table_of_the_width_that_columns_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("inspect", "models_of_test:small", "--precision", "int8")
+    assert run(*arguments) == 0
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) > 130
+    for nothing_said in ("", "0", "-80", "eighty", "8e1"):
+        monkeypatch.setenv("COLUMNS", nothing_said)
+        assert run(*arguments) == 0
+        assert capsys.readouterr().out == whole
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*arguments) == 0
+    table = capsys.readouterr().out
+    fits(table)
+    at = next(line.index("reason") for line in table.splitlines() if "reason" in line)
+    rows = " ".join(line[at:] for line in table.splitlines())
+    assert "an activation function: it takes the precision of its inputs" in " ".join(rows.split()), "reasons wrap"
+    monkeypatch.setenv("COLUMNS", "30")
+    assert run(*arguments) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= 30
+    assert {"int8", "reason"} <= set(table.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("doctor") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_print_shows_the_same_whatever_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, _ = load("models_of_test:small")
+    explanation = explain(model, *args)
+    text = str(explanation)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(explanation) == explanation.table() == text
+    fits(explanation.table(width=80))
+    assert explanation.table(width=1000) == text
+
+
+def test_a_long_reason_is_not_cut() -> None:
+    model, args, _ = load("models_of_test:small")
+    pattern = "body" + "*" + "/linea[" + "r" * 900 + "]"
+    text = str(explain(model, *args, options={"plan": Plan("bf16", [(pattern, "fp32")])}))
+    assert f'plan: pattern "{pattern}"' in text
 
 
 def _read(handle: int) -> bytes:

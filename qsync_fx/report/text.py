@@ -1,7 +1,7 @@
 """The table of an explanation.
 
-Invariant: one operator a line, in the order they run. Plain text is as wide as it needs, so that it can be searched and compared; a
-terminal's width is the concern of who prints the table there.
+Invariant: one operator a line, in the order they run. Plain text is as wide as it needs, so that it can be searched and compared; fitted
+to a width, lines wrap, for cut off they are worth nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from rich.text import Text
 
 from qsync_fx.graph import Operator
 from qsync_fx.ops import Kind
+from qsync_fx.report.console import AS_LONG_AS_IT_TAKES
 from qsync_fx.report.numbers import short
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
 
 
-def explanation_text(explanation: Explanation, kind: Kind | None = None) -> str:
-    """Returns the explanation as plain text, of the operators of one kind alone where one is given."""
-    console = Console(width=1000, no_color=True, force_terminal=False, legacy_windows=False)
+def explanation_text(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> str:
+    """Returns the explanation as plain text: of the operators of one kind alone, and fitted to a width, where these are given."""
+    console = Console(width=width or AS_LONG_AS_IT_TAKES, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(explanation_table(explanation, kind))
+        console.print(explanation_table(explanation, kind, width))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def explanation_table(explanation: Explanation, kind: Kind | None = None) -> RenderableType:
+def explanation_table(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("operator", "kind", "precision", "output", "flops", "bytes", "saved"):
@@ -40,9 +41,21 @@ def explanation_table(explanation: Explanation, kind: Kind | None = None) -> Ren
     every = explanation.operators
     shown = [operator for operator in every if kind is None or operator.kind is kind]
     for operator in shown:
-        table.add_row(*_cells(operator))
+        table.add_row(*map(Text, _cells(operator)))
+    if width is not None:
+        _fit(table, width)
     left_out = [f"{len(shown)} of {len(every)} operators are {kind} and shown"] if kind is not None else []
     return Group(table, *(Text(line) for line in (*left_out, *_notes(explanation))))
+
+
+def _fit(table: Table, width: int) -> None:
+    """Lets what is long wrap; narrow, the table does without costs and lines, then without what the reason tells."""
+    dropped = {"flops", "bytes", "saved", "line"} if width < 120 else set()
+    dropped |= {"kind", "output"} if width < 60 else set()
+    table.columns[:] = [column for column in table.columns if column.header not in dropped]
+    for column in table.columns:
+        if column.header in ("operator", "line", "reason"):
+            column.no_wrap, column.overflow = False, "fold"
 
 
 def _cells(operator: Operator) -> tuple[str, ...]:
