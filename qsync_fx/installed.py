@@ -6,9 +6,37 @@ rarely the user who wrote it, and who reads the error may not know that it is th
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 from qsync_fx.errors import QSyncError
+
+Value = TypeVar("Value")
+
+
+def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value, ...]]:
+    """Returns what every installed package adds to a table, by where it comes from, in words for errors.
+
+    Args:
+        group: of the entry points, whose values are tuples.
+        kind: the class of what is in the tuples.
+        wanted: its name, as a package's author writes it.
+
+    Raises:
+        QSyncError: an entry point cannot be loaded, or names something else.
+    """
+    found: dict[str, tuple[Value, ...]] = {}
+    for entry in entry_points(group=group):
+        given = load(entry)
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise unfit(entry, given, f"a tuple of {wanted}")
+        values = tuple(given)
+        for value in values:
+            if not isinstance(value, kind):
+                raise unfit(entry, value, f"a tuple of {wanted}")
+        found[f"{entry.value} of the package {package(entry)}"] = values
+    return found
 
 
 def load(entry: EntryPoint) -> object:

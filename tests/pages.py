@@ -88,9 +88,14 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
+def package(page: str) -> dict[str, str]:
+    """Returns the files of the package that a page shows, by path; none where it shows none."""
+    return {block.values["package"]: block.text for block in blocks(page) if "package" in block.values}
+
+
 def install(page: str, site: Path) -> None:
     """Puts the package that a page shows into `site`, as pip does: its modules, and its entry points in a .dist-info."""
-    files = {block.values["package"]: block.text for block in blocks(page) if "package" in block.values}
+    files = package(page)
     for path, text in files.items():
         (site / path).write_text(text)
     if "pyproject.toml" in files:

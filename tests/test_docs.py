@@ -67,8 +67,12 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in FILES_TO_TOUCH])
 def test_page_runs(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    folder.mkdir()
-    run(PAGES[name], folder, tmp_path)
+    site, package = folder / "site", folder / "package"  # a page that shows a package builds and installs it
+    for made in (folder, site, package):
+        made.mkdir()
+    for path, text in pages.package(PAGES[name].read_text()).items():
+        (package / path).write_text(text)
+    run(PAGES[name], folder, tmp_path, (site,))
 
 
 @pytest.mark.parametrize("name", FILES_TO_TOUCH)

@@ -13,6 +13,7 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx import ops
+from qsync_fx.backend.operators import lowerings
 from qsync_fx.cli import main
 from qsync_fx.errors import OptionError, QSyncError
 from qsync_fx.passes import pipeline
@@ -36,6 +37,17 @@ text = "aten::linear"
 taken = (qsync_fx.ops.OperatorRow("linear", ("aten::linear",), qsync_fx.ops.Kind.FIXED, "mine"),)
 """
 
+LOWERING = """
+from qsync_fx.backend.operators import Lowering
+def emit(node, given): ...
+def keep(node, role): ...
+number = 3
+rows = (3,)
+class Quiet: ...
+taken = (Lowering("linear", emit, keep),)
+rowless = (Lowering("softmax", emit, keep), Lowering("no_such", emit, keep))
+"""
+
 Install = Callable[..., None]
 
 
@@ -53,7 +65,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         forget()
 
     def forget() -> None:
-        for cache in (ops.table, ops._row_of, pipeline._installed):
+        for cache in (ops.table, ops._row_of, pipeline._installed, lowerings):
             cache.cache_clear()
         for name in names:
             monkeypatch.delitem(sys.modules, name, raising=False)
@@ -125,6 +137,44 @@ def test_two_rows_for_one_operator(install: Install) -> None:
     with pytest.raises(QSyncError, match="two rows claim the operator aten::linear") as caught:
         ops.table()
     assert caught.value.where == "qsync_fx.ops.products and quiet_package:taken of the package quiet-package"
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "what"),
+    [
+        ("taken", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
+        (
+            "rows",
+            LOWERING,
+            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is expected",
+        ),
+        ("number", LOWERING, "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering"),
+        ("Quiet", LOWERING, "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is expected"),
+    ],
+)
+def test_broken_lowerings_name_their_package(value: str, code: str, what: str, install: Install) -> None:
+    install("qsync_fx.lowerings", value, code=code)
+    with pytest.raises(QSyncError) as caught:
+        torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
+    assert caught.value.what.startswith("the installed package quiet-package ")
+    assert what in caught.value.what
+    assert caught.value.where == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.lowerings'
+
+
+def test_two_lowerings_for_one_operator(install: Install) -> None:
+    install("qsync_fx.lowerings", "taken", code=LOWERING)
+    with pytest.raises(QSyncError, match="two lowerings claim the operator linear") as caught:
+        lowerings()
+    assert (
+        caught.value.where == "qsync_fx.backend.operators.linear and quiet_package:taken of the package quiet-package"
+    )
+
+
+def test_a_lowering_without_a_row(install: Install) -> None:
+    install("qsync_fx.lowerings", "rowless", code=LOWERING)
+    with pytest.raises(QSyncError, match="a lowering is for the operator softmax, and no row") as caught:
+        lowerings()
+    assert caught.value.where == "quiet_package:rowless of the package quiet-package"
 
 
 def test_two_packages_with_a_pass_of_one_name(install: Install) -> None:

@@ -3,7 +3,8 @@
 Importing this package registers the operators of the namespace `qsync`, which is all that importing it does.
 
 Invariant: one module an operator. A module that lowers ATen operators holds `LOWERINGS`, a tuple of `Lowering`; a new operator is a new
-module and its row in `qsync_fx.ops`.
+module and its row in `qsync_fx.ops`. Installed packages add lowerings of their own operators through the entry point group
+`qsync_fx.lowerings`, whose values are such tuples.
 """
 
 from __future__ import annotations
@@ -13,25 +14,42 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
+from qsync_fx.backend.operators.products import round_gradients
 from qsync_fx.errors import QSyncError
-from qsync_fx.passes.lowering import Lowering, Operands, Role
+from qsync_fx.installed import tuples
+from qsync_fx.ops import table
+from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments
 
-__all__ = ["Lowering", "Operands", "Role", "lowerings"]
+__all__ = ["Lowering", "Operands", "Role", "arguments", "lowerings", "round_gradients"]
 
 _MODULES = tuple(importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
 
 
 @functools.cache
 def lowerings() -> Mapping[str, Lowering]:
-    """Returns every lowering by the name of its operator row."""
+    """Returns every lowering by the name of its operator row, our own and those of installed packages.
+
+    Raises:
+        QSyncError: a package is broken, two lowerings claim one operator, or one is for an operator that has no row.
+    """
+    sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
+    sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")
+    taking_scales = {row.name for row in table().values() if row.scaled}
     found: dict[str, Lowering] = {}
-    for module in _MODULES:
-        for lowering in getattr(module, "LOWERINGS", ()):
-            if lowering.name in found:
-                raise QSyncError(
-                    f"two lowerings claim the operator {lowering.name}",
-                    where=module.__name__,
-                    do="remove one of them",
-                )
-            found[lowering.name] = lowering
+    owner: dict[str, str] = {}
+    for source, lowering in ((source, lowering) for source, given in sources.items() for lowering in given):
+        name = lowering.name
+        if name in found:
+            raise QSyncError(
+                f"two lowerings claim the operator {name}",
+                where=f"{owner[name]} and {source}",
+                do="remove one of them, or uninstall the package that adds it",
+            )
+        if name not in taking_scales:
+            raise QSyncError(
+                f"a lowering is for the operator {name}, and no row of that name takes scaled formats",
+                where=source,
+                do='add an OperatorRow with scaled=(activation, weight) to the entry point group "qsync_fx.ops"',
+            )
+        found[name], owner[name] = lowering, source
     return found

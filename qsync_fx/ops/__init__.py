@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from qsync_fx.errors import QSyncError
-from qsync_fx.installed import load, package, unfit
+from qsync_fx.installed import tuples
 from qsync_fx.ops.row import Flops, Kind, OperatorRow
 
 __all__ = ["Flops", "Kind", "OperatorRow", "row_for", "table"]
@@ -31,8 +30,7 @@ def table() -> Mapping[str, OperatorRow]:
     for module in pkgutil.iter_modules(__path__):
         if module.name != "row":
             sources[f"qsync_fx.ops.{module.name}"] = importlib.import_module(f"{__name__}.{module.name}").ROWS
-    for entry in entry_points(group="qsync_fx.ops"):
-        sources[f"{entry.value} of the package {package(entry)}"] = _rows_of(entry)
+    sources |= tuples("qsync_fx.ops", OperatorRow, "qsync_fx.ops.OperatorRow")
     found: dict[str, OperatorRow] = {}
     owner: dict[str, str] = {}
     for source, rows in sources.items():
@@ -46,18 +44,6 @@ def table() -> Mapping[str, OperatorRow]:
                     )
                 found[target], owner[target] = row, source
     return found
-
-
-def _rows_of(entry: EntryPoint) -> tuple[OperatorRow, ...]:
-    wanted = "a tuple of qsync_fx.ops.OperatorRow"
-    found = load(entry)
-    if not isinstance(found, Iterable) or isinstance(found, str):
-        raise unfit(entry, found, wanted)
-    rows = tuple(found)
-    for row in rows:
-        if not isinstance(row, OperatorRow):
-            raise unfit(entry, row, wanted)
-    return rows
 
 
 def row_for(target: Any) -> OperatorRow | None:
