@@ -186,10 +186,16 @@ class PrecisionGraph:
         Raises:
             PassError: the operator does not take these arguments.
         """
+        value = self.computed(node)
+        # Sizes that depend on values were named when the graph was traced; names that are given anew belong to nothing.
+        node.meta["val"] = _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
+
+    def computed(self, node: fx.Node) -> Any:
+        """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
             with _quiet(self.context, node.meta.get("qsync_region", (False, None))):
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+                return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
             shown = ", ".join(describe(self.value(a)) for a in node.args)
@@ -198,8 +204,6 @@ class PrecisionGraph:
                 where=where,
                 do="give it operands of matching formats",
             ) from error
-        # Sizes that depend on values were named when the graph was traced; names that are given anew belong to nothing.
-        node.meta["val"] = _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
 
 
 def _sized_as(before: Any, now: Any) -> Any:
