@@ -107,7 +107,7 @@ bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON 
 wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network
 	@mkdir -p $(WHEELS)
 	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation py --abi none --platform any \
-	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass
+	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass attrs cattrs platformdirs
 	@du -sh $(WHEELS)
 
 gpu:
@@ -124,7 +124,7 @@ $(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
 	@before=$$($(GPU_PYTHON) -c 'import torch; print(torch.__version__)'); \
 	  echo "gpu: build tools and headers $(if $(wildcard $(WHEELS)/*.whl),from $(WHEELS),from the index)"; \
 	  $(GPU_PIP) --no-deps -c constraints.txt pybind11 expecttest nvidia-cutlass && \
-	  for name in ninja scikit_build_core pathspec packaging filelock networkx sympy rich hypothesis pytest pytest_timeout xdist transformers; do \
+	  for name in ninja scikit_build_core pathspec packaging attrs cattrs filelock platformdirs networkx sympy rich hypothesis pytest pytest_timeout xdist transformers; do \
 	    $(GPU_VENV)/bin/python -c "import $$name" 2>/dev/null || missing="$$missing $$name"; \
 	  done; \
 	  if [ -n "$$missing" ]; then $(GPU_PIP) -c constraints.txt $$(echo $$missing | sed 's/xdist/pytest-xdist/; s/_/-/g') || exit 1; fi; \

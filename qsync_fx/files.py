@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all.
+"""Files that are written whole or not at all, and where those that can be made anew are kept.
 
 Invariant: what is at a path is the old content or the new, whatever fails in between.
 """
@@ -10,7 +10,16 @@ import os
 import uuid
 from pathlib import Path
 
+import platformdirs
+
 from qsync_fx.errors import QSyncError
+
+
+def caches() -> Path:
+    """Returns the folder for what can be made anew, which need not exist: $QSYNC_CACHE_DIR, or the platform's (~/.cache/qsync_fx)."""
+    if named := os.environ.get("QSYNC_CACHE_DIR"):
+        return Path(os.path.abspath(Path(named).expanduser()))
+    return platformdirs.user_cache_path("qsync_fx", appauthor=False)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from qsync_fx.codec import kind
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.plan import Plan
-from qsync_fx.plan_file import kind
 from qsync_fx.precision import FORMATS, Precision
 
 Inner = Literal["inductor", "aot_eager", "eager"]

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from qsync_fx import plan_file
+from qsync_fx.codec import Path, kind
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.opid import OpId
 from qsync_fx.patterns import pattern_regex
 from qsync_fx.plan_check import check_plan
-from qsync_fx.plan_file import Path, kind
+from qsync_fx.plan_file import PLAN
 from qsync_fx.precision import FORMATS, Precision
 
 # Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
@@ -122,8 +122,8 @@ class Plan:
             op_id: chosen.name for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
         }
         parts = [
-            f'"format": "{plan_file.FORMAT}"',
-            f'"version": {plan_file.VERSION}',
+            f'"format": "{PLAN.name}"',
+            f'"version": {PLAN.version}',
             f'"default": {json.dumps(self.default and self.default.name)}',
             _block('"patterns": [', (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns), "]"),
             _block('"operators": {', (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items()), "}"),
@@ -136,21 +136,21 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
-        return cls(**plan_file.fields(text))  # type: ignore[arg-type]  # __init__ checks every type
+        found = PLAN.decode(text)
+        return cls(found.default, found.patterns, found.operators, found.notes)
 
     def save(self, path: Path) -> None:
         """Writes the plan to `path` in one step, so that a reader never sees half of it; raises `PlanError` if it cannot."""
-        plan_file.write(path, self.to_json())
+        PLAN.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Reads a plan file, which may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
-        data = plan_file.read(path)
+        data = PLAN.read(path)
         try:
             return cls.from_json(data)
         except PlanError as error:
-            where = f"{shown(str(path))}, {error.where}" if error.where else shown(str(path))
-            raise PlanError(error.what, where=where, do=error.do) from None
+            raise PLAN.within(path, error) from None
 
     def __hash__(self) -> int:
         names = frozenset((op_id, chosen.name) for op_id, chosen in self.operators.items())

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
-from qsync_fx.plan_file import Path
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 

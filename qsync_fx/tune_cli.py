@@ -190,10 +190,9 @@ def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keepe
 
 def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Keeper]) -> None:
     from qsync_fx.backend.cuda import recorded
-    from qsync_fx.files import write_text
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-    write_text(path, json.dumps(recorded.as_json(recorded.Recording(here, arch, timings)), indent=1))
+    recorded.save(path, recorded.Recording(here, arch, timings))
     print(f"qsync: wrote {path}", file=sys.stderr)
 
 

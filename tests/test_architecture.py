@@ -93,7 +93,7 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files installed patterns opid precision ops devices resolve plan plan_file plan_check options autocast_policy "
+    "errors files codec installed patterns opid precision ops devices resolve plan plan_file plan_check options autocast_policy "
     "nodes values notes graph",
     "passes",
     "backend",

@@ -151,7 +151,7 @@ def test_recordings_are_read_back(tmp_path: Path) -> None:
     keeper = Keeper(times)
     tune(INT8, kernels, keeper, rounds=2)
     path = tmp_path / "recorded.json"
-    path.write_text(json.dumps(recorded.as_json(recording({INT8: keeper.seconds}))))
+    recorded.save(path, recording({INT8: keeper.seconds}))
     found = recorded.load(path)
     assert found.environment == HERE and found.arch == "sm_90a"
     again = tune(INT8, kernels, found.timer(INT8), rounds=1)
@@ -173,9 +173,10 @@ def test_recordings_are_read_back(tmp_path: Path) -> None:
     ],
 )
 def test_hostile_recordings_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    data = recorded.as_json(recording({INT8: {"torch": [1.0]}}))
-    change(data)
     path = tmp_path / "recorded.json"
+    recorded.save(path, recording({INT8: {"torch": [1.0]}}))
+    data = json.loads(path.read_text())
+    change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(TuningError):
         recorded.load(path)

@@ -99,7 +99,16 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     assert package.name == "qsync-fx"
     assert package.version == qsync_fx.__version__
     needed = {requirement.split(";")[0].strip() for requirement in package.requires or () if "extra" not in requirement}
-    assert needed == {"torch<2.14,>=2.11", "filelock", "numpy", "networkx", "sympy", "rich"}
+    assert needed == {
+        "torch<2.14,>=2.11",
+        "cattrs>=24.1",
+        "filelock",
+        "numpy",
+        "networkx",
+        "platformdirs>=4.12",
+        "sympy",
+        "rich",
+    }
     entries = {(entry.group, entry.name): entry.value for entry in package.entry_points}
     assert entries == {
         ("torch_dynamo_backends", "qsync"): "qsync_fx.backend.entry:qsync",

@@ -11,7 +11,7 @@ from plan_samples import op_ids, patterns, plans, precisions
 
 from qsync_fx.errors import PlanError
 from qsync_fx.plan import Plan
-from qsync_fx.plan_file import LARGEST
+from qsync_fx.plan_file import PLAN
 
 HEAD = '{"format": "qsync-plan", "version": 1'
 
@@ -69,7 +69,7 @@ HEAD = '{"format": "qsync-plan", "version": 1'
         (HEAD + ', "patterns": [["a", "b", "c"]]}', "this is 3 things", "patterns[0]"),
         (HEAD + ', "patterns": [{"a": "b"}]}', "this is an object", "patterns[0]"),
         (HEAD + ', "notes": {"seed": 1}}', "a note is text", 'notes["seed"], the number 1'),
-        (" " * (LARGEST + 1), "larger than", None),
+        (" " * (PLAN.largest + 1), "larger than", None),
     ],
     ids=lambda value: str(value)[:60],
 )

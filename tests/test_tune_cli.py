@@ -57,7 +57,7 @@ def names(problem: Problem) -> list[str]:
 def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     """Returns the buckets of the model, as the command tells them."""
     empty = Path("empty.json")
-    empty.write_text(json.dumps(recorded.as_json(Recording(HERE, "sm_80", {}))))
+    recorded.save(empty, Recording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
     return [problem_from(row["problem"], "here") for row in json.loads(capsys.readouterr().out)["skipped"]]
 
@@ -96,7 +96,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
     third = names(LAYER)[2]
     timings[LAYER] |= {name: [9e-6] for name in names(LAYER)} | {third: [5e-6, 6e-6, 4e-6]}
-    Path("a100.json").write_text(json.dumps(recorded.as_json(Recording(HERE, "sm_80", timings))))
+    recorded.save(Path("a100.json"), Recording(HERE, "sm_80", timings))
 
     tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
     assert run(*tuned, "--output", "table.json") == 0
@@ -121,7 +121,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
 
 def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
-    Path("t4.json").write_text(json.dumps(recorded.as_json(Recording(HERE, "sm_80", timings))))
+    recorded.save(Path("t4.json"), Recording(HERE, "sm_80", timings))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json") == 0
     assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
     found = decide(LAYER, "sm_80", table.load(Path("table.json")))
@@ -129,7 +129,7 @@ def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest
 
 
 def test_a_model_without_products_has_nothing_to_tune(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("empty.json").write_text(json.dumps(recorded.as_json(Recording(HERE, "sm_80", {}))))
+    recorded.save(Path("empty.json"), Recording(HERE, "sm_80", {}))
     assert run("tunable:plain", "--recorded", "empty.json") == 2
     assert "torch computes every product" in capsys.readouterr().err
 

@@ -28,6 +28,7 @@ from filelock import FileLock
 from qsync_fx.backend.cuda import manifest as manifests
 from qsync_fx.backend.cuda.manifest import Manifest
 from qsync_fx.errors import KernelError
+from qsync_fx.files import caches
 
 _STALE: Final = 24 * 3600.0
 """Seconds after which what a killed process left behind is removed."""
@@ -46,12 +47,8 @@ class Entry:
 
 
 def root() -> Path:
-    """Returns the folder of the user's cache, which need not exist: $QSYNC_CACHE_DIR/kernels or ~/.cache/qsync_fx/kernels."""
-    if named := os.environ.get("QSYNC_CACHE_DIR"):
-        return Path(os.path.abspath(Path(named).expanduser())) / "kernels"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification wants relative paths ignored.
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "qsync_fx" / "kernels"
+    """Returns the folder of the user's compiled kernels, which need not exist."""
+    return caches() / "kernels"
 
 
 def ahead_of_time() -> list[Path]:

@@ -26,6 +26,7 @@ from qsync_fx.backend.cuda.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tuning import TuningError
 from qsync_fx.devices import Kernels, offer, support
 from qsync_fx.errors import QSyncError, ToolchainError
+from qsync_fx.files import caches
 from qsync_fx.precision import FORMATS
 
 _BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
@@ -154,7 +155,7 @@ def _holds(folder: Path, arch: Arch) -> bool:
 
 def folder() -> Path:
     """Returns where tuning tables are kept: beside the cache of kernels."""
-    return cache.root().parent / "tuning"
+    return caches() / "tuning"
 
 
 def _table(index: int) -> Table | None:

@@ -6,15 +6,26 @@ hold exactly this raises `ValueError` with the reason.
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from qsync_fx.codec import Check, Schema
+from qsync_fx.errors import KernelError
+
 FILE: Final = "manifest.json"
-_LARGEST: Final = 64 * 1024
 _LIMIT: Final = 2**53
+_LONGEST: Final = 4096
+_PATTERNS: Final = {
+    "content": "[0-9a-f]{64}",
+    "tools": "[0-9a-f]{64}",
+    "name": r"[A-Za-z0-9_]{1,200}",
+    "arch": r"sm_\d{2,3}[a-z]?",
+    "sha256": "(?:[0-9a-f]{64})?",
+    "opcode": r"[A-Z0-9_.]{0,60}",
+}
 
 
 @dataclass(frozen=True)
@@ -56,76 +67,50 @@ class Manifest:
 
     def text(self) -> str:
         """Returns the manifest as its file holds it."""
-        return json.dumps({"format": 1, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        return MANIFEST.encode(self)
 
 
 def read(path: Path) -> Manifest:
     """Returns the manifest in a file; raises `OSError` where it cannot be read, `ValueError` for anything that it should not say."""
     with open(path, "rb") as file:
-        raw = file.read(_LARGEST + 1)
-    if len(raw) > _LARGEST:
-        raise ValueError("it is too long")
-    return parse(raw.decode("utf-8"))
+        return parse(file.read(MANIFEST.largest + 1))
 
 
-def parse(text: str) -> Manifest:
+def parse(text: str | bytes) -> Manifest:
     """Returns the manifest that a text holds; raises `ValueError` for anything else."""
     try:
-        fields = json.loads(text, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    names = _object(fields, {"format", *Manifest.__dataclass_fields__})
-    if names.pop("format") != 1 or isinstance(fields["format"], bool | float):
-        raise ValueError("it is of another format")
-    resources = _object(names.pop("resources"), set(Resources.__dataclass_fields__))
-    manifest = Manifest(
-        resources=Resources(**{name: _whole(name, value) for name, value in resources.items()}),
-        size=_whole("size", names.pop("size")),
-        seconds=_number("seconds", names.pop("seconds")),
-        created=_number("created", names.pop("created")),
-        **{name: _string(name, value) for name, value in names.items()},
-    )
-    for name, pattern in _PATTERNS.items():
-        if not re.fullmatch(pattern, getattr(manifest, name), flags=re.DOTALL):
-            raise ValueError(f"{name} is not what it should be")
-    if bool(manifest.refused) == bool(manifest.sha256):
-        raise ValueError("a library is there or it was refused, not both")
-    return manifest
+        return MANIFEST.decode(text)
+    except KernelError as error:
+        raise ValueError(str(error)) from None
 
 
-_PATTERNS: Final = {
-    "content": "[0-9a-f]{64}",
-    "tools": "[0-9a-f]{64}",
-    "name": r"[A-Za-z0-9_]{1,200}",
-    "arch": r"sm_\d{2,3}[a-z]?",
-    "sha256": "(?:[0-9a-f]{64})?",
-    "opcode": r"[A-Z0-9_.]{0,60}",
-}
+def _resources(found: Resources) -> str | None:
+    return _beyond(vars(found))
 
 
-def _object(value: object, names: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != names:
-        raise ValueError(f"it should have the fields {', '.join(sorted(names))}")
-    return dict(value)
+def _manifest(found: Manifest) -> str | None:
+    texts = {name: value for name, value in vars(found).items() if isinstance(value, str)}
+    for name, value in texts.items():
+        if len(value) > _LONGEST or not value.isprintable():
+            return f"{name} is no short text"
+        if not re.fullmatch(_PATTERNS.get(name, ".*"), value, flags=re.DOTALL):
+            return f"{name} is not what it should be"
+    if bool(found.refused) == bool(found.sha256):
+        return "a library is there or it was refused, not both"
+    return _beyond({"size": found.size, "seconds": found.seconds, "created": found.created})
 
 
-def _string(name: str, value: object) -> str:
-    if not isinstance(value, str) or len(value) > 4096 or not value.isprintable():
-        raise ValueError(f"{name} is no short text")
-    return value
+def _beyond(numbers: Mapping[str, float]) -> str | None:
+    return next((f"{name} cannot be {value}" for name, value in numbers.items() if not 0 <= value < _LIMIT), None)
 
 
-def _whole(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LIMIT:
-        raise ValueError(f"{name} is no whole number")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _LIMIT:
-        raise ValueError(f"{name} is no number")
-    return float(value)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+_CHECKS: Final[Mapping[Any, Check]] = {Resources: _resources, Manifest: _manifest}
+MANIFEST: Final = Schema(
+    Manifest,
+    noun="manifest",
+    error=KernelError,
+    remedy="qsync kernels clear",
+    name=None,
+    largest=64 * 1024,
+    checks=_CHECKS,
+)

@@ -7,7 +7,7 @@ bucket are tuned together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 Major = Literal["row", "column"]
 Scale = Literal["none", "tensor", "channel"]
@@ -30,6 +30,8 @@ class GemmProblem:
         bias: whether there is one, FP32 `[n]`.
         activation: after scales and bias.
     """
+
+    kind: ClassVar = "gemm"
 
     m: int
     n: int
@@ -65,6 +67,8 @@ class ConvProblem:
         padding, stride, dilation: for height and width.
         b_scale: "channel" for fprop only: one scale an output channel.
     """
+
+    kind: ClassVar = "conv"
 
     operation: ConvOperation
     n: int

@@ -1,4 +1,4 @@
-"""Problems as JSON, and back from files that others wrote.
+"""Problems in files and in reports: as JSON, and in one line.
 
 Invariant: what `problem_from` returns is a problem that the operators could have asked for; everything else raises, naming the field.
 """
@@ -6,75 +6,66 @@ Invariant: what `problem_from` returns is a problem that the operators could hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from qsync_fx.backend.cuda.hardware import OPERANDS
+from qsync_fx.backend.cuda.hardware import OPERANDS, OUTPUTS
 from qsync_fx.backend.cuda.operands import LARGEST_SIZE
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem, Major, Problem, Scale
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.codec import Check, Malformed, converter, structured
 from qsync_fx.errors import QSyncError
 
 FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
-_OUT: Final = ("fp32", "fp16", "bf16")
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "a": FORMATS,
-    "b": FORMATS,
-    "out": _OUT,
-    "a_major": get_args(Major),
-    "b_major": get_args(Major),
-    "a_scale": get_args(Scale),
-    "b_scale": get_args(Scale),
-    "activation": get_args(Activation),
-    "operation": get_args(ConvOperation),
-}
-_PAIRS: Final[Mapping[str, int]] = {"padding": 0, "stride": 1, "dilation": 1}
-"""Fields with a number for height and one for width, and the least that each may be."""
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"a": FORMATS, "b": FORMATS, "out": OUTPUTS}
+_GEMM_SIZES: Final = ("m", "n", "k")
+_CONV_SIZES: Final = ("n", "h", "w", "c", "k", "r", "s", "stride", "dilation")
+
+
+def _gemm(problem: GemmProblem) -> str | None:
+    return _common(problem, _GEMM_SIZES)
+
+
+def _conv(problem: ConvProblem) -> str | None:
+    if wrong := _common(problem, _CONV_SIZES):
+        return wrong
+    if not all(0 <= size <= LARGEST_SIZE for size in problem.padding):
+        return _cannot("padding", problem.padding)
+    return _cannot("r, s", (problem.r, problem.s)) if min(problem.p, problem.q) < 1 else None
+
+
+def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
+    for name, known in _CHOICES.items():
+        if (value := getattr(problem, name)) not in known:
+            return _cannot(name, value)
+    for name in sizes:
+        value = getattr(problem, name)
+        if not all(1 <= size <= LARGEST_SIZE for size in (value if isinstance(value, tuple) else (value,))):
+            return _cannot(name, value)
+    return None
+
+
+def _cannot(name: str, value: object) -> str:
+    return f"a problem cannot have {name} = {repr(value)[:60]}"
+
+
+CHECKS: Final[Mapping[Any, Check]] = {GemmProblem: _gemm, ConvProblem: _conv}
+"""What types do not say of problems, for the schemas of files that hold some."""
+_PROBLEMS: Final = converter(CHECKS)
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """Returns a problem's fields, and "kind": "gemm" or "conv"."""
-    kind = "gemm" if isinstance(problem, GemmProblem) else "conv"
-    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(problem).items()}
-    return {"kind": kind, **fields}
+    fields: dict[str, Any] = _PROBLEMS.unstructure(problem)
+    return fields
 
 
 def problem_from(data: object, where: str) -> Problem:
     """Returns the problem that JSON describes; raises `QSyncError` naming what is wrong with it."""
-    if not isinstance(data, dict) or data.get("kind") not in ("gemm", "conv"):
-        raise _wrong("kind", data.get("kind") if isinstance(data, dict) else data, where)
-    kind: type[GemmProblem] | type[ConvProblem] = GemmProblem if data["kind"] == "gemm" else ConvProblem
-    names = set(kind.__dataclass_fields__)
-    if unknown := set(data) - names - {"kind"}:
-        raise _wrong(sorted(map(str, unknown))[0], "", where)
-    found: Problem = kind(**{name: _field(name, data.get(name), where) for name in names})
-    if isinstance(found, ConvProblem) and min(found.p, found.q) < 1:
-        raise _wrong("r, s", [found.r, found.s], where)
+    try:
+        found: Problem = structured(_PROBLEMS, data, Problem)
+    except Malformed as wrong:
+        place = ", ".join(filter(None, (where, wrong.where)))
+        raise QSyncError(f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None) from None
     return found
-
-
-def _field(name: str, value: object, where: str) -> Any:
-    if name in _CHOICES:
-        if isinstance(value, str) and value in _CHOICES[name]:
-            return value
-    elif name == "bias":
-        if isinstance(value, bool):
-            return value
-    elif name in _PAIRS:
-        if isinstance(value, list) and len(value) == 2 and all(_size(item, _PAIRS[name]) for item in value):
-            return tuple(value)
-    elif _size(value, 1):
-        return value
-    raise _wrong(name, value, where)
-
-
-def _size(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= LARGEST_SIZE
-
-
-def _wrong(name: str, value: object, where: str) -> QSyncError:
-    return QSyncError(
-        f"a problem cannot have {name} = {repr(value)[:60]}", where=where, do="remove the file: tuning writes a new one"
-    )
 
 
 def shown(problem: Problem) -> str:

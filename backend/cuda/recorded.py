@@ -12,19 +12,16 @@ Invariant: hostile until checked, as tables are. A file:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final
 
+from qsync_fx.backend.cuda import problem_json
 from qsync_fx.backend.cuda.config import Arch
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem_json import problem_as_json, problem_from
-from qsync_fx.backend.cuda.table import Environment, environment_from, read_json
+from qsync_fx.backend.cuda.table import ENVIRONMENT, LARGEST_FILE, Environment
 from qsync_fx.backend.cuda.tuning import Candidate, Timer, TuningError, name_of
-from qsync_fx.errors import QSyncError
-
-FORMAT: Final = "qsync recorded timings"
-VERSION: Final = 1
+from qsync_fx.codec import Schema
 
 
 @dataclass(frozen=True)
@@ -66,44 +63,43 @@ class Keeper:
         return found
 
 
-def as_json(recording: Recording) -> dict[str, Any]:
-    """Returns a recording as `load` reads it."""
-    rows = [{"problem": problem_as_json(p), "seconds": dict(seconds)} for p, seconds in recording.timings.items()]
-    head = {"format": FORMAT, "version": VERSION, "environment": asdict(recording.environment)}
-    return {**head, "arch": recording.arch, "timings": rows}
+@dataclass(frozen=True)
+class _Row:
+    problem: Problem
+    seconds: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A recording as its file holds it."""
+
+    environment: Environment
+    arch: Arch
+    timings: list[_Row]
+
+
+def save(path: Path, recording: Recording) -> None:
+    """Writes a recording to `path` in one step; raises `TuningError` if it cannot."""
+    rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
+    RECORDING.write(path, RECORDING.encode(_Rows(recording.environment, recording.arch, rows)))
 
 
 def load(path: Path) -> Recording:
     """Returns the recording in a file; raises `TuningError` where it is none."""
-    data = read_json(path)
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise _wrong(path, f"it is no file of {FORMAT}, version {VERSION}")
-    if data.get("arch") not in get_args(Arch):
-        raise _wrong(path, f"its arch is none of {', '.join(get_args(Arch))}")
-    rows = data.get("timings")
-    if not isinstance(rows, list):
-        raise _wrong(path, "it has no list of timings")
-    found = dict(_row(row, path, at) for at, row in enumerate(rows))
-    return Recording(environment_from(data.get("environment"), path), data["arch"], found)
+    found = RECORDING.load(path)
+    return Recording(found.environment, found.arch, {row.problem: row.seconds for row in found.timings})
 
 
-def _row(row: object, path: Path, at: int) -> tuple[Problem, dict[str, list[float]]]:
-    seconds = row.get("seconds") if isinstance(row, dict) else None
-    if not isinstance(row, dict) or not isinstance(seconds, dict):
-        raise _wrong(path, f"timing {at} is no problem with seconds")
-    for name, values in seconds.items():
-        numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
-        if not numbers or not values:
-            raise _wrong(path, f"timing {at} has no seconds of {name[:60]!r}")
-    try:
-        return problem_from(row.get("problem"), f"{path}, timing {at}"), seconds
-    except QSyncError as error:
-        raise _wrong(path, error.what) from error
+def _check(row: _Row) -> str | None:
+    return next((f"there are no seconds of {name[:60]!r}" for name, values in row.seconds.items() if not values), None)
 
 
-def _wrong(path: Path, why: str) -> TuningError:
-    return TuningError(
-        f"these are no recorded timings that can be used: {why}",
-        where=str(path),
-        do="record them with qsync tune --record FILE",
-    )
+RECORDING: Final = Schema(
+    _Rows,
+    noun="recording",
+    error=TuningError,
+    remedy="record timings with qsync tune --record FILE",
+    name="qsync recorded timings",
+    largest=LARGEST_FILE,
+    checks={**problem_json.CHECKS, **ENVIRONMENT, _Row: _check},
+)

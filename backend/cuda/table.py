@@ -21,22 +21,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
+from qsync_fx.backend.cuda import problem_json
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem_json import problem_as_json, problem_from
 from qsync_fx.backend.cuda.tuning import Choice, TuningError
-from qsync_fx.errors import QSyncError
-from qsync_fx.files import write_text
+from qsync_fx.codec import Check, Schema
 
-VERSION: Final = 1
-FORMAT: Final = "qsync tuning table"
 LARGEST_FILE: Final = 64 * 2**20
 _LONGEST: Final = 400
 _PATIENCE: Final = 60.0
@@ -89,17 +85,14 @@ def load(path: Path, environment: Environment | None = None) -> Table:
     """
     if environment is not None and not path.exists():
         return Table(environment)
-    data = read_json(path)
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise _unreadable(path, f"it is no {FORMAT} of version {VERSION}")
-    found = environment_from(data.get("environment"), path)
-    if environment is not None and found != environment:
-        raise _unreadable(path, f"it was measured in another environment: {found}")
-    rows = data.get("choices")
-    if not isinstance(rows, list):
-        raise _unreadable(path, "it has no list of choices")
-    choices = [_choice(row, f"{path}, choice {at}", path) for at, row in enumerate(rows)]
-    return Table(found, {choice.problem: choice for choice in choices})
+    rows = TABLE.load(path)
+    if environment is not None and rows.environment != environment:
+        raise TuningError(
+            f"the tuning table was measured in another environment: {rows.environment}",
+            where=str(path),
+            do="remove it; `qsync tune` writes a new one",
+        )
+    return Table(rows.environment, {choice.problem: choice for choice in rows.choices})
 
 
 def save(path: Path, environment: Environment, choices: Iterable[Choice]) -> Table:
@@ -114,7 +107,7 @@ def save(path: Path, environment: Environment, choices: Iterable[Choice]) -> Tab
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_PATIENCE):
             table = _present(path, environment).updated(choices)
-            write_text(path, json.dumps(as_json(table), indent=1))
+            TABLE.write(path, TABLE.encode(_Rows(environment, [_short(choice) for choice in table.choices.values()])))
             return table
     except Timeout:
         raise TuningError(
@@ -138,90 +131,52 @@ def _present(path: Path, environment: Environment) -> Table:
         return Table(environment)
 
 
-def as_json(table: Table) -> dict[str, Any]:
-    """Returns the table as it is written."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "environment": asdict(table.environment),
-        "choices": [choice_as_json(choice) for choice in table.choices.values()],
-    }
+@dataclass(frozen=True)
+class _Rows:
+    """A table as its file holds it."""
+
+    environment: Environment
+    choices: list[Choice]
 
 
 def choice_as_json(choice: Choice) -> dict[str, Any]:
     """Returns one row of a table."""
-    return {
-        "problem": problem_as_json(choice.problem),
-        "name": choice.name,
-        "seconds": dict(choice.seconds),
-        "failed": {name: why[:_LONGEST] for name, why in choice.failed.items()},
-        "faster_than_bf16": choice.faster_than_bf16,
-        "rounds": choice.rounds,
-    }
+    row: dict[str, Any] = TABLE.part(_short(choice))
+    return row
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises `TuningError` where there is none, or an absurdly large one."""
-    try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise _unreadable(path, f"it is larger than {LARGEST_FILE >> 20} MB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _unreadable(path, str(error.strerror or error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"it is no JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise _unreadable(path, "it is no JSON object")
-    return data
+def _short(choice: Choice) -> Choice:
+    return replace(choice, failed={name: why[:_LONGEST] for name, why in choice.failed.items()})
 
 
-def environment_from(data: object, path: Path) -> Environment:
-    """Returns the environment that JSON describes; raises `TuningError` where it does not."""
-    if not isinstance(data, dict) or set(data) != {f.name for f in fields(Environment)}:
-        raise _unreadable(path, "its environment is incomplete")
-    texts = {name: value for name, value in data.items() if name != "abi"}
-    if type(data["abi"]) is not int or not all(_text(value) for value in texts.values()):
-        raise _unreadable(path, "its environment is no list of versions")
-    return Environment(**data)
+def _check_choice(choice: Choice) -> str | None:
+    if choice.problem != choice.problem.bucket():
+        return "the sizes of its problem are those of no bucket"
+    if choice.name not in choice.seconds:
+        return "the winner has no seconds"
+    if any(map(_long, (*choice.seconds, *choice.failed, *choice.failed.values()))):
+        return f"a name or a reason is longer than {_LONGEST} characters"
+    if not all(value > 0 for value in choice.seconds.values()):
+        return "seconds are not positive"
+    return None if choice.rounds > 0 else f"it was measured in {choice.rounds} rounds"
 
 
-def _choice(row: object, where: str, path: Path) -> Choice:
-    if not isinstance(row, dict):
-        raise _unreadable(path, f"{where} is no JSON object")
-    try:
-        problem = problem_from(row.get("problem"), where)
-    except QSyncError as error:
-        raise _unreadable(path, error.what) from error
-    name, seconds, failed = row.get("name"), row.get("seconds"), row.get("failed", {})
-    faster, rounds = row.get("faster_than_bf16"), row.get("rounds")
-    good = (
-        problem == problem.bucket()
-        and isinstance(seconds, dict)
-        and _text(name)
-        and name in seconds
-        and all(_text(key) and _seconds(value) for key, value in seconds.items())
-        and isinstance(failed, dict)
-        and all(_text(key) and _text(value) for key, value in failed.items())
-        and (faster is None or isinstance(faster, bool))
-        and type(rounds) is int
-        and rounds > 0
-    )
-    if not good:
-        raise _unreadable(path, f"{where} is not what tuning writes")
-    return Choice(problem, name, {k: float(v) for k, v in seconds.items()}, failed, faster, rounds)  # type: ignore[arg-type, union-attr]
+def _long(value: object) -> bool:
+    return isinstance(value, str) and len(value) > _LONGEST
 
 
-def _text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST
+def _check_environment(found: Environment) -> str | None:
+    return next((f"{name} is too long" for name, value in vars(found).items() if _long(value)), None)
 
 
-def _seconds(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _unreadable(path: Path, why: str) -> TuningError:
-    return TuningError(
-        f"this is no tuning table that can be used: {why}",
-        where=str(path),
-        do="remove it; `qsync tune` writes a new one",
-    )
+ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
+"""What types do not say of environments, for the schemas of files that hold one."""
+TABLE: Final = Schema(
+    _Rows,
+    noun="tuning table",
+    error=TuningError,
+    remedy="remove it; `qsync tune` writes a new one",
+    name="qsync tuning table",
+    largest=LARGEST_FILE,
+    checks={**problem_json.CHECKS, **ENVIRONMENT, Choice: _check_choice},
+)

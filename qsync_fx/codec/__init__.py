@@ -1,0 +1,10 @@
+"""One codec for files of JSON that anyone may have written.
+
+`schema` is a kind of file, `structure` takes values from the tree of a text and gives them back, `text` reads the tree.
+"""
+
+from qsync_fx.codec.schema import Path, Schema
+from qsync_fx.codec.structure import Check, converter, structured
+from qsync_fx.codec.text import Malformed, kind
+
+__all__ = ["Check", "Malformed", "Path", "Schema", "converter", "kind", "structured"]
