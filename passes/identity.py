@@ -22,6 +22,7 @@ from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.frames import Place, clean_path, translator
+from qsync_fx.passes.inplace import writes
 from qsync_fx.values import is_float, tensors
 
 
@@ -94,8 +95,8 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
-    """Whether floating-point values come out of a node, or other values out of floating-point ones: a spectrum, positions, truth values."""
-    made = tensors(graph.value(node))
+    """Whether a node returns or writes floating-point values, or makes others of them: a spectrum, positions, truth values."""
+    made = [t for value in (node, *writes(node)) for t in tensors(graph.value(value))]
     read = (t for used in node.all_input_nodes for t in tensors(graph.value(used)))
     return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 

@@ -21,14 +21,15 @@ from qsync_fx.values import is_float
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that a node writes to in place."""
+    """Returns the arguments that a node writes to in place, whether its schema says so or its row."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    arguments = node.target._schema.arguments
-    named = [(a, node.args[i] if i < len(node.args) else node.kwargs.get(a.name)) for i, a in enumerate(arguments)]
+    row = row_for(node.target)
     written: list[fx.Node] = []
-    for argument, value in named:
-        if argument.alias_info is not None and argument.alias_info.is_write:
+    for at, argument in enumerate(node.target._schema.arguments):
+        said = argument.alias_info is not None and argument.alias_info.is_write
+        if said or (row is not None and at in row.writes):
+            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             fx.node.map_arg(value, written.append)
     return written
 
@@ -73,7 +74,7 @@ def _plain_target(node: fx.Node) -> Any:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    return node.op == "call_function" and _returns_fresh(node) and not writes(node)
+    return node.op == "call_function" and _returns_fresh(node) and not in_place(node)
 
 
 def _returns_fresh(node: fx.Node) -> bool:

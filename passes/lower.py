@@ -15,6 +15,7 @@ from torch import fx
 
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.passes.casts import Casts
 from qsync_fx.passes.lowering import Lowering, Operands
 from qsync_fx.precision import FORMATS
 
@@ -30,20 +31,26 @@ class Lower:
     name: str = "lower"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        for operator in graph.own_operators():
-            fmt = operator.precision
-            if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
-                continue
-            assert operator.row is not None
-            # Above the streams that casts have taken.
-            new = self._emit(graph, operator, 2**16 + operator.node.meta["qsync_stream"])
-            if isinstance(new, str):
-                _run_elsewhere(graph, operator, new)
-            else:
-                _replace(graph, operator, new)
-                self._tell(graph, Operator(graph, new))
+        casts = Casts(graph)
+        for node in graph.nodes:
+            if "qsync" in node.meta:
+                self._lower(graph, Operator(graph, node), casts)
+            casts.passed(node)
         graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
         graph.module.recompile()
+
+    def _lower(self, graph: PrecisionGraph, operator: Operator, casts: Casts) -> None:
+        fmt = operator.precision
+        if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
+            return
+        assert operator.row is not None
+        # Above the streams that casts have taken.
+        new = self._emit(graph, operator, 2**16 + operator.node.meta["qsync_stream"])
+        if isinstance(new, str):
+            _run_elsewhere(graph, operator, new, casts)
+        else:
+            _replace(graph, operator, new)
+            self._tell(graph, Operator(graph, new))
 
     def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
@@ -112,7 +119,7 @@ def _unround_others(new: fx.Node) -> None:
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)
 
 
-def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str) -> None:
+def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str, casts: Casts) -> None:
     """Gives the operator back its operands, converted to the format that stands in for the one it cannot run in."""
     note, row = operator.note, operator.row
     assert note.precision is not None and row is not None
@@ -126,13 +133,7 @@ def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str) -> None:
             source = used.args[0].args[0].args[0]  # type: ignore[union-attr, assignment]
         elif used.target is _round():
             source = used.args[0]  # type: ignore[assignment]
-        if graph.value(source).dtype is dtype:
-            return source
-        with graph.graph.inserting_before(node):
-            cast = graph.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
-        cast.meta["qsync_cast"] = True
-        graph.propagate(cast)
-        return cast
+        return casts.shared(node, source, dtype)
 
     node.args = tuple(
         restore(a) if at in row.operands and isinstance(a, fx.Node) else a for at, a in enumerate(node.args)
@@ -142,9 +143,8 @@ def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str) -> None:
     if graph.value(node).dtype is not before:
         users = list(node.users)
         with graph.graph.inserting_after(node):
-            cast = graph.graph.call_function(torch.ops.aten.to.dtype, (node, before))
-        cast.meta["qsync_cast"] = cast.meta["qsync_output"] = True
-        graph.propagate(cast)
+            cast = casts.convert(node, before)
+        cast.meta["qsync_output"] = True
         for user in users:
             user.replace_input_with(node, cast)
     operator.update(precision=elsewhere, reason=f"{note.reason}; {why}, so it runs in {elsewhere}")

@@ -17,7 +17,8 @@ from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
-from qsync_fx.passes.inplace import in_place, writes
+from qsync_fx.passes.inplace import in_place
+from qsync_fx.passes.sharing import Sharing
 from qsync_fx.passes.text import graph_text
 from qsync_fx.values import describe, is_float, tensors
 
@@ -104,22 +105,20 @@ def _after_own_cast(node: fx.Node) -> fx.Node:
 
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
     seen: dict[tuple[object, ...], fx.Node] = {}
-    epoch = 0
+    sharing = Sharing(graph)
     for node in graph.nodes:
-        if writes(node) or getattr(node.target, "__name__", "") == "_set_grad_enabled":
-            epoch += 1
-        if not node.meta.get("qsync_cast") or node.target is py_operator.getitem:
-            continue
-        if not node.users:
-            yield node, "nothing reads this cast"
-        if node.target is torch.ops.aten.to.dtype:
-            source = node.args[0]
-            if isinstance(source, fx.Node) and graph.value(source).dtype is node.args[1]:
-                yield node, f"%{source.name} is {node.args[1]} already"
-        key = (node.target, *_key(node.args), epoch)
-        if key in seen:
-            yield node, f"%{seen[key].name} is the same cast"
-        seen[key] = node
+        source = node.args[0] if node.args else None
+        if node.meta.get("qsync_cast") and node.target is not py_operator.getitem:
+            if not node.users:
+                yield node, "nothing reads this cast"
+            if isinstance(source, fx.Node):
+                if node.target is torch.ops.aten.to.dtype and graph.value(source).dtype is node.args[1]:
+                    yield node, f"%{source.name} is {node.args[1]} already"
+                key = (node.target, *_key(node.args), sharing.epoch(source))
+                if key in seen:
+                    yield node, f"%{seen[key].name} is the same cast"
+                seen[key] = node
+        sharing.passed(node)
 
 
 def _key(args: tuple[object, ...]) -> tuple[object, ...]:
@@ -133,17 +132,18 @@ def _key(args: tuple[object, ...]) -> tuple[object, ...]:
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
     """A cast copies. If its source is written to between the cast and a reader of the cast, the reader gets a stale value."""
-    order = {node: at for at, node in enumerate(graph.nodes)}
+    sharing = Sharing(graph)
+    taken: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
-        for written in writes(node) if in_place(node) else ():
-            for user in written.users:
-                stale = user.meta.get("qsync_cast") and order[user] < order[node]
-                for reader in user.users if stale else ():
-                    if order[reader] > order[node]:
-                        yield (
-                            reader,
-                            f"it reads %{user.name}, a cast of %{written.name} from before %{node.name} wrote to it",
-                        )
+        cast = node.meta.get("qsync_cast", False)
+        for used in () if cast else node.all_input_nodes:
+            source, before = taken.get(used, (used, 0))
+            if source is not used and sharing.writes(source) > before:
+                yield node, f"it reads %{used.name}, a cast of %{source.name} from before it was written to"
+        origin = node.args[0] if node.args else None
+        if cast and isinstance(origin, fx.Node):
+            taken[node] = taken.get(origin, (origin, sharing.writes(origin)))
+        sharing.passed(node)
 
 
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:

@@ -196,6 +196,45 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
         assert text.count(cast) == 1
 
 
+def test_a_write_ends_the_sharing_of_what_it_may_alias_and_no_more() -> None:
+    """A batch norm writes its statistics and counts its batches, between the two readers of the block's input."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.beside = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(x)
+            return self.norm(self.conv(x)) + self.beside(x)
+
+    for precision, cast in (("bf16", "aten.to.dtype(%relu, bfloat16)"), ("int8", "qsync.quantize(%relu,")):
+        text = qsync_fx.explain(Block(), torch.randn(2, 4, 3, 3), options={"precision": precision}).graph()
+        assert text.count("aten.add_.Tensor") == 1
+        assert text.count(cast) == 1
+
+    def statistics(x: Tensor, weight: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        before = nn.functional.linear(mean, weight)
+        y = nn.functional.batch_norm(x, mean, var, training=True)
+        return before + nn.functional.linear(mean, weight) + y
+
+    inputs = torch.randn(4, 8), torch.randn(8, 8), torch.zeros(8), torch.ones(8)
+    text = qsync_fx.explain(statistics, *inputs, options={"precision": "bf16"}).graph()
+    assert text.count("aten.to.dtype(%mean, bfloat16)") == 2
+    assert text.count("aten.to.dtype(%weight, bfloat16)") == 1
+
+
+def test_operators_without_a_lowering_share_their_casts() -> None:
+    def model(x: Tensor, first: Tensor, second: Tensor, added: Tensor) -> Tensor:
+        left = torch.addmm(added, x, first, beta=0.5)
+        return left + torch.addmm(added, x, second, beta=0.5) + torch.mm(x, first)
+
+    inputs = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 8), torch.randn(4, 8)]
+    text = qsync_fx.explain(model, *inputs, options={"precision": "int8"}).graph()
+    for name in ("x", "first", "second", "added"):
+        assert text.count(f"aten.to.dtype(%{name}, bfloat16)") == 1
+
+
 def test_inverse_casts_cancel() -> None:
     """Autocast's BF16 cast in front of an operator planned in FP32 leaves no trace."""
 

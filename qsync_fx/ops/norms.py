@@ -7,9 +7,9 @@ from qsync_fx.ops.row import Kind, OperatorRow, fixed
 REASON = "a normalisation: the plan chooses among the float precisions, statistics and parameters stay in FP32"
 
 
-def row(name: str, *targets: str, alone: tuple[int, int] | None = None) -> OperatorRow:
+def row(name: str, *targets: str, alone: tuple[int, int] | None = None, writes: tuple[int, ...] = ()) -> OperatorRow:
     every = tuple(f"aten::{target}" for target in (name, *targets))
-    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,), alone=alone)
+    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,), alone=alone, writes=writes)
 
 
 ROWS = (
@@ -22,8 +22,9 @@ ROWS = (
         "_native_batch_norm_legit",
         "_native_batch_norm_legit_no_training",
         "_batch_norm_with_update",
+        writes=(3, 4),
     ),
-    row("instance_norm"),
+    row("instance_norm", writes=(3, 4)),
     row("rms_norm", "_fused_rms_norm"),
     *fixed(
         "it normalises a weight by its length, a sum of squares that needs FP32",

@@ -49,6 +49,7 @@ class OperatorRow:
             cheaper (an embedding gathers few rows of a large table).
         alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
         products: whether it is made of matrix products: formats like TF32 exist only inside products.
+        writes: positions of arguments that it may write to without a word of it in its schema (a batch norm's statistics).
         converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
     """
@@ -63,6 +64,7 @@ class OperatorRow:
     output_only: bool = False
     alone: tuple[int, int] | None = None
     products: bool = False
+    writes: tuple[int, ...] = ()
     converts: bool = False
     flops: Flops | None = None
 

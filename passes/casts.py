@@ -1,0 +1,186 @@
+"""Makes casts: one for each tensor and format as far as `sharing` says, right before its first reader.
+
+Invariant: a cast to a plain format is a conversion, which autograd differentiates. One to a scaled format is `qsync::quantize`, followed by
+`qsync::dequantize` so that the graph stays well typed; one to any other is `qsync::round`. A cast is made of the original, through the
+conversions before it that lose nothing.
+"""
+
+from __future__ import annotations
+
+import operator as py_operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.passes.bodies import operands
+from qsync_fx.passes.memory import Memory, Places
+from qsync_fx.passes.seed import drawn, handed_in
+from qsync_fx.passes.sharing import Sharing
+from qsync_fx.precision import Precision, precision_of
+from qsync_fx.values import format_of, is_float
+
+
+class Casts:
+    """The casts of one graph, or of one body of a graph.
+
+    Attributes:
+        own: the types of floating-point values as the model wrote them: what fixed operators and graph outputs get back.
+        sharing: at the node that casts are made for.
+    """
+
+    def __init__(
+        self, graph: PrecisionGraph, rounding: str = "nearest", outer: tuple[Casts, fx.Node] | None = None
+    ) -> None:
+        self.graph, self.rounding, self.outer = graph, rounding, outer
+        self.whole: Casts = outer[0].whole if outer is not None else self
+        self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}
+        self.values = {node: graph.value(node) for node in graph.nodes}
+        self.sharing: Sharing = Sharing(graph, Memory(graph, self._given()))
+        self._made: dict[Any, Any] = {}
+        self._seed: fx.Node | None = None
+        self._streams = 0
+
+    def passed(self, node: fx.Node) -> None:
+        """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
+        if node.meta.get("qsync_cast") and "qsync_autocast" not in node.meta and node.target is torch.ops.aten.to.dtype:
+            source, dtype = node.args[:2]
+            shared = self._made.setdefault((source, dtype, self.sharing.epoch(source)), node)  # type: ignore[arg-type]
+            if shared is not node and not node.meta.get("qsync_output"):
+                node.replace_all_uses_with(shared)
+        self.sharing.passed(node)
+
+    def _given(self) -> dict[fx.Node, Places]:
+        """The places of a body's operands outside of it."""
+        if self.outer is None:
+            return {}
+        around, node = self.outer
+        memory = around.sharing.memory
+        return {p: memory.of(used) for p, used in operands(node, self.graph) if isinstance(used, fx.Node)}
+
+    def shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """Returns `used` converted to `dtype`, by a new cast before `before` or one made earlier."""
+        value = self.graph.value(used)
+        if dtype is None or plain_type(value) is None:
+            return used
+        origin = self.origin(used)
+        if plain_type(self.graph.value(origin)) is dtype:
+            return origin
+        if value.dtype is dtype and "qsync_autocast" not in used.meta:  # those give way to casts that are shared
+            return used
+        key = (origin, dtype, self.sharing.epoch(origin))
+        if key not in self._made:
+            with self.graph.graph.inserting_before(before):
+                self._made[key] = self.convert(origin, dtype)
+        made: fx.Node = self._made[key]
+        return made
+
+    def rounded(
+        self, before: fx.Node, used: fx.Node, fmt: Precision, keep: tuple[int, ...], dtype: torch.dtype
+    ) -> fx.Node:
+        """Returns `used` on the grid of a format that is not plain, as values of `dtype`, one scale an index of the dimensions `keep`."""
+        source = self.origin(used)
+        key = (source, fmt.name, keep, self.sharing.epoch(source))
+        graph = self.graph.graph
+        with graph.inserting_before(before):
+            if key not in self._made:
+                self._made[key] = self._round(source, fmt, keep)
+            if not fmt.scaled:
+                rounded: fx.Node = self._made[key]
+                return rounded
+            quantized, scale = self._made[key]
+            if (key, dtype) not in self._made:
+                self._made[key, dtype] = graph.create_node(
+                    "call_function",
+                    torch.ops.qsync.dequantize.default,
+                    (quantized, scale, dtype),
+                    name=f"{source.name}_{fmt}_{precision_of(dtype)}",
+                )
+                self._describe(self._made[key, dtype], source)
+        dequantized: fx.Node = self._made[key, dtype]
+        return dequantized
+
+    def convert(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Returns a new conversion where the graph's insertion point is."""
+        found = precision_of(dtype)
+        cast = self.graph.graph.create_node(
+            "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{found}"
+        )
+        self._describe(cast, source)
+        return cast
+
+    def stands_for(self, new: fx.Node, node: fx.Node) -> None:
+        """Takes a new node for one of the model's from here on: what reads the model's now reads it."""
+        self.own[new], self.values[new] = self.own[node], self.values[node]
+        self.sharing.memory.put(new, instead_of=node)
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Sees through casts that lose nothing, and those that only autocast asked for: what follows converts the original."""
+        while self._may_be_skipped(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            before, after = self.graph.value(source), self.graph.value(node)
+            lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
+            if not lossless and not node.meta.get("qsync_autocast"):
+                break
+            node = source
+        return node
+
+    def _may_be_skipped(self, node: fx.Node) -> bool:
+        if node.target is not torch.ops.aten.to.dtype or not is_float(self.graph.value(node)):
+            return False
+        memory, places = self.sharing.memory, self.sharing.memory.of(node)
+        if not node.meta.get("qsync_cast", False):
+            # A conversion of the model's own may be there to copy what is written to later.
+            places |= memory.of(node.args[0])  # type: ignore[arg-type]
+        return not places & memory.written and self.sharing.records_as_here(node)
+
+    def _describe(self, cast: fx.Node, source: fx.Node) -> None:
+        cast.meta["qsync_cast"] = True
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in source.meta:
+                cast.meta[key] = source.meta[key]
+        self.graph.propagate(cast)
+        self.own.setdefault(cast, self.own.get(source))
+
+    def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...]) -> Any:
+        graph = self.graph.graph
+        stream, self.whole._streams = self.whole._streams, self.whole._streams + 1
+        if not fmt.scaled:
+            rounded = graph.create_node(
+                "call_function",
+                torch.ops.qsync.round.default,
+                (source, self._seed_node(), stream, fmt.name, self.rounding),
+                name=f"{source.name}_{fmt}",
+            )
+            self._describe(rounded, source)
+            return rounded
+        pair = graph.create_node(
+            "call_function",
+            torch.ops.qsync.quantize.default,
+            (source, self._seed_node(), stream, fmt.name, self.rounding, list(keep)),
+            name=f"{source.name}_{fmt}",
+        )
+        self._describe(pair, source)
+        parts = tuple(
+            graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{part}")
+            for at, part in enumerate(("q", "scale"))
+        )
+        for part in parts:
+            self._describe(part, source)
+        return parts
+
+    def _seed_node(self) -> fx.Node:
+        if self._seed is None:
+            if self.outer is None:
+                self._seed = drawn(self.graph, self.rounding)
+            else:
+                around, node = self.outer
+                self._seed = handed_in(self.graph, node, around._seed_node())
+        return self._seed
+
+
+def plain_type(value: Any) -> torch.dtype | None:
+    """Returns the type of a floating-point tensor in a format that we know; None for everything else."""
+    return value.dtype if is_float(value) and format_of(value) is not None else None
