@@ -38,9 +38,16 @@ OURS = sorted(target for target in ROWS if target.startswith("aten::"))
 ADJUSTABLE = [target for target in OURS if ROWS[target].kind is Kind.ADJUSTABLE]
 
 
+# Some operators are gone in torch 2.15, some are new in it.
+NOT_IN_EVERY_TORCH = (
+    {"aten::linalg_matrix_sqrth", "aten::linalg_polar"},
+    {"aten::cholesky", "aten::qr"},
+)[torch.__version__ >= (2, 15)]
+
+
 def test_every_target_is_an_operator_of_this_torch() -> None:
-    missing = [target for target in OURS if not (_exists(target) and overloads(target))]
-    assert not missing
+    missing = {target for target in OURS if not (_exists(target) and overloads(target))}
+    assert missing <= NOT_IN_EVERY_TORCH
 
 
 def _exists(target: str) -> bool:
@@ -98,10 +105,12 @@ def test_in_place_overload_and_out_variants() -> None:
     assert row_for(len) is None
 
 
-# What PyTorch's own samples reach and the table leaves out: parts of backward passes that are called by hand, and a loss
-# that torch keeps private. All of it runs in FP32.
+# What PyTorch's own samples reach and the table leaves out: parts of backward passes and one kernel of attention, which are called by
+# hand there, and a loss that torch keeps private. All of it runs in FP32.
 UNKNOWN = frozenset(
     {
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
         "aten::_softmax_backward_data",
         "aten::max_pool2d_with_indices_backward",
         "aten::native_dropout_backward",
@@ -251,8 +260,8 @@ def steps_apart(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, l
 
 # Said by autograd of what has no derivative, and of arguments that are random numbers rather than data.
 NO_BACKWARD = ("derivative for", "not differentiable")
-# Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of several rounded values;
-# the CPU adds up a product of two vectors in their own type.
+# Steps at the largest value, of outputs and gradients. The gradients of a quotient are products of several rounded values, those of
+# attention of three; the CPU adds up a product of two vectors in their own type.
 STEPS = 3.0
 LOOSE = {
     "aten::addcdiv": 8.0,
@@ -260,6 +269,7 @@ LOOSE = {
     "aten::div": 4.0,
     "aten::divide": 4.0,
     "aten::inner": 16.0,
+    "aten::scaled_dot_product_attention": 4.0,
     "aten::true_divide": 4.0,
 }
 # What a softmax passes on is a difference of incoming gradients, near nothing where it is saturated. Its outputs and the
