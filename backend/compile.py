@@ -14,13 +14,14 @@ import torch._functorch.config
 from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import decompositions, operators, tuned
 from qsync_fx.backend.cuda.collect import prepare
 from qsync_fx.devices import default_precision, support
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
-from qsync_fx.passes.frames import Place, compile_for_this_module_only, place, warn_at_the_limit
+from qsync_fx.passes.frames import Place, compile_for_this_module_only, in_backward_pass, place, warn_at_the_limit
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run
 from qsync_fx.plan import Plan
@@ -46,6 +47,8 @@ def rewrite(
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Runs the pipeline and hands the result to the inner compiler."""
+    if in_backward_pass():
+        return _compile_backward(module, inputs, options)
     plan, here = options.plan, place()
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
         compile_for_this_module_only(here)
@@ -55,6 +58,19 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
         return inner_compiler(options.inner, device)(graph.module, inputs)
+
+
+def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
+    device = _device(module, pytree.tree_leaves(list(inputs)))
+    with torch.autocast(device.type, enabled=False):
+        compiled = inner_compiler(options.inner, device)(module, inputs)
+
+    def without_autocast(*args: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            return compiled(*args)
+
+    return without_autocast
 
 
 def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:

@@ -85,7 +85,9 @@ def _wanted(graph: PrecisionGraph, node: fx.Node, what: Policy, dtype: torch.dty
 
 def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, what: Policy) -> fx.Node:
     value = graph.value(used)
-    if not is_float(value) or value.dtype is torch.float64 or value.dtype is wanted:
+    # Autocast converts what the model has stored in Float8 too.
+    floats = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    if not floats or value.dtype is torch.float64 or value.dtype is wanted:
         return used
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))

@@ -19,7 +19,7 @@ from qsync_fx.passes.memory import Memory, Places
 from qsync_fx.passes.seed import drawn, handed_in
 from qsync_fx.passes.sharing import Sharing
 from qsync_fx.precision import Precision, precision_of
-from qsync_fx.values import format_of, is_float
+from qsync_fx.values import is_float
 
 
 class Casts:
@@ -121,7 +121,9 @@ class Casts:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             before, after = self.graph.value(source), self.graph.value(node)
-            lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
+            if not is_float(before):
+                break
+            lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
             if not lossless and not node.meta.get("qsync_autocast"):
                 break
             node = source
@@ -182,5 +184,5 @@ class Casts:
 
 
 def plain_type(value: Any) -> torch.dtype | None:
-    """Returns the type of a floating-point tensor in a format that we know; None for everything else."""
-    return value.dtype if is_float(value) and format_of(value) is not None else None
+    """Returns the type of a floating-point tensor that a plan may change; None for everything else."""
+    return value.dtype if is_float(value) else None

@@ -111,6 +111,12 @@ def compile_for_this_module_only(here: Place) -> None:
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
 
 
+def in_backward_pass() -> bool:
+    """Whether the graph is one of compiled autograd's: the backward pass of graphs that the plan has had its say on."""
+    compilation = CompileContext.current_compile_id()
+    return compilation is not None and compilation.compiled_autograd_id is not None
+
+
 def warn_at_the_limit(here: Place) -> None:
     """Warns where Dynamo may compile a frame for the last time: what it compiles no more runs as written, without the plan."""
     compilation = CompileContext.current_compile_id()

@@ -18,8 +18,10 @@ import torch
 from torch import fx
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
 
 _SWITCHES = (
     "_enter_autocast",
@@ -31,6 +33,8 @@ _SWITCHES = (
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
 """Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+
+_HOOKED = "a hook sees its gradient, in the type that the model has"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,12 @@ def switches_grad(node: fx.Node) -> bool:
 
 
 def _stays(node: fx.Node) -> bool:
-    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator) or _hooks_gradients(node)
+
+
+def _hooks_gradients(node: fx.Node) -> bool:
+    known = (used.meta.get("example_value") for used in node.all_input_nodes)
+    return any(isinstance(value, (BackwardState, BackwardHook)) for value in known)
 
 
 def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
@@ -190,6 +199,9 @@ class _Builder:
             args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
             self.copy(node, node.target(*args))  # type: ignore[operator]
             return
+        if _hooks_gradients(node):
+            for used in node.all_input_nodes:
+                self._set_apart(used)
         new = self.copy(node, current(node.meta.get("example_value")))
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             keep(new, self.module)
@@ -197,8 +209,21 @@ class _Builder:
                 if used.op == "get_attr" and used in new.meta.get("qsync_replaced", {}):
                     self.root[str(used.target)] = new.meta["qsync_replaced"][used]
             new.meta.pop("qsync_replaced", None)
+        elif _hooks_gradients(node):
+            new.meta["qsync_opaque"] = _HOOKED
         elif node.target is not operator.getitem:
             new.meta["qsync_opaque"] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+
+    def _set_apart(self, used: fx.Node) -> None:
+        """Gives what a hook is put on a node of its own, in the model's type, that everybody reads: a hook sees the whole gradient."""
+        source = self.mapped[used]
+        if not isinstance(self.values[used], torch.Tensor):
+            return
+        with self.graph.inserting_after(source):
+            apart = self.graph.call_function(torch.ops.aten.alias.default, (source,))
+        apart.meta.update(source.meta, qsync_opaque=_HOOKED)
+        source.replace_all_uses_with(apart, delete_user_cb=lambda user: user is not apart)
+        self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
 
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
         """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""

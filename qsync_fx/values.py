@@ -19,8 +19,11 @@ _SHORT = {
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is a tensor of a real floating-point type."""
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    """Whether a value is a tensor of a floating-point type that torch computes in: one that a plan may change.
+
+    Float8 and Float4 only store: the model has quantized there by itself, and hardly an operator takes them.
+    """
+    return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
