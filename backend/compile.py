@@ -23,7 +23,7 @@ from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
 from qsync_fx.passes.frames import Place, compile_for_this_module_only, in_backward_pass, place, warn_at_the_limit
 from qsync_fx.passes.instruments import Instrument
-from qsync_fx.passes.pipeline import pipeline, run
+from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS
 
@@ -40,9 +40,8 @@ def rewrite(
     """
     context = context_for(module, inputs, options)
     fakes = _fake(inputs, context.fake_mode)
-    graph = PrecisionGraph(module, fakes, context)
     passes = pipeline(options, operators.lowerings(), context.training)
-    return run(graph, passes, instruments)
+    return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

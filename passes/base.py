@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, overload, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 from qsync_fx.errors import OptionError
 from qsync_fx.graph import PrecisionGraph
@@ -36,8 +36,8 @@ class GraphPass:
     after: str | None = None
     before: str | None = None
 
-    def __call__(self, graph: PrecisionGraph) -> None:
-        self.function(graph)
+    def __call__(self, graph: PrecisionGraph) -> Any:
+        return self.function(graph)  # None, or the runner refuses it
 
 
 @overload

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,22 @@ def numbering(here: Place) -> Numbering:
         before = ended.get((here.code.co_filename, line)) if here.code is not None and line is not None else None
         _numberings[context] = before.copy() if before is not None else Numbering()
     return _numberings[context]
+
+
+def numbering_now() -> Callable[[], None]:
+    """Returns what puts the numbering of the compilation under way back to where it is now: for a graph that is begun once more."""
+    context = TracingContext.try_get()
+    before = _numberings[context].copy() if context is not None and context in _numberings else None
+
+    def put_back() -> None:
+        if context is None:
+            return
+        if before is None:
+            _numberings.pop(context, None)
+        else:
+            _numberings[context] = before
+
+    return put_back
 
 
 def remember_break(here: Place, numbers: Numbering) -> None:

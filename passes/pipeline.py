@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TypeGuard
 
@@ -16,18 +16,22 @@ from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.installed import load, package, unfit
 from qsync_fx.options import Options
+from qsync_fx.passes import fallback
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.autocast import Autocast
 from qsync_fx.passes.base import GraphPass, Pass
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify
+from qsync_fx.passes.frames import place
+from qsync_fx.passes.identity import numbering_now
 from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering import Lowering
 from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.verify import verify
+from qsync_fx.passes.watch import look, only_decided
 
 
 def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool = True) -> tuple[Pass, ...]:
@@ -116,34 +120,85 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
     return at
 
 
-def run(graph: PrecisionGraph, passes: Sequence[Pass], instruments: Sequence[Instrument] = ()) -> PrecisionGraph:
+def run_or_fall_back(
+    make: Callable[[], PrecisionGraph], passes: Sequence[Pass], instruments: Sequence[Instrument] = ()
+) -> PrecisionGraph:
+    """Runs the passes on a graph that `make` makes; where a pass of ours fails, leaves another one as the model wrote it, and warns.
+
+    Raises:
+        PassError: a user's pass failed, or broke one of the verifier's rules, or may have led a pass of ours to.
+    """
+    may_fall_back, number_again = fallback.wanted(), numbering_now()
+    try:
+        return run(make(), passes, instruments)
+    except PassError as error:
+        if not (may_fall_back and error.ours):
+            raise
+        fallback.warn(error, place())
+        number_again()
+        return run(make(), fallback.without_plan(passes, error), instruments, verified=False)
+
+
+def run(
+    graph: PrecisionGraph, passes: Sequence[Pass], instruments: Sequence[Instrument] = (), verified: bool = True
+) -> PrecisionGraph:
     """Runs the passes on the graph and on the bodies of its higher-order operators; returns the graph.
 
     Raises:
         PassError: a pass failed, or broke one of the verifier's rules.
     """
     passed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     for step in passes:
+        before = None if _is_ours(step) else look(graph)
         for instrument in instruments:
             instrument.before(step.name, graph)
-        _call(step, graph)
-        for instrument in instruments:
-            instrument.after(step.name, graph)
-        passed = (*passed, step.name)
-        verify(graph, passed, step.name)
+        try:
+            _call(step, graph)
+            for instrument in instruments:
+                instrument.after(step.name, graph)
+            passed = (*passed, step.name)
+            if verified:
+                verify(graph, passed)
+        except PassError as error:
+            _blame(error, step, changed)
+            raise
+        if before is not None and not only_decided(before, look(graph)):
+            changed = (*changed, step.name)
         for instrument in instruments:
             instrument.verified(step.name, graph)
     return graph
+
+
+def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
+    """Says whose fault an error is: that of the pass, unless it is ours and another one has changed the graph before it."""
+    error.step = step.name
+    text = "; the error's attribute `graph` has the text of the graph after it" if error.graph else ""
+    if not _is_ours(step):
+        error.do = f"{error.do or f'correct the pass {step.name!r}'}{text}"
+    elif changed:
+        names = " and ".join(map(repr, changed))
+        error.do = (
+            f"look at {names} first, which changed the graph before {step.name!r} ran; if the error is the same without, it is a bug in "
+            f"qsync_fx: please report it{text}"
+        )
+    else:
+        error.ours = True
+        error.do = f"this is a bug in qsync_fx; please report it{text}"
+
+
+def _is_ours(step: Pass) -> bool:
+    return not isinstance(step, GraphPass) and type(step).__module__.startswith(f"{__package__}.")
 
 
 def _call(step: Pass, graph: PrecisionGraph) -> None:
     try:
         if isinstance(step, (GraphPass, Normalize)):
             # A user's pass sees the whole graph and walks into bodies as it likes; normalize makes the bodies.
-            step(graph)
+            _apply(step, step.name, graph)
         else:
             for part in graph.walk():
-                step(part)
+                _apply(step, step.name, part)
     except QSyncError as error:
         error.where = error.where or _line(step, error)
         raise
@@ -151,8 +206,17 @@ def _call(step: Pass, graph: PrecisionGraph) -> None:
         raise PassError(
             f"pass {step.name!r} failed: {type(error).__name__}: {error}",
             where=_line(step, error),
-            do="correct the pass" if isinstance(step, GraphPass) else "this is a bug in qsync_fx; please report it",
         ) from error
+
+
+def _apply(step: Callable[[PrecisionGraph], object], name: str, graph: PrecisionGraph) -> None:
+    result = step(graph)
+    if result is not None:
+        raise PassError(
+            f"pass {name!r} returned {type(result).__name__}, which would be lost: passes change the graph in place",
+            where=f"pass {name!r}",
+            do="change the nodes of graph.graph, or set graph.module, and return nothing",
+        )
 
 
 def _line(step: Pass, error: Exception) -> str:

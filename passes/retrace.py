@@ -23,13 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
-_SWITCHES = (
-    "_enter_autocast",
-    "_exit_autocast",
-    "_set_grad_enabled",
-    "_enter_inference_mode",
-    "_exit_inference_mode",
-)
+_SWITCHES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
 """Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""

@@ -41,6 +41,20 @@ def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
         yield None, str(error).partition("\n")[0]
 
 
+def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
+    """Types of a body's results are the affair of what reads them in the graph around it."""
+    takes = sum(node.op == "placeholder" for node in graph.nodes)
+    if graph.parent is None and takes != len(graph.inputs):
+        yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
+    output, expected, found = graph.nodes[-1], graph.outputs, graph.output_types()
+    if len(found) != len(expected):
+        yield output, f"it returns {len(found)} values, and Dynamo expects {len(expected)}"
+        return
+    for at, (wanted, given) in enumerate(zip(expected, found, strict=True)):
+        if graph.parent is None and wanted is not None and given is not wanted:
+            yield output, f"output {at} is {given or 'no tensor'}, and Dynamo expects {wanted}"
+
+
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
         # An assertion about a size gives nothing, and so has no value.
@@ -195,24 +209,25 @@ RULES = (
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
     Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
+    Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
 )
 
 
-def verify(graph: PrecisionGraph, passed: tuple[str, ...], blame: str) -> None:
-    """Checks every rule that holds once the passes named in `passed` have run; `blame` names the pass that just ran or is about to.
+def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
+    """Checks every rule that holds once the passes named in `passed` have run, the last one just now.
 
     Raises:
         PassError: naming the rule, the operator and line, and the pass.
     """
+    step = passed[-1]
     for part in graph.walk():
         for rule in RULES:
             if rule.since not in passed:
                 continue
             for node, problem in rule.check(part):
                 error = PassError(
-                    f'after pass {blame!r} the graph breaks the rule "{rule.says}": {problem}',
-                    where=_where(part, node) or f"the graph after pass {blame!r}",
-                    do=f"correct the pass {blame!r}; the error's attribute `graph` has the text of the graph after it",
+                    f'after pass {step!r} the graph breaks the rule "{rule.says}": {problem}',
+                    where=_where(part, node) or f"the graph after pass {step!r}",
                 )
                 error.graph = graph_text(graph)
                 raise error

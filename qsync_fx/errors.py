@@ -60,9 +60,13 @@ class PassError(QSyncError):
 
     Attributes:
         graph: the text of the graph as the pass left it; "" where there is none.
+        step: the name of the pass.
+        ours: whether it is a pass of qsync_fx, on a graph that no other pass has changed: then it is a bug in qsync_fx.
     """
 
     graph: str = ""
+    step: str = ""
+    ours: bool = False
 
 
 class DeviceError(QSyncError):

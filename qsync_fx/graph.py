@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.nodes import Source, source_of, target_name
@@ -137,6 +138,7 @@ class PrecisionGraph:
     Attributes:
         module: the graph and the tensors it refers to. A pass may change it in place or replace it.
         inputs: example inputs, fake tensors and SymInts.
+        outputs: the type of each output, as Dynamo expects it; None for what is no tensor, or where Dynamo does not say.
         context: what the compilation knows beside the graph.
         parent: the graph that this one is the body of a higher-order operator in; None at the top.
     """
@@ -145,6 +147,7 @@ class PrecisionGraph:
         self, module: fx.GraphModule, inputs: list[Any], context: Context, parent: PrecisionGraph | None = None
     ) -> None:
         self.module, self.inputs, self.context, self.parent = module, inputs, context, parent
+        self.outputs = self.output_types()
         self.unknown: dict[str, int] = {}
 
     @property
@@ -175,6 +178,12 @@ class PrecisionGraph:
         for node in self.nodes:
             for body in node.meta.get("qsync_bodies", ()):
                 yield from body.walk()
+
+    def output_types(self) -> list[torch.dtype | None]:
+        """Returns the type of each output as the graph is now; None for what is no tensor."""
+        (output,) = (node for node in self.nodes if node.op == "output")
+        values = (self.value(used) for used in pytree.tree_leaves(output.args))
+        return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
 
     def value(self, node: Any) -> Any:
         """Returns the fake value of a node; anything that is no node is its own value."""

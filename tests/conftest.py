@@ -10,6 +10,9 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A rule that a pass of ours breaks is an error here, and a warning elsewhere.
+os.environ.setdefault("QSYNC_VERIFY", "raise")
+
 # How wide the terminal is that tests start in is nothing to them.
 os.environ.pop("COLUMNS", None)
 

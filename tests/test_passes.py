@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,25 @@ def read_before_it_is_written(graph: qsync_fx.PrecisionGraph) -> None:
     first.node.replace_input_with(first.node.all_input_nodes[0], last.node)
 
 
+def narrow_an_output(graph: qsync_fx.PrecisionGraph) -> None:
+    output = graph.nodes[-1]
+    (result,) = output.args[0]
+    with graph.graph.inserting_before(output):
+        half = graph.graph.call_function(torch.ops.aten.to.dtype, (result, torch.float16))
+    graph.propagate(half)
+    output.args = ((half,),)
+
+
+def return_one_more(graph: qsync_fx.PrecisionGraph) -> None:
+    output = graph.nodes[-1]
+    output.args = ((*output.args[0], graph.nodes[0]),)
+
+
+def take_one_more(graph: qsync_fx.PrecisionGraph) -> None:
+    with graph.graph.inserting_before(graph.nodes[0]):
+        graph.graph.placeholder("more").meta["val"] = graph.value(graph.nodes[-2])
+
+
 def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
     graph.operators("dependent")[0].update(precision=None)
 
@@ -143,6 +163,10 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("assign", forget_a_precision, "every adjustable operator has a precision"),
         ("assign", change_silently, "says why"),
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
+        ("lower", narrow_an_output, "the graph takes and returns what Dynamo expects"),
+        ("insert_casts", narrow_an_output, "output 0 is torch.float16, and Dynamo expects torch.float32"),
+        ("normalize", return_one_more, "it returns 2 values, and Dynamo expects 1"),
+        ("lower", take_one_more, "it takes 6 inputs, and Dynamo gives it 5"),
         ("insert_casts", leave_a_cast_unread, "every cast is needed"),
         ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
         ("lower", narrow_a_linear, "adjustable operators read operands of their precision"),
@@ -155,8 +179,20 @@ def test_the_verifier_names_pass_node_and_rule(
         explain(qsync_fx.graph_pass(after=after)(breaks))
     assert breaks.__name__ in str(caught.value)
     assert "linear" in caught.value.graph
-    if breaks is not read_before_it_is_written:
+    if breaks not in (read_before_it_is_written, take_one_more):
         assert "node %" in (caught.value.where or "")
+
+
+@pytest.mark.parametrize("returned", ["a graph", "a module", "text"])
+def test_a_pass_that_returns_something_is_told_that_it_would_be_lost(returned: str) -> None:
+    @qsync_fx.graph_pass(after="lower")
+    def returns(graph: qsync_fx.PrecisionGraph) -> Any:
+        return {"a graph": graph, "a module": graph.module, "text": returned}[returned]
+
+    with pytest.raises(
+        PassError, match=r"'returns' returned .*, which would be lost: passes change the graph in place"
+    ):
+        explain(returns)
 
 
 def test_every_rule_says_when_it_holds() -> None:
