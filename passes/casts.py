@@ -19,7 +19,7 @@ from qsync_fx.passes.memory import Memory, Places
 from qsync_fx.passes.seed import drawn, handed_in
 from qsync_fx.passes.sharing import Sharing
 from qsync_fx.precision import Precision, precision_of
-from qsync_fx.values import is_float
+from qsync_fx.values import is_float, tensors
 
 
 class Casts:
@@ -109,6 +109,18 @@ class Casts:
         )
         self._describe(cast, source)
         return cast
+
+    def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
+        """Returns a new node where the graph's insertion point is that does what `node` does, to `instead` in place of `operand`."""
+        new = self.graph.graph.create_node(
+            "call_function",
+            node.target,
+            *fx.node.map_arg((node.args, node.kwargs), lambda used: instead if used is operand else used),
+            name=f"{node.name}_{precision_of(tensors(self.graph.value(instead))[0].dtype)}",
+        )
+        self._describe(new, node)
+        del new.meta["qsync_cast"]
+        return new
 
     def stands_for(self, new: fx.Node, node: fx.Node) -> None:
         """Takes a new node for one of the model's from here on: what reads the model's now reads it."""

@@ -23,6 +23,7 @@ from qsync_fx.passes.bodies import operands, results
 from qsync_fx.passes.casts import Casts, plain_type
 from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.passes.lowering import Lowering, Role
+from qsync_fx.passes.outputs import cast_outputs
 from qsync_fx.passes.retrace import is_switch
 from qsync_fx.precision import Precision
 from qsync_fx.values import format_of, is_float
@@ -72,9 +73,7 @@ class _Inserter:
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
             if not self.inside:  # whoever reads a body's results converts them
-                node.args = fx.node.map_arg(
-                    node.args, lambda used: self.casts.shared(node, used, self.casts.own.get(used))
-                )
+                cast_outputs(self.casts, node)
             return
         note: Note | None = node.meta.get("qsync")
         if note is None:

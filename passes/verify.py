@@ -157,6 +157,9 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
         origin = node.args[0] if node.args else None
         if cast and isinstance(origin, fx.Node):
             taken[node] = taken.get(origin, (origin, sharing.writes(origin)))
+        for used in () if cast else node.all_input_nodes:
+            if used in taken and sharing.memory.of(used) & sharing.memory.of(node):
+                taken[node] = taken[used]
         sharing.passed(node)
 
 
