@@ -17,6 +17,7 @@ from torch import fx
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.nodes import arguments
 from qsync_fx.notes import Cost
 from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import writes
@@ -40,11 +41,12 @@ def _cost(graph: PrecisionGraph, operator: Operator) -> Cost:
         moved += sum((_size(t) for t in tensors(graph.value(node))), start=0)
     flops: Any = 0
     if row is not None and row.flops is not None:
-        args = fx.node.map_aggregate(_positional(node), graph.value)
+        args = fx.node.map_aggregate(tuple(arguments(node).values()), graph.value)
         flops = row.flops(args, graph.value(node))
     saved: Any = 0
     if operator.kind is Kind.ADJUSTABLE and row is not None and graph.context.training:
-        operands = [node.args[at] for at in row.operands if at < len(node.args)]
+        given = list(arguments(node).values())
+        operands = [given[at] for at in row.operands if at < len(given)]
         kept = operands[:2] if row.products else operands[:1]
         saved = sum(
             (_bytes(graph, used) for used in kept if isinstance(used, fx.Node) and used.op == "call_function"), start=0
@@ -79,19 +81,6 @@ def _may_be_view(node: fx.Node) -> bool:
 def _memory(tensor: torch.Tensor) -> int | None:
     """Returns what tells a tensor's memory from that of others as long as these live; None for one that is not in one piece."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-
-
-def _positional(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments by position, those given by name and those left out included."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.args
-    schema = node.target._schema.arguments
-    return tuple(
-        node.args[at]
-        if at < len(node.args)
-        else node.kwargs.get(a.name, a.default_value if a.has_default_value() else None)
-        for at, a in enumerate(schema)
-    )
 
 
 def _bytes(graph: PrecisionGraph, node: fx.Node) -> Any:

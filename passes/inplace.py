@@ -15,6 +15,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.nodes import arguments
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.retrace import switches_grad
 from qsync_fx.values import is_float
@@ -26,10 +27,9 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return []
     row = row_for(node.target)
     written: list[fx.Node] = []
-    for at, argument in enumerate(node.target._schema.arguments):
+    for at, (argument, value) in enumerate(zip(node.target._schema.arguments, arguments(node).values(), strict=True)):
         said = argument.alias_info is not None and argument.alias_info.is_write
         if said or (row is not None and at in row.writes):
-            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             fx.node.map_arg(value, written.append)
     return written
 

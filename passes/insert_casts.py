@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.passes.bodies import operands, results
@@ -141,22 +142,16 @@ class _Inserter:
             node.meta["qsync_stream"], self.whole.products = self.whole.products, self.whole.products + 1
         special: dict[int, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
-        args: list[Any] = list(node.args)
-        for at, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-            given: Any = args[at] if at < len(args) else node.kwargs.get(argument.name)
-            if given is None:
-                continue
+        converted = row.converted(tuple(arguments(node).values()))
+
+        def change(at: int, given: Any) -> Any:
             if at in special:
-                new: Any = self._rounded(node, given, fmt, row, special[at], dtype)
-            elif at in row.converted(node.args):
-                new = fx.node.map_arg(given, lambda used: self._cast(node, used, dtype))
-            else:
-                new = fx.node.map_arg(given, lambda used: self._cast(node, used, self.casts.own.get(used)))
-            if at < len(args):
-                args[at] = new
-            else:
-                node.kwargs = {**node.kwargs, argument.name: new}
-        node.args = tuple(args)
+                return fx.node.map_arg(given, lambda used: self._rounded(node, used, fmt, row, special[at], dtype))
+            if at in converted:
+                return fx.node.map_arg(given, lambda used: self._cast(node, used, dtype))
+            return fx.node.map_arg(given, lambda used: self._cast(node, used, self.casts.own.get(used)))
+
+        map_arguments(node, change)
 
     def _rounded(
         self, node: fx.Node, used: fx.Node, fmt: Precision, row: OperatorRow, role: Role, dtype: torch.dtype

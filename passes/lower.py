@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.ops import Kind
 from qsync_fx.passes.casts import Casts
 from qsync_fx.passes.lowering import Lowering, Operands
@@ -78,8 +79,9 @@ def _operands(operator: Operator, stream: int) -> Operands | None:
     assert row is not None and note.precision is not None and note.output is not None
     found: list[tuple[fx.Node, fx.Node, fx.Node | None]] = []
     rounders: list[fx.Node] = []
+    given = tuple(arguments(operator.node).values())
     for at in row.scaled:
-        operand = operator.node.args[at]
+        operand = given[at]
         if not isinstance(operand, fx.Node):
             return None
         if operand.target is torch.ops.qsync.dequantize.default:
@@ -135,9 +137,7 @@ def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str, casts: C
             source = used.args[0]  # type: ignore[assignment]
         return casts.shared(node, source, dtype)
 
-    node.args = tuple(
-        restore(a) if at in row.operands and isinstance(a, fx.Node) else a for at, a in enumerate(node.args)
-    )
+    map_arguments(node, lambda at, given: fx.node.map_arg(given, restore) if at in row.operands else given)
     before = graph.value(node).dtype
     graph.propagate(node)
     if graph.value(node).dtype is not before:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
@@ -59,21 +59,6 @@ class Lowering:
     emit: Callable[[fx.Node, Operands], fx.Node | str]
     keep: Callable[[fx.Node, Role], list[int]]
     computed: Callable[[fx.Node, torch.device], str] = _unsaid
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns every argument of a node by its name in the operator's schema, defaults filled in."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload), node.format_node()
-    found: dict[str, Any] = {}
-    for at, argument in enumerate(target._schema.arguments):
-        if at < len(node.args):
-            found[argument.name] = node.args[at]
-        elif argument.name in node.kwargs:
-            found[argument.name] = node.kwargs[argument.name]
-        else:
-            found[argument.name] = argument.default_value
-    return found
 
 
 def dimensions(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from torch import fx
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.nodes import arguments
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.passes.inplace import in_place
@@ -179,8 +180,9 @@ def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
         note, node, row = operator.note, operator.node, operator.row
         if operator.kind is not Kind.ADJUSTABLE or note.precision is None or row is None or row.output_only:
             continue
-        for at in row.converted(node.args) if note.precision.plain else ():
-            for used in _nodes(node.args[at] if at < len(node.args) else None):
+        given = tuple(arguments(node).values())
+        for at in row.converted(given) if note.precision.plain else ():
+            for used in _nodes(given[at] if at < len(given) else None):
                 value = graph.value(used)
                 if is_float(value) and value.dtype is not note.precision.dtype:
                     yield node, f"it runs in {note.precision} and reads {describe(value)} from %{used.name}"

@@ -1,11 +1,13 @@
-"""What a node of an fx.Graph says of itself: the line of the user's model that it comes from, and what it calls.
+"""What a node of an fx.Graph says of itself: the line of the user's model that it comes from, what it calls, and with what.
 
-Invariant: works on any node, whether passes know it or not; it changes none.
+Invariant: works on any node, whether passes know it or not; what reads a node changes none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,3 +45,32 @@ def target_name(node: fx.Node) -> str:
         if isinstance(node.target, torch._ops.OpOverload)
         else getattr(node.target, "__name__", str(node.target))
     )
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns every argument of an operator's node by its name, in the order of the schema, defaults filled in.
+
+    A node's own `args` end where the call's did: what was left out is not there, and what was given by name stands elsewhere.
+    """
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload), node.format_node()
+    return filled(target, node.args, node.kwargs)
+
+
+def filled(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every argument of a call by its name, in the order of the schema; one without a default that is not given is None."""
+    schema = target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return {
+        a.name: given[a.name]
+        if a.name in given
+        else kwargs.get(a.name, a.default_value if a.has_default_value() else None)
+        for a in schema
+    }
+
+
+def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
+    """Puts `change(position in the schema, argument)` in the place of each argument that a call gives, by position or by name."""
+    positions = {name: at for at, name in enumerate(arguments(node))}
+    node.args = tuple(change(at, value) for at, value in enumerate(node.args))
+    node.kwargs = {name: change(positions[name], value) for name, value in node.kwargs.items()}

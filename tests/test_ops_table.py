@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from qsync_fx.nodes import filled
 from qsync_fx.ops import Kind, OperatorRow, row_for, table
 
 aten = torch.ops.aten
@@ -46,11 +47,11 @@ NOT_IN_EVERY_TORCH = (
 
 
 def test_every_target_is_an_operator_of_this_torch() -> None:
-    missing = {target for target in OURS if not (_exists(target) and overloads(target))}
+    missing = {target for target in OURS if not (exists(target) and overloads(target))}
     assert missing <= NOT_IN_EVERY_TORCH
 
 
-def _exists(target: str) -> bool:
+def exists(target: str) -> bool:
     try:
         return bool(packet(target).overloads())
     except AttributeError:
@@ -214,7 +215,8 @@ def converted(call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], to
         return convert(value) if is_fp32(value) else fresh(value)
 
     everything = row.kind is Kind.DEPENDENT
-    at = range(len(call.args)) if everything else row.converted(call.args)
+    given = tuple(filled(call.target, call.args, call.kwargs).values())
+    at = range(len(call.args)) if everything else row.converted(given)
     args = tuple(tree_map(chosen if i in at else fresh, v) for i, v in enumerate(call.args))
     return Call(call.target, args, tree_map(chosen if everything else fresh, call.kwargs))
 
@@ -223,7 +225,8 @@ def forward_and_backward(call: Call, row: OperatorRow) -> tuple[list[torch.Tenso
     """Returns the outputs of floating point, and the gradients of the tensors that passes convert."""
     torch.manual_seed(0)
     mutable = call.target._schema.is_mutable
-    positions = row.converted(call.args) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
+    given = tuple(filled(call.target, call.args, call.kwargs).values())
+    positions = row.converted(given) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
     inputs = [v for i in positions if i < len(call.args) for v in tree_leaves(call.args[i]) if _differentiable(v)]
     if not mutable:
         for value in inputs:

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from qsync_fx.backend.operators.products import round_gradients
 from qsync_fx.errors import QSyncError
 from qsync_fx.installed import tuples
+from qsync_fx.nodes import arguments
 from qsync_fx.ops import table
-from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments
+from qsync_fx.passes.lowering import Lowering, Operands, Role
 
 __all__ = ["Lowering", "Operands", "Role", "arguments", "lowerings", "round_gradients"]
 

@@ -20,7 +20,8 @@ from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import backward_operand, carrier, combined, round_gradients, scaled, uniform
-from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
+from qsync_fx.nodes import arguments
+from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
 from qsync_fx.precision import Precision, precision
 
 

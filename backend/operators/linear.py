@@ -22,7 +22,8 @@ from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import SHARED_STREAM, carrier, combined, round_gradients, scaled, uniform
 from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
-from qsync_fx.passes.lowering import Lowering, Operands, Role, arguments, dimensions
+from qsync_fx.nodes import arguments
+from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
 from qsync_fx.precision import Precision, precision
 
 

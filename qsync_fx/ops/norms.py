@@ -13,7 +13,7 @@ def row(name: str, *targets: str, alone: tuple[int, int] | None = None, writes: 
 
 
 ROWS = (
-    # Its backward pass on the CPU takes an FP32 bias beside a narrow input only where there is an FP32 weight, too.
+    # On the CPU torch takes an FP32 bias beside a narrow input only where there is an FP32 weight, too.
     row("layer_norm", "native_layer_norm", alone=(3, 2)),
     row("group_norm", "native_group_norm"),
     row(
@@ -24,7 +24,7 @@ ROWS = (
         "_batch_norm_with_update",
         writes=(3, 4),
     ),
-    row("instance_norm", writes=(3, 4)),
+    row("instance_norm", alone=(2, 1), writes=(3, 4)),
     row("rms_norm", "_fused_rms_norm"),
     *fixed(
         "it normalises a weight by its length, a sum of squares that needs FP32",
