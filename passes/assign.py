@@ -37,7 +37,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
         operator.decide(own, "the model disables autocast here, and the plan does not name the operator")
     elif operator.note.autocast not in (None, "off") and graph.context.automatic:
         operator.decide(FORMATS[str(operator.note.autocast)], "the model's autocast region")
-    elif not explicit and operator.note.autocast is None and (own.name == "fp64" or _narrower(own, choice.precision)):
+    elif not explicit and operator.note.autocast is None and _stays(own, choice.precision, graph.context.automatic):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
     elif graph.context.automatic:
         operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
@@ -45,6 +45,8 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
         operator.decide(choice.precision, choice.reason)
 
 
-def _narrower(own: Precision, planned: Precision) -> bool:
-    """Whether a model that is kept in a narrow float would be widened by the plan."""
-    return planned.plain and own.dtype is not planned.dtype and promoted(own, planned) is planned
+def _stays(own: Precision, planned: Precision, automatic: bool) -> bool:
+    """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked."""
+    wide = FORMATS[planned.output]
+    widened = not planned.scaled and own.dtype is not wide.dtype and promoted(own, wide) is wide
+    return own.name == "fp64" or widened or (automatic and own.bits < 32)

@@ -149,7 +149,7 @@ class _Inserter:
                 return fx.node.map_arg(given, lambda used: self._rounded(node, used, fmt, row, special[at], dtype))
             if at in converted:
                 return fx.node.map_arg(given, lambda used: self._cast(node, used, dtype))
-            return fx.node.map_arg(given, lambda used: self._cast(node, used, self.casts.own.get(used)))
+            return fx.node.map_arg(given, lambda used: self._cast(node, used, _beside(self.casts.own.get(used), dtype)))
 
         map_arguments(node, change)
 
@@ -218,3 +218,11 @@ class _Inserter:
         for user in users:
             user.replace_input_with(node, new)
         return new
+
+
+def _beside(own: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
+    """Returns the type for an operand that a plan does not change, such as a norm's weight, of an operator that computes in `dtype`.
+
+    It stays as it is, but torch takes no other narrow type there than `dtype` itself.
+    """
+    return own if own is None or own is dtype or own.itemsize >= 4 else torch.promote_types(own, dtype)

@@ -26,7 +26,7 @@ from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 from qsync_fx.precision import Precision, precision
 from qsync_fx.resolve import resolve
-from qsync_fx.values import describe
+from qsync_fx.values import describe, format_of
 
 
 class Operator:
@@ -65,6 +65,12 @@ class Operator:
         return self.note.row
 
     @property
+    def held(self) -> Precision | None:
+        """The format that the model itself holds the result in; None in an autocast region that gives way to a plan."""
+        region = self.note.autocast not in (None, "off") and not self.graph.context.automatic
+        return None if region else format_of(self.graph.value(self.node))
+
+    @property
     def source(self) -> Source | None:
         return source_of(self.node)
 
@@ -98,7 +104,7 @@ class Operator:
         row = self.row
         assert row is not None, "adjustable operators have rows"
         context = self.graph.context
-        runs, but = resolve(row, planned, context.device, context.options.exact)
+        runs, but = resolve(row, planned, context.device, context.options.exact, self.held)
         self.update(planned=planned, precision=runs, reason=f"{reason}; {but}" if but else reason, pinned=pinned)
 
     def __repr__(self) -> str:

@@ -12,14 +12,21 @@ from qsync_fx.ops import OperatorRow
 from qsync_fx.precision import FORMATS, Precision
 
 
-def resolve(row: OperatorRow, planned: Precision, device: torch.device, exact: bool) -> tuple[Precision, str]:
-    """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is."""
+def resolve(
+    row: OperatorRow, planned: Precision, device: torch.device, exact: bool, held: Precision | None = None
+) -> tuple[Precision, str]:
+    """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is.
+
+    Args:
+        exact: forbids that the device runs another format in place of the planned one.
+        held: the format that the model itself holds the operator's result in: torch computes in it, so nothing is put in its place.
+    """
     runs, reasons = planned, []
     if not runs.plain and not row.scaled:
         # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
-        runs = FORMATS[planned.elsewhere]
+        runs = held if held is not None and held.bits < 32 else FORMATS[planned.elsewhere]
         reasons.append(f"{planned} is for products with a weight, {row.name} runs in {runs}")
-    found = support(device, runs, exact)
+    found = support(device, runs, exact or runs is held)
     if found.runs_as is not runs:
         runs = found.runs_as
         reasons.append(found.reason)

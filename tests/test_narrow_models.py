@@ -1,0 +1,161 @@
+"""Models that are kept in FP16, BF16 or FP64, in whole or in part: without a plan that says otherwise they stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_equal, build, compiled, gradients, relative_error
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qsync_fx
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Attending(nn.Module):
+    """An embedding, products, a norm with parameters, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 16)
+        self.hidden, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.hidden(self.embedding(x[..., 0].argsort(-1)))))
+        found: Tensor = self.head(x + self.attention(x, x, x, need_weights=False)[0])
+        return found
+
+
+class Convolving(nn.Module):
+    """A convolution, and a batch norm that writes its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].to(self.conv.weight.dtype)
+        found: Tensor = self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+        return found
+
+
+class Mixed(nn.Module):
+    """Each layer in a type of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16).half(), nn.LayerNorm(16)
+        self.second, self.last = nn.Linear(16, 16).bfloat16(), nn.Linear(16, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.half()).float())
+        found: Tensor = self.last(self.second(x.bfloat16()).double())
+        return found
+
+
+def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    out = call(torch.randn(4, 16, 16))
+    out.float().square().mean().backward()
+    buffers = {name: t.clone() for name, t in model.named_buffers()}
+    return {"out": out.detach()} | gradients(model) | buffers
+
+
+def kept(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    model = build(make)
+    return model if dtype is None else model.to(dtype)
+
+
+HALF, BF16, FP64 = torch.float16, torch.bfloat16, torch.float64
+MODELS = [(make, dtype) for make in (Attending, Convolving) for dtype in (HALF, BF16, FP64)]
+
+
+@pytest.mark.parametrize(("make", "dtype"), MODELS)
+def test_what_a_model_holds_stays(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    plain = kept(make, dtype)
+    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+    own = [{"precision": "fp16"}] if dtype is HALF else [{"precision": "bf16"}] if dtype is BF16 else []
+    for options in ({}, {"precision": "fp32"}, {"precision": "tf32"}, *own):
+        torch._dynamo.reset()
+        model = kept(make, dtype)
+        assert_equal(train(model, compiled(model, **options)), expected)
+
+
+def test_each_part_of_a_mixed_model_stays() -> None:
+    plain = build(Mixed)
+    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+    model = build(Mixed)
+    assert_equal(train(model, compiled(model, precision="fp32")), expected)
+    # What is in FP32 takes the default, and nothing else does.
+    explanation = qsync_fx.explain(build(Mixed), torch.randn(4, 16, 16))
+    found = {str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
+    default = str(qsync_fx.explain(nn.Linear(2, 2), torch.ones(1, 2)).operators[0].precision)
+    assert found == {
+        "first/linear": "fp16",
+        "norm/layer_norm": default,
+        "second/linear": "bf16",
+        "last/linear": "fp64",
+    }
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_half_stays_half_whatever_compiles_it(inner: str) -> None:
+    plain, model = kept(Attending, HALF), kept(Attending, HALF)
+    expected = train(plain, plain)
+    assert relative_error(train(model, compiled(model, inner=inner)), expected) <= (0 if inner == "eager" else 1e-3)
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64])
+def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    """Norms compute in another narrow type than their parameters have, and the statistics move on in theirs."""
+    exact = train(model := kept(make, dtype).float(), model)
+    for precision, bound in ("bf16", 0.02), ("int8", 0.15):
+        torch._dynamo.reset()
+        model = kept(make, dtype)
+        found = train(model, compiled(model, precision=precision))
+        assert relative_error(found, exact) <= bound, precision
+        assert {t.dtype for name, t in found.items() if "batches" not in name} == {dtype}
+
+
+def test_a_plan_that_names_a_layer_widens_it() -> None:
+    plan = qsync_fx.Plan.uniform("fp32").with_precision("hidden", "fp32").with_precision("embedding", "fp32")
+    explanation = qsync_fx.explain(kept(Attending, HALF), torch.randn(2, 4, 16), options={"plan": plan})
+    found = {op.id.module: str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
+    assert (found["embedding"], found["hidden"], found["norm"], found["head"]) == ("fp32", "fp32", "fp16", "fp16")
+
+
+def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
+    def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
+        explanation = qsync_fx.explain(model, torch.randn(2, 4, 16), options=options)
+        return {op.id.module: f"{op.precision}: {op.reason}" for op in explanation.operators if op.kind == "adjustable"}
+
+    stays = "fp16: the model holds it in fp16, which no default changes"
+    assert reasons(kept(Attending, HALF))["head"] == stays
+    assert reasons(kept(Attending, HALF), precision="fp32")["head"] == stays
+    assert reasons(kept(Attending, HALF), precision="fp16")["head"] == "fp16: plan: uniform fp16"
+    # The products' own format does not do for a norm: it stays in the model's.
+    norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
+    assert norm == "fp16: plan: uniform int8; int8 is for products with a weight, layer_norm runs in fp16"
+    # A plan for an FP32 model: the CPU has no FP16 unit.
+    assert reasons(build(Attending), precision="fp16")["head"].startswith("bf16: plan: uniform fp16; FP16 runs as BF16")
+    assert reasons(build(Attending), precision="fp16", exact=True)["head"] == "fp16: plan: uniform fp16"
+
+
+def test_an_autocast_region_in_half_is_computed_in_half() -> None:
+    class Region(Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.float16):
+                return super().forward(x)
+
+    plain, model = build(Region), build(Region)
+    expected = train(plain, torch.compile(plain, backend="aot_eager"))
+    assert_equal(train(model, compiled(model)), expected)
