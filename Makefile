@@ -33,7 +33,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: help setup demo test test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
+.PHONY: help setup demo test test-all test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,8 +73,15 @@ demo: setup ## train a ResNet in mixed precision over two processes, in three mi
 	fi
 	@$(PYTHON) examples/demo.py
 
-test: setup lint ## lint, then run the tests
+test: setup lint ## lint, types, and one test of each idea, eight minutes on two cores
 	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+test-all: setup lint ## all tests, in 45 minutes: each model in each format, kernels of each kind; also on the torch of each .venv-torch-* there is
+	@for folder in $(wildcard .venv-torch-*/.qsync-installed); do \
+	  echo "test-all: $$(dirname $$folder)"; \
+	  $$(dirname $$folder)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS) || exit 1; \
+	done
+	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --tier all $(PYTEST_FLAGS)
 
 test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/test_models.py')
 	@[ -n '$(VERSION)' ] || { echo "test-torch: say which torch, as in: make test-torch VERSION=2.14.1" >&2; exit 1; }

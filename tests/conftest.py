@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import torch
 
-pytest_plugins = ["clean_exit"]
+pytest_plugins = ["clean_exit", "tiers"]
 
 # No deadline: the first example of a test pays for compilation, and other processes share the machine.
 hypothesis.settings.register_profile("fresh", deadline=None)

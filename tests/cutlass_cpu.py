@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import cuda_batches
 import cuda_emulation as emulation
+import pytest
+import tiers
 import torch
+from gpu import kit
 from torch import Tensor
 
 from qsync_fx.backend.cuda import kernels, keys, toolchain
@@ -178,6 +182,30 @@ def sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the tests of a GPU take the CPU for one, with these kernels."""
+    monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kit, "library", {kernels.unit_of(config): library for config, library in libraries.items()}.get)
+    torch.manual_seed(0)
+
+
+def parameters(configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]) -> list[Any]:
+    """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the tier `all` has; the others."""
+    quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
+    return [
+        pytest.param(c, id=c.name, marks=() if c in quick else tiers.ALL if c in all_tier else tiers.EVERY)
+        for c in configs
+    ]
+
+
+def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[KernelConfig]:
+    """Returns the kernel of each kind that has the smallest tile."""
+    found: dict[tuple[object, ...], KernelConfig] = {}
+    for kind, config in kinds:
+        found[kind] = min(found.get(kind, config), config, key=bytes_a_tile)
+    return list(found.values())
 
 
 def bytes_a_tile(config: KernelConfig) -> int:

@@ -1,13 +1,12 @@
 """Convolution kernels of CUTLASS 2.x, run on the CPU: outputs and gradients, each element to the last bit. See cutlass_cpu.py.
 
-Here one kernel of each kind, the smallest, as compiling is what takes time; all 2.x kernels with QSYNC_TEST_ALL_KERNELS=1.
+The smallest tile of each kind, as compiling is what takes time, and of six kinds in the fast tier; all 2.x kernels in the tier `every`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from pathlib import Path
 import cutlass_conv_cpu
 import cutlass_cpu
 import pytest
+import tiers
+from gpu import test_conv
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.candidates_conv import conv_configs
@@ -26,6 +27,9 @@ try:
     toolchain.toolchain()
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
+
+# Whichever test is first compiles for all.
+pytestmark = pytest.mark.timeout(7200)
 
 CHANGED = {
     # What starts a kernel, which a host compiler cannot read.
@@ -43,6 +47,11 @@ def all_kernels() -> list[KernelConfig]:
     return list(dict.fromkeys(kernels))
 
 
+def of_each_kind() -> list[KernelConfig]:
+    """The smallest tile of each target, product, formats and order."""
+    return cutlass_cpu.smallest(((c.operation, c.arch, c.a, c.out, c.strided, c.order), c) for c in all_kernels())
+
+
 def one_of_each() -> list[KernelConfig]:
     """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
@@ -58,7 +67,7 @@ def one_of_each() -> list[KernelConfig]:
     return [relu, *found[1:]]
 
 
-KERNELS = all_kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else one_of_each()
+KERNELS = tiers.chosen(one_of_each(), list(dict.fromkeys([*one_of_each(), *of_each_kind()])), all_kernels())
 
 
 def build(configs: list[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
@@ -78,7 +87,15 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Li
     return build(KERNELS, tmp_path_factory.mktemp("on_cpu"))
 
 
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
 def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
     cutlass_conv_cpu.check(libraries[config], config)
+
+
+@pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, one_of_each(), {"int8"}))
+def test_what_kernels_are_asked_on_a_gpu(
+    libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutlass_cpu.as_a_gpu(libraries, monkeypatch)
+    test_conv.test_exact_sums_are_right_to_the_last_bit(config)
+    test_conv.test_random_data_against_fp64(config)

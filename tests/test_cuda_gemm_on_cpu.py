@@ -1,18 +1,19 @@
 """GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to the last bit.
 
-Here one kernel of each kind; all 2.x kernels with QSYNC_TEST_ALL_KERNELS=1, which takes half an hour.
+The smallest tile of each kind, and of ten kinds in the fast tier; all 2.x kernels in the tier `every`, which takes half an hour.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 
 import cuda_emulation as emulation
 import cutlass_cpu
 import pytest
+import tiers
 import torch
+from gpu import test_gemm
 
 from qsync_fx.backend.cuda import launch, padding, serving, toolchain
 from qsync_fx.backend.cuda.candidates_gemm import gemm_configs
@@ -28,6 +29,9 @@ try:
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+# Whichever test is first compiles for all.
+pytestmark = pytest.mark.timeout(3600)
+
 
 def all_kernels() -> list[KernelConfig]:
     """Kernels of 2.x, but for those that differ from another one in the target alone: the same text is compiled for both."""
@@ -41,8 +45,14 @@ def all_kernels() -> list[KernelConfig]:
     return list(found.values())
 
 
+def of_each_kind() -> list[KernelConfig]:
+    """The smallest tile of each target, operands, layouts and order: compiling is what takes time."""
+    kinds = (((c.arch, c.a, c.b, c.a_major, c.b_major, c.order), c) for c in all_kernels())
+    return cutlass_cpu.smallest(kinds)
+
+
 def one_of_each() -> list[KernelConfig]:
-    """The smallest tile of each of these: compiling is what takes time."""
+    """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
         lambda c: c.arch == "sm_70" and c.a == "fp16" and (c.a_major, c.b_major) == ("column", "row"),
         lambda c: c.arch == "sm_70" and c.a == "int8" and (c.a_major, c.b_major) == ("row", "row"),
@@ -59,7 +69,7 @@ def one_of_each() -> list[KernelConfig]:
     return [min(filter(each, kernels), key=cutlass_cpu.bytes_a_tile) for each in wanted]
 
 
-KERNELS = all_kernels() if os.environ.get("QSYNC_TEST_ALL_KERNELS") else one_of_each()
+KERNELS = tiers.chosen(one_of_each(), list(dict.fromkeys([*one_of_each(), *of_each_kind()])), all_kernels())
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +77,20 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Li
     return cutlass_cpu.build(KERNELS, tmp_path_factory.mktemp("on_cpu"))
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
 def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
     cutlass_cpu.check(libraries[config], config)
+
+
+@pytest.mark.parametrize("config", cutlass_cpu.parameters(KERNELS, one_of_each(), {"int8", "bf16"}))
+def test_what_kernels_are_asked_on_a_gpu(
+    libraries: dict[KernelConfig, Library], config: KernelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of tests/gpu, which share nothing with those of here: FP64, longer sums, values that are not finite."""
+    cutlass_cpu.as_a_gpu(libraries, monkeypatch)
+    test_gemm.test_exact_sums_are_right_to_the_last_bit(config)
+    test_gemm.test_random_data_against_fp64(config)
+    test_gemm.test_what_is_not_finite_stays_in_its_rows(config)
 
 
 def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, Library]) -> None:

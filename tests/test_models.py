@@ -9,11 +9,11 @@ calls in the model are counted by a function mode that knows nothing of graphs.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -30,9 +30,6 @@ from qsync_fx.precision import FORMATS
 
 Gradients = dict[str, Tensor | None]
 
-LEFT_OUT = ("bf16", "fp32", "int8")
-"""Each model is run in two of three formats, in turn, as compiling is what takes time; in all of them with QSYNC_TEST_ALL_MODELS=1."""
-
 # How much larger the error of all gradients together, relative to their norm, may be than that of autocast in BF16, and by how much.
 # INT8 rounds stochastically to 127 levels of the largest magnitude, in the forward pass; its backward pass is BF16's. Measured: at
 # most 1.4 times and 4.3 times, after the offset. The largest of one parameter: 2.5 (the CPU's layer norm adds up the gradient of its
@@ -41,9 +38,16 @@ BOUNDS = {"bf16": (2.0, 0.005), "int8": (6.0, 0.02)}
 ONE_PARAMETER = 3
 
 
-def run_in(precision: str) -> list[Case]:
-    every = bool(os.environ.get("QSYNC_TEST_ALL_MODELS"))
-    return [case for index, case in enumerate(CASES) if every or LEFT_OUT[index % 3] != precision]
+def parameters(*precisions: str) -> list[Any]:
+    """Each model in each precision; the fast tier has one of three for each, in turn, as compiling is what takes time."""
+    turns = ("int8", "bf16", "fp32")
+    return [
+        pytest.param(
+            case, precision, id=f"{case.name}-{precision}", marks=() if turns[at % 3] == precision else tiers.ALL
+        )
+        for precision in precisions
+        for at, case in enumerate(CASES)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +75,8 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("case", run_in("fp32"), ids=lambda case: case.name)
-def test_fp32_is_torch_to_the_last_bit(case: Case) -> None:
+@pytest.mark.parametrize(("case", "precision"), parameters("fp32"))
+def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
     theirs, inputs = make(case)
     ours, _ = make(case)
     call = torch.compile(theirs, backend="aot_eager")
@@ -81,7 +85,7 @@ def test_fp32_is_torch_to_the_last_bit(case: Case) -> None:
     torch._dynamo.reset()
     counters.clear()
 
-    call = compiled(ours, precision="fp32", inner="aot_eager")
+    call = compiled(ours, precision=precision, inner="aot_eager")
     found = [train(ours, call, inputs), train(ours, call, inputs)]
     for (loss, gradients), (their_loss, their_gradients) in zip(found, expected, strict=True):
         assert torch.equal(loss, their_loss)
@@ -133,11 +137,7 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("case", "precision"),
-    [(case, precision) for precision in ("bf16", "int8") for case in run_in(precision)],
-    ids=lambda value: value.name if isinstance(value, Case) else value,
-)
+@pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))
 def test_a_narrow_format_costs_what_it_should(case: Case, precision: str) -> None:
     model, inputs = make(case)
     with Products() as called:

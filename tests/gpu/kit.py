@@ -150,11 +150,12 @@ def _up(size: int, step: int) -> int:
 
 
 def scales(config: KernelConfig, rows: int, columns: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Returns scales for each row and column, where a kernel reads any."""
+    """Returns scales for each row and column, where a kernel reads any; such that no sum of INT8 leaves FP16."""
     if config.a_scale == "none":
         return None, None
-    a_scale = torch.rand(rows if config.a_scale == "channel" else (), device=device) + 0.5
-    return a_scale, torch.rand(columns if config.b_scale == "channel" else (), device=device) + 0.5
+    unit = 1 / 64 if config.out == "fp16" else 1.0
+    a_scale = (torch.rand(rows if config.a_scale == "channel" else (), device=device) + 0.5) * unit
+    return a_scale, (torch.rand(columns if config.b_scale == "channel" else (), device=device) + 0.5) * unit
 
 
 def assert_equal(found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None) -> None:

@@ -1,0 +1,56 @@
+"""The benchmarks of a GPU, as far as they can be run without one, and what make says of a machine that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # What a worker of xdist tells its own children is not for these.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")
+@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
+def test_make_says_that_there_is_no_gpu(target: str) -> None:
+    done = ran("make", target, f"GPU_PYTHON={sys.executable}")
+    assert done.returncode and "no GPU: nothing was tested or measured" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [("linear", ""), ("conv", ""), ("quantize", "int8, "), ("step", "BERT-base, 64 x 128 tokens: qsync int8")],
+)
+def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    line = ["--quick", "--device", "cpu", "--only", only, "--json", str(path)]
+    done = ran(sys.executable, f"benchmarks/gpu_{name}.py", *line)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["quick"] and "dry run" in found["environment"]["gpu"]
+    assert not [row for row in found["rows"] if "error" in row], found["rows"]
+    assert [row for row in found["rows"] if "target" in row]
+    # Nothing is met by what was not measured.
+    assert all(row.get("met") is None for row in found["rows"])
+
+
+def test_benchmarks_judge_by_their_targets() -> None:
+    script = (
+        "import sys; sys.path.insert(0, 'benchmarks')\n"
+        "import _gpu, gpu_linear, gpu_quantize, gpu_step\n"
+        "print([t.judged(v)['met'] for t, v in ((gpu_linear.INT8_STEP, 1.38), (gpu_linear.INT8_STEP, 1.37), (gpu_step.OVERHEAD, 0.05), "
+        "(gpu_step.OVERHEAD, 0.06), (gpu_quantize.BANDWIDTH, None), (_gpu.GATE, 0.98))])"
+    )
+    assert ran(sys.executable, "-c", script).stdout.strip() == "[True, False, True, False, None, True]"
