@@ -19,6 +19,7 @@ from torch import fx
 from torch.backends import cuda
 
 from qsync_fx.backend import relu
+from qsync_fx.devices import cpu_multiplies_integers
 
 
 @functools.cache
@@ -89,7 +90,9 @@ def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     """
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     settings: Any = torch.compiler.config
-    tag = f"{settings.cache_key_tag} {kernels} qsync_fx {_revision()}".strip()
+    # A cache on disk may be shared by machines whose CPUs have different units.
+    integers = "integers" if device.type == "cpu" and cpu_multiplies_integers() else ""
+    tag = f"{settings.cache_key_tag} {kernels} {integers} qsync_fx {_revision()}".strip()
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
         with settings.patch(cache_key_tag=tag):

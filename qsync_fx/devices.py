@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qsync_fx.errors import DeviceError
 from qsync_fx.precision import Precision, encoding, precision
@@ -94,6 +95,20 @@ def default_precision(device: torch.device) -> Precision:
     return bf16 if support(device, bf16).how == "native" else precision("fp32")
 
 
+@functools.cache
+def cpu_multiplies_integers() -> bool:
+    """Whether oneDNN's products of INT8 matrices are exact on this CPU.
+
+    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products up in 16 bits, saturated, and two of 127 by 127 come out
+    as one. That is tried, not looked up: what oneDNN uses is narrowed by ONEDNN_MAX_CPU_ISA, which no query of torch's knows.
+    """
+    # Whoever asks may be tracing, where nothing has a value.
+    with _disable_current_modes():
+        largest = torch.full((4, 8), 127, dtype=torch.int8, device="cpu")
+        found = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
+        return all(bool((sums == 8 * 127**2).all()) for sums in found)
+
+
 def _cpu(fmt: Precision, exact: bool) -> Support:
     if fmt.name == "bf16":
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -106,6 +121,10 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
             "substituted",
             precision("bf16"),
             "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
+        )
+    if encoding(fmt).name == "int8" and not cpu_multiplies_integers():
+        return Support(
+            "simulated", fmt, "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32"
         )
     if encoding(fmt).name == "int8":
         return Support("native", fmt, "this CPU multiplies INT8 through oneDNN; convolutions run exactly in BF16")

@@ -202,9 +202,10 @@ def formats() -> str:
 
 
 def devices(monkeypatch: pytest.MonkeyPatch) -> str:
-    def on_cpu(fmt: Precision, bf16: bool) -> Support:
+    def on_cpu(fmt: Precision, units: bool) -> Support:
         with monkeypatch.context() as patch:
-            patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16, raising=False)
+            patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: units, raising=False)
+            patch.setattr("qsync_fx.devices.cpu_multiplies_integers", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)
 
     def on_cuda(fmt: Precision) -> str:
@@ -225,7 +226,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:
-        found = list(dict.fromkeys(on_cpu(fmt, bf16) for bf16 in (True, False)))
+        found = list(dict.fromkeys(on_cpu(fmt, units) for units in (True, False)))
         return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in found), on_cuda(fmt)
 
     return markdown("| format | on the CPU | native on CUDA (compute capability) |", map(row, FORMATS.values()))

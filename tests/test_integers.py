@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -63,3 +68,29 @@ def test_formats_with_the_same_values_are_known_by_one_name() -> None:
     assert {row.name: encoding(row).name for row in FORMATS.values() if encoding(row) is not row} == {
         "int8_grad": "int8"
     }
+
+
+WITHOUT_VNNI = """
+import torch
+from lowered_layers import Layer, leaf, recorded
+from qsync_fx.devices import support
+from qsync_fx.precision import FORMATS
+
+x, weight = leaf(torch.full((8, 64), 2.0)), leaf(torch.full((16, 64), -3.0))
+for fmt in ("int8", "int8_grad"):
+    with recorded() as calls:
+        y = Layer(fmt, rounding="nearest", out_dtype=torch.float32)(x, weight)
+        found = y, *torch.autograd.grad(y.sum(), (x, weight))
+    for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
+        torch.testing.assert_close(one, torch.full_like(one, exact))
+    print(fmt, "aten::_int_mm" in calls, support(torch.device("cpu"), FORMATS[fmt]).how)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_a_unit_that_saturates_is_not_used(isa: str) -> None:
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_VNNI], env=env, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["int8", "False", "simulated", "int8_grad", "False", "simulated"]

@@ -1,6 +1,6 @@
 """Products of INT8 matrices by the integer unit of torch: oneDNN's on the CPU, cuBLAS's on CUDA.
 
-Invariant: sums are exact. Where INT32 does not hold every sum, or the unit does not take the sizes, there is no integer product.
+Invariant: sums are exact. Where INT32 does not hold every sum, or the unit saturates or does not take the sizes, there is no product.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda import fallback
+from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.precision import Precision
 
 
@@ -37,7 +38,7 @@ def _summed_exactly(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision])
     if a.device.type == "cuda":
         return fallback.takes_integers(a.shape[0], bt.shape[0], inner)
     # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
-    return a.device.type != "cpu" or inner != 1
+    return a.device.type != "cpu" or (inner != 1 and cpu_multiplies_integers())
 
 
 def _strided(t: Tensor) -> Tensor:
