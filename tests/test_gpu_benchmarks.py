@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,12 @@ def test_make_says_that_there_is_no_gpu(target: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "only"),
-    [("linear", ""), ("conv", ""), ("quantize", "int8, "), ("step", "BERT-base, 64 x 128 tokens: qsync int8")],
+    [
+        ("quantize", "int8, "),
+        pytest.param("linear", "", marks=tiers.ALL),
+        pytest.param("conv", "", marks=tiers.ALL),
+        pytest.param("step", "BERT-base, 64 x 128 tokens: qsync int8", marks=tiers.ALL),
+    ],
 )
 def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

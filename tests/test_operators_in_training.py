@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from lowered_layers import FORMATS_OF_PRODUCTS, Geometry, Layer, every_format, leaf, recorded
@@ -118,7 +119,9 @@ CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_st
 
 
 @every_format
-@pytest.mark.parametrize(("rounding", "channel"), [("stochastic", False), ("nearest", True)])
+@pytest.mark.parametrize(
+    ("rounding", "channel"), [("stochastic", False), pytest.param("nearest", True, marks=tiers.ALL)]
+)
 def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
     checks = CHECKS if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float" else ("test_schema", *CHECKS)
     transposed = Geometry([2], [1], [1], True, [1], 2)
