@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx.bodies import operands
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.bodies import operands
-from qsync_fx.passes.memory import Memory, Places
+from qsync_fx.memory import Memory, Places
 from qsync_fx.passes.seed import drawn, handed_in
-from qsync_fx.passes.sharing import Sharing
 from qsync_fx.precision import Precision, precision_of
+from qsync_fx.sharing import Sharing
 from qsync_fx.values import is_float, tensors
 
 
@@ -198,3 +198,10 @@ class Casts:
 def plain_type(value: Any) -> torch.dtype | None:
     """Returns the type of a floating-point tensor that a plan may change; None for everything else."""
     return value.dtype if is_float(value) else None
+
+
+def drop_unread_casts(graph: PrecisionGraph) -> None:
+    """Erases casts that nobody reads. What the model computes and drops is its own affair, in bodies too, where fx would erase it."""
+    for node in reversed(graph.nodes):
+        if node.meta.get("qsync_cast", False) and not node.users:
+            graph.graph.erase_node(node)

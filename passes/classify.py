@@ -13,7 +13,7 @@ import torch
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
-from qsync_fx.passes.inplace import in_place
+from qsync_fx.writes import in_place
 
 
 @dataclass(frozen=True)

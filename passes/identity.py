@@ -23,8 +23,8 @@ from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, row_for
 from qsync_fx.passes.frames import Place, clean_path, translator
-from qsync_fx.passes.inplace import writes
 from qsync_fx.values import is_float, tensors
+from qsync_fx.writes import writes
 
 
 @dataclass
@@ -130,13 +130,18 @@ def module_path(node: fx.Node, here: Place) -> str:
 
 
 def name_inputs(graph: fx.Graph) -> None:
-    """Names inputs as the model does: `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`."""
+    """Notes the paths that parameters and buffers have in the model, and names inputs after them.
+
+    `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
+    """
     for node in graph.nodes:
         source = getattr(node, "_dynamo_source", None)
         if node.op != "placeholder" or source is None:
             continue
         text = source.name() if callable(source.name) else source.name
-        name = re.sub(r"\W+", "_", clean_path(text) or text.partition("[")[2]).strip("_")
+        path = clean_path(text)
+        node.meta["qsync_input"] = path
+        name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
         if name and not name[0].isdigit():
             node._rename(name)
 

@@ -15,29 +15,10 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.nodes import arguments
+from qsync_fx.modes import switches_grad
 from qsync_fx.ops import Kind, row_for
-from qsync_fx.passes.retrace import switches_grad
-from qsync_fx.values import is_float
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that a node writes to in place, whether its schema says so or its row."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    row = row_for(node.target)
-    written: list[fx.Node] = []
-    for at, (argument, value) in enumerate(zip(node.target._schema.arguments, arguments(node).values(), strict=True)):
-        said = argument.alias_info is not None and argument.alias_info.is_write
-        if said or (row is not None and at in row.writes):
-            fx.node.map_arg(value, written.append)
-    return written
-
-
-def in_place(node: fx.Node) -> bool:
-    """Whether a node's result is one of its arguments, written to (a batch norm writes to its statistics, but returns another tensor)."""
-    written = writes(node)
-    return bool(written) and written[0] is node.args[0] and str(node.target.__name__).partition(".")[0].endswith("_")  # type: ignore[union-attr]
+from qsync_fx.values import is_alias, is_float
+from qsync_fx.writes import in_place, writes
 
 
 def without_needless_writes(graph: PrecisionGraph) -> None:
@@ -46,6 +27,7 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
         # Under no_grad a write in place keeps the tensor's history, which a plain operator would cut.
         return
     order = {node: at for at, node in enumerate(graph.nodes)}
+    replaced: set[fx.Node] = set()
     for node in graph.nodes:
         plain = _plain_target(node)
         if plain is None:
@@ -62,6 +44,21 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
         for user in list(written.users):
             if order[user] > order[node]:
                 user.replace_input_with(written, node)
+        replaced.add(node)
+    _move_out(graph, replaced)
+
+
+def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
+    """Gives what is a tensor of its own now, and the views of it, values that share no memory with the tensor that was written to."""
+    moved: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        before = graph.value(node)
+        views = isinstance(before, torch.Tensor) and any(
+            used in moved and is_alias(before, moved[used]) for used in node.all_input_nodes
+        )
+        if node in replaced or views:
+            moved[node] = before
+            graph.propagate(node)
 
 
 def _plain_target(node: fx.Node) -> Any:

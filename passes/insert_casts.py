@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx.bodies import operands, results
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.modes import is_switch
 from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind, OperatorRow
-from qsync_fx.passes.bodies import operands, results
-from qsync_fx.passes.casts import Casts, plain_type
-from qsync_fx.passes.inplace import in_place, writes
+from qsync_fx.passes.casts import Casts, drop_unread_casts, plain_type
 from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.outputs import cast_outputs
-from qsync_fx.passes.retrace import is_switch
 from qsync_fx.precision import Precision
 from qsync_fx.values import format_of, is_float
+from qsync_fx.writes import in_place, writes
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class InsertCasts:
             _Inserter(graph, self).run()
 
 
-def _is_impure(node: fx.Node) -> bool:
-    """Only casts may die here: what the model computes and drops is its own affair."""
-    return not node.meta.get("qsync_cast", False)
-
-
 class _Inserter:
     def __init__(
         self, graph: PrecisionGraph, options: InsertCasts, outer: tuple[_Inserter, fx.Node] | None = None
@@ -68,7 +63,7 @@ class _Inserter:
         for node in self.graph.nodes:
             self.visit(node)
             self.casts.passed(node)
-        self.graph.graph.eliminate_dead_code(_is_impure)
+        drop_unread_casts(self.graph)
         self.graph.module.recompile()
 
     def visit(self, node: fx.Node) -> None:

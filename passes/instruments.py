@@ -10,8 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import fx
-
+from qsync_fx.copies import copied
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.text import graph_text
 
@@ -45,10 +44,10 @@ class Timing:
 
 @dataclass
 class Snapshots:
-    """The graph after every pass, as text and as a copy that can be run."""
+    """The graph after every pass, as text and as a copy, whose `module` can be run."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, fx.GraphModule] = field(default_factory=dict)
+    graphs: dict[str, PrecisionGraph] = field(default_factory=dict)
 
     def before(self, name: str, graph: PrecisionGraph) -> None:
         pass
@@ -58,11 +57,7 @@ class Snapshots:
 
     def verified(self, name: str, graph: PrecisionGraph) -> None:
         self.texts[name] = graph_text(graph)
-        copied = fx.Graph()
-        output = copied.graph_copy(graph.graph, {}, return_output_node=True)
-        if isinstance(output, tuple):
-            copied.output(output[0])
-        self.modules[name] = fx.GraphModule(graph.module, copied)
+        self.graphs[name] = copied(graph)
 
     def diff(self, first: str, second: str) -> str:
         """Returns a unified diff of the graphs after two passes."""

@@ -16,7 +16,7 @@ from torch import fx
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.ops import Kind
-from qsync_fx.passes.casts import Casts
+from qsync_fx.passes.casts import Casts, drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
 from qsync_fx.precision import FORMATS
 
@@ -37,7 +37,7 @@ class Lower:
             if "qsync" in node.meta:
                 self._lower(graph, Operator(graph, node), casts)
             casts.passed(node)
-        graph.graph.eliminate_dead_code(lambda node: not node.meta.get("qsync_cast", False))
+        drop_unread_casts(graph)
         graph.module.recompile()
 
     def _lower(self, graph: PrecisionGraph, operator: Operator, casts: Casts) -> None:

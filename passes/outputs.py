@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from qsync_fx.passes.casts import Casts
-from qsync_fx.passes.inplace import in_place, writes
 from qsync_fx.values import is_float, tensors
+from qsync_fx.writes import in_place, writes
 
 
 def cast_outputs(casts: Casts, output: fx.Node) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TypeGuard
 
+from qsync_fx.copies import copied
 from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.installed import load, package, unfit
@@ -51,8 +52,8 @@ def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool
         Assign(),
         Cascade(),
         InsertCasts(rounding, options.scaling, lowerings),
-        AnnotateCost(),
         Lower(lowerings),
+        AnnotateCost(),
     ]
     for custom in _customs(options):
         passes.insert(_place(custom, passes), custom)
@@ -140,14 +141,21 @@ def run_or_fall_back(
 
 
 def run(
-    graph: PrecisionGraph, passes: Sequence[Pass], instruments: Sequence[Instrument] = (), verified: bool = True
+    graph: PrecisionGraph,
+    passes: Sequence[Pass],
+    instruments: Sequence[Instrument] = (),
+    verified: bool = True,
+    after: tuple[str, ...] = (),
 ) -> PrecisionGraph:
     """Runs the passes on the graph and on the bodies of its higher-order operators; returns the graph.
+
+    Args:
+        after: names of the passes that have run already.
 
     Raises:
         PassError: a pass failed, or broke one of the verifier's rules.
     """
-    passed: tuple[str, ...] = ()
+    passed = after
     changed: tuple[str, ...] = ()
     for step in passes:
         before = None if _is_ours(step) else look(graph)
@@ -157,6 +165,8 @@ def run(
             _call(step, graph)
             for instrument in instruments:
                 instrument.after(step.name, graph)
+            if step.name == Classify.name:
+                graph.written = copied(graph)
             passed = (*passed, step.name)
             if verified:
                 verify(graph, passed)

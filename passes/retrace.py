@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
-_SWITCHES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+from qsync_fx.modes import is_switch
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
 """Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
@@ -66,16 +66,6 @@ def pieces(graph: fx.Graph) -> Iterator[Piece]:
             current.append(node)
     if region or current:
         yield Piece(tuple(current + region), kept=bool(region))
-
-
-def is_switch(node: fx.Node) -> bool:
-    """Whether a node changes a mode (autocast, grad) rather than compute a value."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SWITCHES
-
-
-def switches_grad(node: fx.Node) -> bool:
-    """Whether a node changes whether gradients are recorded."""
-    return is_switch(node) and "autocast" not in getattr(node.target, "__name__", "")
 
 
 def _stays(node: fx.Node) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.modes import is_switch
 from qsync_fx.nodes import target_name
 from qsync_fx.notes import Note
-from qsync_fx.passes.retrace import is_switch
 from qsync_fx.values import describe
 
 

@@ -18,10 +18,10 @@ from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import arguments
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
-from qsync_fx.passes.inplace import in_place
-from qsync_fx.passes.sharing import Sharing
 from qsync_fx.passes.text import graph_text
+from qsync_fx.sharing import Sharing
 from qsync_fx.values import describe, is_float, tensors
+from qsync_fx.writes import in_place
 
 Broken = tuple[fx.Node | None, str]
 
@@ -83,7 +83,11 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
         note = operator.note
         if operator.kind is Kind.ADJUSTABLE and note.precision is None:
             yield operator.node, "it is adjustable and has no precision"
-        if note.planned is not None and note.precision is not note.planned and str(note.planned) not in note.reason:
+        if (
+            note.planned is not None
+            and note.precision is not note.planned
+            and str(note.planned) not in note.reason.lower()
+        ):
             yield operator.node, f"{note.planned} is planned, {note.precision} runs, and the reason does not say why"
 
 

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx.costs.total import Costing
 from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.files import write_text
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Context, Operator, PrecisionGraph
 from qsync_fx.nodes import source_of
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.instruments import Snapshots, Timing
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.replan import Replanned
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class Explained:
     graph: PrecisionGraph
     snapshots: Snapshots
     timing: Timing
+
+    @property
+    def operators(self) -> list[Operator]:
+        return self.graph.operators()
+
+    @property
+    def context(self) -> Context:
+        return self.graph.context
+
+    @property
+    def costing(self) -> Costing:
+        return self.graph.costing
 
 
 @dataclass(frozen=True)
@@ -44,14 +58,14 @@ class Explanation:
         breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
     """
 
-    graphs: tuple[Explained, ...]
+    graphs: tuple[Explained | Replanned, ...]
     breaks: tuple[str, ...] = ()
     _plan: Plan | None = field(default=None, repr=False)
 
     @property
     def operators(self) -> list[Operator]:
         """Every operator of the model, in the order they run."""
-        return [operator for part in self.graphs for operator in part.graph.operators()]
+        return [operator for part in self.graphs for operator in part.operators]
 
     @property
     def passes(self) -> list[str]:
@@ -84,7 +98,7 @@ class Explanation:
     def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
         """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
         self._known(name)
-        return self.graphs[index].snapshots.modules[name]
+        return self.graphs[index].snapshots.graphs[name].module
 
     def diff(self, first: str, second: str) -> str:
         """Returns what changed between the graphs after two passes, as a unified diff."""
@@ -95,6 +109,20 @@ class Explanation:
     def plan(self) -> Plan:
         """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
         return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
+
+    def replanned(self, plan: Plan) -> Explanation:
+        """Returns what the backend would do with another plan, without another trace: all as `explain` says it, but in milliseconds.
+
+        Graphs after passes (`graph`, `diff`, `graph_module`) are made when they are asked for.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+        """
+        found = Explanation(
+            tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs), self.breaks, plan
+        )
+        plan.check([op.id for op in found.operators if op.kind is Kind.ADJUSTABLE], complete=True)
+        return found
 
     def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
         """Returns the table that `print` shows.

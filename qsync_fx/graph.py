@@ -7,9 +7,10 @@ Invariant: the fx.Graph is the only truth. Each node's value is `meta["val"]` (f
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -28,16 +29,25 @@ from qsync_fx.precision import Precision, precision
 from qsync_fx.resolve import resolve
 from qsync_fx.values import describe, format_of
 
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from qsync_fx.costs.total import Costing
+
 
 class Operator:
-    """A handle on one operator of the graph; it reads and writes the node's note."""
+    """A handle on one operator of the graph; it reads and writes the node's note.
 
-    def __init__(self, graph: PrecisionGraph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
+    Args:
+        note: what the handle shows in place of the node's note: a decision that is another plan's.
+    """
+
+    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: Note | None = None) -> None:
+        self.graph, self.node, self._note = graph, node, note
 
     @property
     def note(self) -> Note:
-        note: Note = self.node.meta["qsync"]
+        note: Note = self._note or self.node.meta["qsync"]
         return note
 
     @property
@@ -147,6 +157,7 @@ class PrecisionGraph:
         outputs: the type of each output, as Dynamo expects it; None for what is no tensor, or where Dynamo does not say.
         context: what the compilation knows beside the graph.
         parent: the graph that this one is the body of a higher-order operator in; None at the top.
+        written: a copy from before precisions are decided: the graph as the model wrote it. None until it is classified, and for bodies.
     """
 
     def __init__(
@@ -155,6 +166,7 @@ class PrecisionGraph:
         self.module, self.inputs, self.context, self.parent = module, inputs, context, parent
         self.outputs = self.output_types()
         self.unknown: dict[str, int] = {}
+        self.written: PrecisionGraph | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -190,6 +202,26 @@ class PrecisionGraph:
         (output,) = (node for node in self.nodes if node.op == "output")
         values = (self.value(used) for used in pytree.tree_leaves(output.args))
         return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
+
+    def dag(self) -> nx.MultiDiGraph:
+        """Returns the operators and what flows between them as a value of networkx; see `qsync_fx.costs.dag`.
+
+        Raises:
+            PassError: the graph has not been classified yet.
+        """
+        from qsync_fx.costs.dag import precision_dag
+
+        return precision_dag(self.costing.flow)
+
+    @functools.cached_property
+    def costing(self) -> Costing:
+        """What operators cost in each of their states."""
+        from qsync_fx.costs.flow import Flow
+        from qsync_fx.costs.total import Costing
+
+        if self.written is None:
+            raise PassError("the graph has no operators yet", do='ask after the pass "classify"')
+        return Costing(Flow(self.written))
 
     def value(self, node: Any) -> Any:
         """Returns the fake value of a node; anything that is no node is its own value."""

@@ -6,26 +6,11 @@ Invariant: a note is frozen. A pass that learns more puts another in its place (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from qsync_fx.costs.algebra import Cost
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.precision import Precision
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one operator costs in one forward pass; sizes may be sympy expressions of the graph's symbolic sizes.
-
-    Attributes:
-        flops: floating-point operations, 2 a multiply-add.
-        bytes: bytes read and written, each value at the width of its format.
-        saved_bytes: bytes kept for the backward pass.
-    """
-
-    flops: Any = 0
-    bytes: Any = 0
-    saved_bytes: Any = 0
 
 
 @dataclass(frozen=True)

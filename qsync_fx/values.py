@@ -26,6 +26,11 @@ def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 
+def is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors lie in one memory."""
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     """Returns the tensors in a node's value: one, several, or none."""
     if isinstance(value, (list, tuple)):
@@ -48,3 +53,8 @@ def describe(value: Any) -> str:
         return "(" + ", ".join(describe(item) for item in value) + ")"
     # Other objects print their address, which differs from run to run.
     return str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
+
+
+def expression(size: Any) -> Any:
+    """Returns a size as a whole number, or as a sympy expression where it is symbolic."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -22,6 +22,17 @@ def attention(args: tuple[Any, ...], output: Any) -> Any:
     return 2 * math.prod(output.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
+def attention_gradients(args: tuple[Any, ...], output: Any) -> Any:
+    """Both gradients of both products; a fused kernel computes the scores once more, torch's plain one keeps them.
+
+    On the CPU dropout is what the fused kernel does not take.
+    """
+    query, key, value, _, dropout = args[:5]
+    pairs = 2 * math.prod(output.shape[:-1]) * key.shape[-2]
+    again = 0 if query.device.type == "cpu" and dropout else query.shape[-1]
+    return pairs * (2 * query.shape[-1] + 2 * value.shape[-1] + again)
+
+
 ROWS = (
     OperatorRow(
         "scaled_dot_product_attention",
@@ -30,6 +41,8 @@ ROWS = (
         REASON,
         operands=(0, 1, 2, 3),
         products=True,
+        added=(3,),
         flops=attention,
+        gradient_flops=attention_gradients,
     ),
 )

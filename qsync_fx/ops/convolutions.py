@@ -27,7 +27,15 @@ def either(args: tuple[Any, ...], output: Any) -> Any:
 
 def row(name: str, flops: Flops) -> OperatorRow:
     return OperatorRow(
-        name, (f"aten::{name}",), Kind.ADJUSTABLE, REASON, operands=(0, 1, 2), scaled=(0, 1), products=True, flops=flops
+        name,
+        (f"aten::{name}",),
+        Kind.ADJUSTABLE,
+        REASON,
+        operands=(0, 1, 2),
+        scaled=(0, 1),
+        products=True,
+        added=(2,),
+        flops=flops,
     )
 
 

@@ -60,33 +60,48 @@ def tensor_dot(args: tuple[Any, ...], output: Any) -> Any:
     return 2 * output.numel() * math.prod([args[0].shape[dimension] for dimension in args[2]])
 
 
-def weighted(name: str, flops: Flops, scaled: tuple[int, int]) -> OperatorRow:
+def weighted(name: str, flops: Flops, scaled: tuple[int, int], bias: int) -> OperatorRow:
     """A product of an activation and a weight, to which a bias may be added."""
     return OperatorRow(
-        name, (f"aten::{name}",), Kind.ADJUSTABLE, WEIGHT, operands=(0, 1, 2), scaled=scaled, products=True, flops=flops
+        name,
+        (f"aten::{name}",),
+        Kind.ADJUSTABLE,
+        WEIGHT,
+        operands=(0, 1, 2),
+        scaled=scaled,
+        products=True,
+        added=(bias,),
+        flops=flops,
     )
 
 
-def two(name: str, flops: Flops, operands: tuple[int, ...] = (0, 1)) -> OperatorRow:
+def two(name: str, flops: Flops, operands: tuple[int, ...] = (0, 1), bias: int | None = None) -> OperatorRow:
     """A product of two activations."""
     return OperatorRow(
-        name, (f"aten::{name}",), Kind.ADJUSTABLE, ACTIVATIONS, operands=operands, products=True, flops=flops
+        name,
+        (f"aten::{name}",),
+        Kind.ADJUSTABLE,
+        ACTIVATIONS,
+        operands=operands,
+        products=True,
+        added=() if bias is None else (bias,),
+        flops=flops,
     )
 
 
 ROWS = (
-    weighted("linear", last_dimension, (0, 1)),
-    weighted("addmm", added, (1, 2)),
+    weighted("linear", last_dimension, (0, 1), 2),
+    weighted("addmm", added, (1, 2), 0),
     two("mm", last_dimension),
     two("bmm", last_dimension),
     two("matmul", last_dimension),
     two("linalg_matmul", last_dimension),
     two("mv", last_dimension),
     two("inner", last_dimension),
-    two("baddbmm", added, (0, 1, 2)),
-    two("addmv", added, (0, 1, 2)),
-    two("addbmm", summed, (0, 1, 2)),
-    two("_grouped_mm", grouped, (0, 1, 3)),
+    two("baddbmm", added, (0, 1, 2), 0),
+    two("addmv", added, (0, 1, 2), 0),
+    two("addbmm", summed, (0, 1, 2), 0),
+    two("_grouped_mm", grouped, (0, 1, 3), 3),
     OperatorRow(
         "grouped_mm",
         ("transformers::grouped_mm_fallback",),
@@ -99,7 +114,7 @@ ROWS = (
     two("chain_matmul", chain, (0,)),
     two("linalg_multi_dot", chain, (0,)),
     two("tensordot", tensor_dot),
-    two("bilinear", bilinear, (0, 1, 2, 3)),
+    two("bilinear", bilinear, (0, 1, 2, 3), 3),
     *dependent("an outer product works value by value, so it takes the precision of its inputs", "outer ger kron addr"),
     *fixed("a product of vectors that may cancel", "dot vdot linalg_vecdot cross linalg_cross"),
 )

@@ -50,8 +50,10 @@ class OperatorRow:
         alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
         products: whether it is made of matrix products: formats like TF32 exist only inside products.
         writes: positions of arguments that it may write to without a word of it in its schema (a batch norm's statistics).
+        added: products only: positions of operands that are added to the product and not multiplied: a bias, a mask.
         converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
+        gradient_flops: those of all gradients together, of a product whose gradients are not as dear as itself, each.
     """
 
     name: str
@@ -65,8 +67,10 @@ class OperatorRow:
     alone: tuple[int, int] | None = None
     products: bool = False
     writes: tuple[int, ...] = ()
+    added: tuple[int, ...] = ()
     converts: bool = False
     flops: Flops | None = None
+    gradient_flops: Flops | None = None
 
     def converted(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Returns the positions of the arguments that are converted to an adjustable operator's precision."""

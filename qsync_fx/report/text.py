@@ -85,7 +85,7 @@ def _notes(explanation: Explanation) -> list[str]:
     parts = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
     lines = [f"{len(adjustable)} adjustable operators{': ' + parts if parts else ''}"]
     if explanation.graphs:
-        context = explanation.graphs[0].graph.context
+        context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
         lines.append(f"device {context.device}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
     lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]

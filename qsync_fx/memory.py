@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from qsync_fx.bodies import operands
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.bodies import operands
-from qsync_fx.passes.inplace import writes
-from qsync_fx.passes.retrace import is_switch
+from qsync_fx.modes import is_switch
 from qsync_fx.values import tensors
+from qsync_fx.writes import writes
 
 Places = frozenset[Hashable]
 

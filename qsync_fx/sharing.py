@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.memory import Memory, may_write
-from qsync_fx.passes.retrace import switches_grad
+from qsync_fx.memory import Memory, may_write
+from qsync_fx.modes import switches_grad
 
 Epoch = tuple[Hashable, int]
 

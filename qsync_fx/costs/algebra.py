@@ -1,0 +1,180 @@
+"""What work costs: an algebra of operations, bytes moved and bytes kept.
+
+Invariant: costs are values that add up, and `sum` adds them. Sizes are whole numbers, or sympy expressions of a graph's symbolic sizes;
+`at` puts numbers in their place. What is kept for the backward pass counts by value: what several operators keep of one tensor in one
+format is kept once, in whatever order costs are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+import sympy
+
+Size = Any
+"""A whole number, or a sympy expression."""
+
+Kept = tuple[str, str]
+"""A value that is kept: the name of the tensor, and the format it is kept in."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of work.
+
+    Attributes:
+        flops: floating-point operations, 2 a multiply-add.
+        bytes: bytes read and written, each value at the width of its format.
+    """
+
+    flops: Size = 0
+    bytes: Size = 0
+
+    def __add__(self, other: object) -> Work:
+        if not isinstance(other, Work):
+            return NotImplemented
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def __radd__(self, other: object) -> Work:
+        return self if other == 0 else NotImplemented
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator, or several, cost in one training step.
+
+    Attributes:
+        forward: the operator itself.
+        input_gradient: the gradients of what it reads, parameters apart.
+        weight_gradient: the gradients of the parameters that it reads.
+        casts: conversions and quantizers that stand before it for its sake, in the forward pass.
+        casts_backward: what differentiating those takes.
+        recomputed: what activation checkpointing computes again.
+        saved: bytes kept for the backward pass, by value. Parameters as they stand, and the graph's inputs, are there anyway.
+    """
+
+    forward: Work = Work()
+    input_gradient: Work = Work()
+    weight_gradient: Work = Work()
+    casts: Work = Work()
+    casts_backward: Work = Work()
+    recomputed: Work = Work()
+    saved: Mapping[Kept, Size] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved", MappingProxyType(dict(self.saved)))
+
+    def __add__(self, other: object) -> Cost:
+        if not isinstance(other, Cost):
+            return NotImplemented
+        works = {name: getattr(self, name) + getattr(other, name) for name in WORKS}
+        return Cost(**works, saved={**self.saved, **other.saved})
+
+    def __radd__(self, other: object) -> Cost:
+        return self if other == 0 else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((*(getattr(self, name) for name in WORKS), frozenset(self.saved.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Cost, **{name: getattr(self, name) for name in WORKS}, saved=dict(self.saved)), ()
+
+    @property
+    def work(self) -> Work:
+        """All of it: forward, backward, casts, and what is computed again."""
+        return sum((getattr(self, name) for name in WORKS), start=Work())
+
+    @property
+    def flops(self) -> Size:
+        return self.work.flops
+
+    @property
+    def bytes(self) -> Size:
+        return self.work.bytes
+
+    @property
+    def saved_bytes(self) -> Size:
+        return sum(self.saved.values())
+
+    def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
+        """Returns the cost with other symbols for symbolic sizes."""
+        if not names:
+            return self
+        values = iter([size.xreplace(names) if isinstance(size, sympy.Basic) else size for size in _leaves(self)])
+        return _rebuilt(self, values)
+
+    def at(self, **sizes: int) -> Cost:
+        """Returns the cost with numbers for symbolic sizes, by their names; what is not named stays symbolic.
+
+        Example:
+            >>> import sympy
+            >>> batch = sympy.Symbol("batch")
+            >>> Cost(Work(flops=batch * 10)).at(batch=32).flops
+            320
+        """
+        return evaluated([self], sizes)[0]
+
+
+WORKS = tuple(part.name for part in fields(Cost) if part.name != "saved")
+"""The names of a cost's pieces of work."""
+
+
+def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
+    """Returns costs with numbers for the symbolic sizes named in `sizes`: one compiled function for all of them."""
+    costs = list(costs)
+    flat = [value for cost in costs for value in _leaves(cost)]
+    values = iter(_function(tuple(flat), tuple(sorted(sizes)))(*(sizes[name] for name in sorted(sizes))))
+    return [_rebuilt(cost, values) for cost in costs]
+
+
+def _leaves(cost: Cost) -> list[Size]:
+    works = [size for name in WORKS for size in (getattr(cost, name).flops, getattr(cost, name).bytes)]
+    return [*works, *cost.saved.values()]
+
+
+def _rebuilt(cost: Cost, values: Any) -> Cost:
+    works = {name: Work(next(values), next(values)) for name in WORKS}
+    return Cost(**works, saved={kept: next(values) for kept in cost.saved})
+
+
+@functools.lru_cache(maxsize=64)
+def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable[..., list[Size]]:
+    """Returns the function of the sizes that gives all expressions, compiled by sympy where that is possible."""
+    symbols = {str(symbol): symbol for e in expressions if isinstance(e, sympy.Basic) for symbol in e.free_symbols}
+    given = [symbols.get(name, sympy.Symbol(name)) for name in names]
+    whole = all(set(e.free_symbols) <= set(given) for e in expressions if isinstance(e, sympy.Basic))
+    if whole:
+        # torch's own functions of sizes, such as FloorDiv, evaluate themselves on numbers; math's would not know them.
+        compiled: Callable[..., list[Size]] = sympy.lambdify(
+            given, list(expressions), modules=[_TORCH, "math"], cse=True
+        )
+        return lambda *numbers: [_number(value) for value in compiled(*numbers)]
+
+    def partly(*numbers: int) -> list[Size]:
+        found = dict(zip(given, numbers, strict=True))
+        return [_number(e.subs(found)) if isinstance(e, sympy.Basic) else e for e in expressions]
+
+    return partly
+
+
+def _number(value: Any) -> Size:
+    if isinstance(value, sympy.Basic):
+        return int(value) if value.is_Integer else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_TORCH: dict[str, Any] = {
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "Max": max,
+    "Min": min,
+}
+"""torch's functions of symbolic sizes (torch.utils._sympy.functions), on whole numbers."""
