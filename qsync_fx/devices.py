@@ -104,9 +104,10 @@ def cpu_multiplies_integers() -> bool:
     """
     # Whoever asks may be tracing, where nothing has a value.
     with _disable_current_modes():
-        largest = torch.full((4, 8), 127, dtype=torch.int8, device="cpu")
+        int8 = precision("int8")
+        largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
         found = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
-        return all(bool((sums == 8 * 127**2).all()) for sums in found)
+        return all(bool((sums == 8 * int8.max**2).all()) for sums in found)
 
 
 def _cpu(fmt: Precision, exact: bool) -> Support:
