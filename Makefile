@@ -42,10 +42,10 @@ setup: $(STAMP) ## make .venv, build the native module, install qsync_fx into it
 	@:
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
-	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
-	  for python in python3.11 python3.12 python3 ''; do \
-	    if [ -z "$$python" ]; then echo "setup: qsync_fx needs Python 3.11 or 3.12; install one of them" >&2; exit 1; fi; \
-	    "$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && break; \
+	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2>/dev/null; then \
+	  for python in python3.11 python3.12 python3.13 python3 ''; do \
+	    if [ -z "$$python" ]; then echo "setup: qsync_fx needs Python 3.11, 3.12 or 3.13; install one of them" >&2; exit 1; fi; \
+	    "$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2>/dev/null && break; \
 	  done; \
 	  echo "setup: virtual environment with $$("$$python" --version)"; \
 	  rm -rf $(VENV); \

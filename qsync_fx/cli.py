@@ -31,7 +31,7 @@ This command shows what that does to a model before anything is trained."""
 _INSPECT = """\
 Prints every operator of a model: who decides its precision, which one it gets
 and why, the format of its output, the line of the model it comes from, and
-what it costs.
+what it costs. Piped, a line is as long as it gets; COLUMNS=100 makes it fit.
 
 MODULE:CALLABLE names a function without arguments that returns (model, args)
 or (model, args, kwargs), as you would call model(*args, **kwargs). MODULE is
