@@ -100,7 +100,7 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     assert package.version == qsync_fx.__version__
     needed = {requirement.split(";")[0].strip() for requirement in package.requires or () if "extra" not in requirement}
     assert needed == {
-        "torch<2.14,>=2.11",
+        "torch<2.16,>=2.11",
         "cattrs>=24.1",
         "filelock",
         "numpy",

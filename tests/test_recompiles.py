@@ -192,7 +192,8 @@ def test_a_plan_that_will_not_be_followed_is_told() -> None:
         for scale in (1, 2, 3, 4):
             model.scale = scale
             rounded.append(not torch.equal(fast(x), model(x)))
-            assert [("Scaled.forward" in str(w.message)) for w in told] == [True] * (scale >= 3)
+            # Torch has warnings of its own, as on Python 3.13.0.
+            ours = [str(w.message) for w in told if w.filename == __file__]
+            assert ["Scaled.forward" in text for text in ours] == [True] * (scale >= 3)
     assert rounded == [True, True, True, False]
-    assert "recompile_limit higher" in str(told[0].message)
-    assert told[0].filename == __file__
+    assert "recompile_limit higher" in ours[0]
