@@ -7,6 +7,7 @@ fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def rewrite(
     context = context_for(module, inputs, options)
     fakes = _fake(inputs, context.fake_mode)
     passes = pipeline(options, operators.lowerings(), context.training)
-    return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
+    with _unhooked():
+        return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
@@ -135,6 +137,14 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
         )
 
     return [fake(value) for value in inputs]
+
+
+def _unhooked() -> AbstractContextManager[object]:
+    """Keeps what the passes trace from hooks of the code that is compiled: checkpointing around it counts the tensors that are saved."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return nullcontext()  # as under functorch, which lets none be
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _is_complete(module: fx.GraphModule, here: Place) -> bool:

@@ -82,7 +82,6 @@ def train(job: Job, pipe: Connection) -> Result:
 
     pipe.send(Phase("ready"))
     connect(job)
-    torch.manual_seed(job.seed + 1 + job.rank)  # each rank rounds stochastically on its own
     with warnings.catch_warnings():
         # torch 2.13 renames the argument, and torch 2.11 does not know the new name.
         warnings.simplefilter("ignore", FutureWarning)

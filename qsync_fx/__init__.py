@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qsync_fx.passes.base import graph_pass as graph_pass
     from qsync_fx.plan import Plan as Plan
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
+    from qsync_fx.stream import rounding_stream as rounding_stream
     from qsync_fx.switching import switch as switch
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOMES = {
     "Options": "qsync_fx.options",
     "Plan": "qsync_fx.plan",
     "graph_pass": "qsync_fx.passes.base",
+    "rounding_stream": "qsync_fx.stream",
     "switch": "qsync_fx.switching",
 }
 

@@ -93,8 +93,8 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files codec installed patterns opid precision ops devices resolve plan plan_file plan_check options autocast_policy "
-    "nodes values notes graph modes writes bodies memory sharing copies costs",
+    "errors files codec installed patterns opid stream seeding precision ops devices resolve plan plan_file plan_check options "
+    "autocast_policy nodes values notes graph modes writes bodies memory sharing copies costs",
     "passes",
     "backend",
     "explanation replan report switching",

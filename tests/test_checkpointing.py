@@ -136,3 +136,25 @@ def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
     assert precisions(True) == precisions(False)
     assert precisions(True)["blocks.1.down/linear"] == "bf16"
     assert precisions(True)["blocks.0.down/linear"] == "int8"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_around_compiled_blocks_nothing_but_memory_changes(precision: str) -> None:
+    """torch.utils.checkpoint sets the state of torch's generator back to recompute, in a step that compiles and in those after it."""
+
+    def run(checkpointed: bool) -> list[dict[str, Tensor]]:
+        torch._dynamo.reset()
+        model = build(lambda: nn.ModuleList(Block(0.5) for _ in range(2)))
+        blocks = [compiled(block, precision=precision) for block in model]
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            x = torch.ones(8, 16, requires_grad=True)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+            x.square().mean().backward()
+            found.append(gradients(model))
+        return found
+
+    for found, wanted in zip(run(True), run(False), strict=True):
+        assert_equal(found, wanted)

@@ -3,8 +3,8 @@
 Why an operator of its own: it reads its input twice (largest magnitude, then rounding), which is one kernel and nothing that a
 compiler should take apart; and the pass pipeline shares its result among all consumers of the tensor.
 
-Invariant: a pure function of its inputs. Randomness comes from `seed`, which the graph draws once from torch's generator, so
-`torch.manual_seed` reproduces a run and activation checkpointing recomputes the same bits.
+Invariant: a pure function of its inputs. Randomness comes from `seed`, which the graph draws once from the rounding stream
+(`qsync::draw`), so `torch.manual_seed` reproduces a run and activation checkpointing recomputes the same bits.
 """
 
 from __future__ import annotations
