@@ -21,7 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
+import pytest
 import torch
+import torch._dynamo
 
 pytest_plugins = ["clean_exit", "tiers"]
 
@@ -32,3 +34,10 @@ hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "fres
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_code_of_other_tests() -> None:
+    """Dynamo keeps what it compiled of a function, `nn.Linear.forward` say, eight versions at most: a test that meets another one's, or the
+    limit, compiles nothing."""
+    torch._dynamo.reset()
