@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from qsync_fx.modes import is_switch
+from qsync_fx.passes.fused import UNFUSED
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
 """Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
@@ -138,6 +139,8 @@ class _Tracking(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in UNFUSED and not args[0].is_nested:
+            return UNFUSED[target](*args, **kwargs)
         return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
 
 
