@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.bodies import operands
+from qsync_fx.bodies import handed_in, operands
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.memory import Memory, Places
-from qsync_fx.passes.seed import drawn, handed_in
+from qsync_fx.passes.seed import drawn
 from qsync_fx.precision import Precision, precision_of
 from qsync_fx.sharing import Sharing
 from qsync_fx.values import is_float, tensors
@@ -191,7 +191,7 @@ class Casts:
                 self._seed = drawn(self.graph, self.rounding)
             else:
                 around, node = self.outer
-                self._seed = handed_in(self.graph, node, around._seed_node())
+                self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
         return self._seed
 
 

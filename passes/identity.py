@@ -19,10 +19,11 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.modes import is_switch
 from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
-from qsync_fx.ops import Kind, row_for
-from qsync_fx.passes.frames import Place, clean_path, translator
+from qsync_fx.ops import Kind, OperatorRow, row_for
+from qsync_fx.passes.frames import Place, clean_path, place, translator
 from qsync_fx.values import is_float, tensors
 from qsync_fx.writes import writes
 
@@ -41,6 +42,12 @@ class Numbering:
         key = (module, operator, after)
         self.seen[key] += 1
         return OpId(module, operator, self.seen[key] - 1, after)
+
+    def put_in(self, near: OpId, operator: str) -> OpId:
+        """Returns the id of an operator that a pass puts in where `near` is; those of the model keep their numbers."""
+        key = (near.module, operator, near.after)
+        self.seen[key] += 1
+        return OpId(near.module, operator, self.seen[key] - 1, near.after)
 
     def copy(self) -> Numbering:
         return Numbering(Counter(self.seen), self.last)
@@ -101,14 +108,41 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
             continue
         if getattr(node.target, "__name__", "") == "getitem" or not _computes(graph, node):
             continue
-        row = row_for(node.target)
-        node.meta["qsync"] = Note(
-            id=numbers.number(module_path(node, here), row.name if row else _operator_name(node)),
-            kind=row.kind if row else Kind.FIXED,
-            reason="",
-            row=row,
-        )
-        node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(node.meta["qsync"].id)}
+        name, row = _named(node)
+        _note(node, Note(numbers.number(module_path(node, here), name), row.kind if row else Kind.FIXED, "", row))
+
+
+def identify_new(graph: PrecisionGraph, nodes: list[fx.Node], by: str, near: OpId, instead_of: list[OpId]) -> None:
+    """Writes a note with an id to each of the nodes that a rewrite has put in.
+
+    Args:
+        graph: where they are.
+        nodes: the new nodes.
+        by: the name of the rewrite. It is part of new ids, so that whether and where it finds something changes no id of the model's.
+        near: the operator whose place the nodes take.
+        instead_of: the ids of all that the nodes replace. An operator of the same name takes one over.
+    """
+    numbers, free = numbering(place()), list(instead_of)
+    for node in nodes:
+        if getattr(node.target, "__name__", "") == "getitem" or is_switch(node) or not _computes(graph, node):
+            continue
+        name, row = _named(node)
+        op_id = next((known for known in free if known.operator == name), None)
+        if op_id is None:
+            op_id = numbers.put_in(near, f"{by}.{name}")
+        else:
+            free.remove(op_id)
+        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+
+
+def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
+    row = row_for(node.target)
+    return (row.name if row else _operator_name(node)), row
+
+
+def _note(node: fx.Node, note: Note) -> None:
+    node.meta["qsync"] = note
+    node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(note.id)}
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:

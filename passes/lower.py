@@ -57,7 +57,7 @@ class Lower:
         assert operator.row is not None
         clause = self.lowerings[operator.row.name].computed(operator.node, graph.context.device)
         if clause:
-            operator.update(reason=f"{operator.reason}; {clause}" if operator.reason else clause)
+            operator.update(reason=f"{operator.note.reason}; {clause}" if operator.note.reason else clause)
 
     def _emit(self, graph: PrecisionGraph, operator: Operator, stream: int) -> fx.Node | str:
         assert operator.row is not None

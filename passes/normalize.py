@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.frames import place
 from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
+from qsync_fx.passes.in_force import restored
 from qsync_fx.passes.inplace import without_needless_writes
 from qsync_fx.passes.retrace import current, rebuild
 
@@ -28,7 +28,7 @@ class Normalize:
     name: str = "normalize"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        with _restored_modes():
+        with restored():  # pieces that switch modes are executed while re-tracing
             if graph.context.fake_mode is None:
                 _normalize(graph)
             else:
@@ -74,19 +74,3 @@ def _normalize(graph: PrecisionGraph) -> None:
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(module, str(node.target), None) if node.op == "get_attr" else None
-
-
-class _restored_modes:
-    """Puts autocast and grad mode back as they were: pieces that switch them are executed while re-tracing."""
-
-    def __enter__(self) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-        self.cache = torch.is_autocast_cache_enabled()
-
-    def __exit__(self, *exc: Any) -> None:
-        torch.set_grad_enabled(self.grad)
-        for device, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self.cache)

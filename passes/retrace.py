@@ -10,7 +10,7 @@ are states that last beyond a piece), and functorch regions (their values are ba
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,15 @@ def rebuild(
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     builder.copy(output, None)
     return builder.finish(), builder.failures
+
+
+def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
+    with fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *values
+        )
+    return traced
 
 
 def current(value: Any) -> Any:
@@ -224,8 +233,7 @@ class _Builder:
             self.fetch(used)
         inputs = [self.values[node] for node in external]
         try:
-            with fx.traceback.preserve_node_meta():
-                traced = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+            traced = pre_dispatch(run, inputs)
         except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
             bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
             self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])

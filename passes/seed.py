@@ -31,13 +31,3 @@ def drawn(graph: PrecisionGraph, rounding: str) -> fx.Node:
     seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     graph.propagate(seed)
     return seed
-
-
-def handed_in(body: PrecisionGraph, node: fx.Node, seed: fx.Node) -> fx.Node:
-    """Returns a new last placeholder of a body, and gives the higher-order operator `node` the argument for it."""
-    graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
-    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(body.nodes[0]):
-        found = graph.placeholder("seed")
-    found.meta["val"] = seed.meta["val"]
-    node.args = (*node.args, seed)
-    return found

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from qsync_fx.opid import OpId as OpId
     from qsync_fx.options import Options as Options
     from qsync_fx.passes.base import graph_pass as graph_pass
+    from qsync_fx.passes.rewriting.found import Match as Match
+    from qsync_fx.passes.rewriting.rewrite import rewrite as rewrite
     from qsync_fx.plan import Plan as Plan
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.stream import rounding_stream as rounding_stream
@@ -38,11 +40,13 @@ _HOMES = {
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
+    "Match": "qsync_fx.passes.rewriting.found",
     "OpId": "qsync_fx.opid",
     "Options": "qsync_fx.options",
     "Plan": "qsync_fx.plan",
     "graph_pass": "qsync_fx.passes.base",
     "rounding_stream": "qsync_fx.stream",
+    "rewrite": "qsync_fx.passes.rewriting.rewrite",
     "switch": "qsync_fx.switching",
 }
 

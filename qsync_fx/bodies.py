@@ -51,3 +51,14 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
                     yield from readers(taken)
         else:
             yield user
+
+
+def handed_in(body: PrecisionGraph, node: fx.Node, given: fx.Node, name: str) -> fx.Node:
+    """Returns a new last placeholder of a body, and gives the higher-order operator `node` the argument for it."""
+    graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
+    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(body.nodes[0]):
+        found = graph.placeholder(name)
+    found.target = found.name  # the name of an argument, of which there may be several
+    found.meta["val"] = given.meta["val"]
+    node.args = (*node.args, given)
+    return found

@@ -20,6 +20,7 @@ from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.files import write_text
 from qsync_fx.graph import Context, Operator, PrecisionGraph
 from qsync_fx.nodes import source_of
+from qsync_fx.notes import Rewritten
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.instruments import Snapshots, Timing
@@ -85,6 +86,15 @@ class Explanation:
             for graph in part.graph.walk():
                 for name, count in graph.unknown.items():
                     found[name] = found.get(name, 0) + count
+        return found
+
+    @property
+    def rewritten(self) -> dict[str, Rewritten]:
+        """What each rewrite has done, by its name: how many places it changed, and which it left alone."""
+        found: dict[str, Rewritten] = {}
+        for part in self.graphs:
+            for name, done in part.graph.rewritten.items():
+                found[name] = found.get(name, Rewritten()) + done
         return found
 
     def graph(self, name: str = "lower") -> str:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.nodes import Source, source_of, target_name
-from qsync_fx.notes import Note
+from qsync_fx.notes import Note, Rewritten
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.options import Options
@@ -68,7 +68,8 @@ class Operator:
 
     @property
     def reason(self) -> str:
-        return self.note.reason
+        by, reason = self.note.by, self.note.reason
+        return f"rewritten by {by}; {reason}" if by and reason else reason
 
     @property
     def row(self) -> OperatorRow | None:
@@ -167,6 +168,7 @@ class PrecisionGraph:
         self.outputs = self.output_types()
         self.unknown: dict[str, int] = {}
         self.written: PrecisionGraph | None = None
+        self.rewritten: dict[str, Rewritten] = {}
 
     @property
     def graph(self) -> fx.Graph:

@@ -28,6 +28,7 @@ class Note:
         autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
         pinned: set by `Operator.assign`: later passes do not override it.
         cost: filled in by annotate_cost.
+        by: the rewrite that put the operator in; "" for the model's own.
     """
 
     id: OpId
@@ -40,3 +41,20 @@ class Note:
     autocast: str | None = None
     pinned: bool = False
     cost: Cost | None = None
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What a rewrite has done.
+
+    Attributes:
+        count: the places that it has changed.
+        left: the places that compute its pattern and were left alone, each with the reason.
+    """
+
+    count: int = 0
+    left: tuple[str, ...] = ()
+
+    def __add__(self, other: Rewritten) -> Rewritten:
+        return Rewritten(self.count + other.count, self.left + other.left)

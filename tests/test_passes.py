@@ -63,7 +63,7 @@ def test_custom_passes_run_where_they_say_in_the_order_given() -> None:
     def third(graph: qsync_fx.PrecisionGraph) -> None: ...
 
     names = explain(third, first, second).passes
-    assert names[names.index("cascade") + 1 :] == ["first", "second", "insert_casts", "annotate_cost", "third", "lower"]
+    assert names[names.index("cascade") + 1 :] == ["first", "second", "insert_casts", "third", "lower", "annotate_cost"]
 
 
 def test_a_pass_has_one_place() -> None:

@@ -75,7 +75,7 @@ def _cells(operator: Operator) -> tuple[str, ...]:
         short(cost.bytes, "B") if cost else "",
         short(cost.saved_bytes, "B") if cost else "",
         line_of(operator),
-        note.reason,
+        operator.reason,
     )
 
 
@@ -88,6 +88,13 @@ def _notes(explanation: Explanation) -> list[str]:
         context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
         lines.append(f"device {context.device}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
+    for name, done in explanation.rewritten.items():
+        lines.append(
+            f"rewrite {name}: {done.count} place{'s' * (done.count != 1)}"
+            if done.count
+            else f"rewrite {name}: found nowhere"
+        )
+        lines += [f"  left alone: {where}" for where in done.left]
     lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]
     lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
     return lines

@@ -1,0 +1,172 @@
+"""Where a pattern occurs in a graph.
+
+Two steps. The shapes of the pattern lead to the places that have its operators, in its order, whatever numbers they are given. Then
+the pattern is traced with the values of each place and compared with what stands there, number by number: it is what the model would
+have been traced to, had it been written so. torch.fx's own matcher takes no two arguments for one tensor, and no symbolic size for
+another of the same value.
+
+Invariant: what is found computes what the pattern computes. Arguments for tensors stand for tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator as py_operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.passes.in_force import Modes, restored
+from qsync_fx.passes.rewriting.pattern import Pattern, Shape, operands, same
+from qsync_fx.passes.rewriting.trace import Traced, Untraceable
+from qsync_fx.values import describe, tensors
+
+_Bound = dict[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a pattern occurs.
+
+    Attributes:
+        arguments: what the pattern's arguments stand for, by name: nodes, or the values of those that are no tensors.
+        matched: the nodes that compute the pattern, in the order that they run.
+        outputs: those that hold its results.
+    """
+
+    arguments: Mapping[str, Any]
+    matched: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]) -> Iterator[Site]:
+    """Yields the places in a graph where a pattern occurs, by their last node; they may overlap."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    cache: dict[Any, Traced | None] = {}
+    seen: set[tuple[fx.Node, ...]] = set()
+    for node in graph.nodes:
+        for shape in pattern.shapes:
+            for bound in _anchored(graph, shape, node):
+                outputs = tuple(bound[output] for output in shape.traced.outputs)
+                if outputs in seen:
+                    continue
+                for arguments in _arguments(pattern, shape, bound):
+                    exact = _confirmed(graph, pattern, arguments, outputs, modes[node], cache)
+                    if exact is not None:
+                        seen.add(outputs)
+                        matched = {found for found in exact if found.op == "call_function"}
+                        yield Site(arguments, tuple(sorted(matched, key=order.__getitem__)), outputs)
+                        break
+
+
+def _anchored(graph: PrecisionGraph, shape: Shape, node: fx.Node) -> Iterator[_Bound]:
+    """Yields the ways in which the first result of a shape is a node; further results may be anywhere."""
+    first, *others = dict.fromkeys(shape.traced.outputs)
+    bound: _Bound = {}
+    if not _fits(first, node, bound, exact=False):
+        return
+    todo = [bound]
+    for output in others:
+        todo = [more for known in todo for more in _also(graph, output, known)]
+    yield from todo
+
+
+def _also(graph: PrecisionGraph, output: fx.Node, known: _Bound) -> Iterator[_Bound]:
+    if output in known:
+        yield known
+        return
+    for node in graph.nodes:
+        bound = dict(known)
+        if _fits(output, node, bound, exact=False):
+            yield bound
+
+
+def _arguments(pattern: Pattern, shape: Shape, bound: _Bound) -> Iterator[dict[str, Any]]:
+    """Yields what the arguments may stand for. A default that shows in several places may be of any of them."""
+    nodes = dict(zip(pattern.tensors, (bound[node] for node in shape.traced.inputs), strict=True))
+    choices: list[list[Any]] = []
+    for shown in shape.literals.values():
+        found: list[Any] = []
+        for node, name in shown:
+            value = operands(bound[node]).get(name) if node in bound else None
+            if node in bound and not any(same(value, other) for other in found):
+                found.append(value)
+        choices.append(found)
+    for values in itertools.product(*choices):
+        yield {**nodes, **dict(zip(shape.literals, values, strict=True))}
+
+
+def _confirmed(
+    graph: PrecisionGraph,
+    pattern: Pattern,
+    arguments: Mapping[str, Any],
+    outputs: tuple[fx.Node, ...],
+    modes: Modes,
+    cache: dict[Any, Traced | None],
+) -> list[fx.Node] | None:
+    """Returns the nodes of a place whose numbers are the pattern's too; None where it is another computation."""
+    leaves = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
+    key = (
+        modes,
+        *(_kind(graph.value(leaf)) for leaf in leaves),
+        str({k: v for k, v in arguments.items() if v not in leaves}),
+    )
+    if key not in cache:
+        cache[key] = _traced(graph, pattern, arguments, modes)
+    traced = cache[key]
+    if traced is None or len(traced.outputs) != len(outputs):
+        return None
+    bound: _Bound = dict(zip(traced.inputs, leaves, strict=True))
+    if all(_fits(output, node, bound, exact=True) for output, node in zip(traced.outputs, outputs, strict=True)):
+        return [node for node in bound.values() if isinstance(node, fx.Node) and node not in leaves]
+    return None
+
+
+def _traced(graph: PrecisionGraph, pattern: Pattern, arguments: Mapping[str, Any], modes: Modes) -> Traced | None:
+    assert graph.context.fake_mode is not None
+    with restored(), graph.context.fake_mode:
+        modes.apply()
+        try:
+            return pattern.with_values(fx.node.map_arg(dict(arguments), graph.value), graph.context)
+        except Untraceable:
+            return None
+
+
+def _kind(value: Any) -> Any:
+    """What a trace depends on."""
+    if isinstance(value, torch.Tensor):
+        return describe(value), str(value.stride()), value.device, value.requires_grad
+    return str(value)
+
+
+def _fits(pattern: Any, found: Any, bound: _Bound, exact: bool) -> bool:
+    """Whether `found` computes `pattern`; notes in `bound` what each node of the pattern is. Unless `exact`, numbers may differ."""
+    if isinstance(pattern, fx.Node) and tensors(pattern.meta.get("val")):
+        if pattern in bound:
+            return bound[pattern] is found
+        if not isinstance(found, fx.Node) or not tensors(found.meta.get("val")):
+            return False
+        if pattern.op != "placeholder":
+            if found.op != "call_function" or found.target != pattern.target:
+                return False
+            given, taken = operands(pattern), operands(found)
+            exactly = exact or pattern.target is py_operator.getitem
+            if given.keys() != taken.keys() or not all(_fits(given[k], taken[k], bound, exactly) for k in given):
+                return False
+        bound[pattern] = found
+        return True
+    if _holds_tensors(pattern) or _holds_tensors(found):
+        both = isinstance(pattern, (list, tuple)) and isinstance(found, (list, tuple)) and len(pattern) == len(found)
+        return both and all(_fits(p, f, bound, exact) for p, f in zip(pattern, found, strict=True))
+    return not exact or same(pattern, found)
+
+
+def _holds_tensors(value: Any) -> bool:
+    found: list[Any] = []
+    fx.node.map_arg(value, lambda node: found.extend(tensors(node.meta.get("val"))))
+    return bool(found)

@@ -1,0 +1,203 @@
+"""What a rewrite finds: a function in plain torch, as the graphs that it may have.
+
+A function has no graph of its own: the sizes that it meets decide. So it is traced with small tensors of several numbers of
+dimensions, and what comes out are its *shapes*: which operators follow which. They lead to the places that may be meant; whether one
+is meant is asked by tracing the function once more, with the very values of that place (`match.py`).
+
+Invariant: arguments without a default stand for any tensor. Those with a default stand for any value where that default shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from qsync_fx.errors import OptionError, PassError
+from qsync_fx.graph import Context, PrecisionGraph
+from qsync_fx.nodes import arguments
+from qsync_fx.options import Options
+from qsync_fx.passes.inplace import without_needless_writes
+from qsync_fx.passes.rewriting.trace import Traced, Untraceable, trace_call
+from qsync_fx.plan import Plan
+
+_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """
+    Attributes:
+        function: what is found.
+        tensors: names of the arguments that stand for tensors.
+        literals: names and defaults of the others.
+        example: tensors of the kind that the function takes; None to try.
+    """
+
+    function: Callable[..., Any]
+    tensors: tuple[str, ...]
+    literals: Mapping[str, Any]
+    example: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], example: tuple[Tensor, ...] | None) -> Pattern:
+        """Reads a function's signature; raises `OptionError` for one that cannot say what to find."""
+        given = inspect.signature(function).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
+            raise OptionError(
+                f"the pattern {function.__name__!r} has *arguments",
+                where=_place(function),
+                do="name each tensor that it reads",
+            )
+        tensors = tuple(p.name for p in given if p.default is p.empty)
+        if not tensors or (example is not None and len(example) != len(tensors)):
+            shown = f"an example of {len(example)} tensors and " if example is not None else ""
+            raise OptionError(
+                f"the pattern {function.__name__!r} has {shown}{len(tensors)} arguments for tensors",
+                where=_place(function),
+                do="write an argument without a default for each tensor that it reads, and as many examples",
+            )
+        return cls(function, tensors, {p.name: p.default for p in given if p.default is not p.empty}, example)
+
+    def with_values(self, given: Mapping[str, Any], context: Context) -> Traced:
+        """Traces the function for values of its arguments, and spells it as normalize does."""
+        traced = trace_call(self.function, given)
+        without_needless_writes(PrecisionGraph(traced.module, list(given.values()), context))
+        (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
+        return Traced(traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0])))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The graphs that the function has.
+
+        Raises:
+            PassError: none of what was tried could be traced.
+        """
+        found: dict[tuple[str, ...], Shape] = {}
+        reason = ""
+        with FakeTensorMode() as mode, _quiet_failures():
+            context = Context(torch.device("cpu"), Options(), Plan(), mode)
+            for tensors in self._examples(found):
+                try:
+                    traced = self.with_values(
+                        {**dict(zip(self.tensors, tensors, strict=True)), **self.literals}, context
+                    )
+                except Untraceable as error:
+                    reason = reason or str(error)
+                    continue
+                key = tuple(str(node.target) for node in traced.module.graph.nodes if node.op == "call_function")
+                found.setdefault(key, Shape.of(self, traced))
+        if not found:
+            raise PassError(
+                f"the pattern {self.function.__name__!r} cannot be traced: {reason}",
+                where=_place(self.function),
+                do="write it in torch operators on its arguments; if it takes tensors of certain sizes or types, show some: "
+                "rewrite(example=(torch.empty(2, 3), ...))",
+            )
+        return tuple(found.values())
+
+    def _examples(self, found: Mapping[Any, Shape]) -> Iterator[tuple[Tensor, ...]]:
+        """Yields tensors to try: with as many dimensions each; if nothing was `found` with these, with others until something is."""
+        if self.example is not None:
+            yield tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in self.example)
+            return
+        count = len(self.tensors)
+        alike = [(rank,) * count for rank in (2, 3, 4, 1)]
+        flat = (ranks for rank in (2, 3, 4) for ranks in itertools.product((rank, 1), repeat=count))
+        every = itertools.product((2, 3, 4, 1), repeat=count)
+        for at, ranks in enumerate(
+            dict.fromkeys(itertools.chain(alike, itertools.islice(flat, 200), itertools.islice(every, 200)))
+        ):
+            if at < len(alike) or not found:
+                yield tuple(torch.empty([_SIZE] * rank) for rank in ranks)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One graph of a pattern.
+
+    Attributes:
+        traced: the graph.
+        literals: for each argument that is no tensor where its value shows: nodes, and names of their arguments.
+    """
+
+    traced: Traced
+    literals: Mapping[str, tuple[tuple[fx.Node, str], ...]]
+
+    @classmethod
+    def of(cls, pattern: Pattern, traced: Traced) -> Shape:
+        """Raises `PassError` for a graph that says nothing to find."""
+        where, name = _place(pattern.function), pattern.function.__name__
+        unread = [argument for argument, node in zip(pattern.tensors, traced.inputs, strict=False) if not node.users]
+        if traced.tensors:
+            raise PassError(
+                f"the pattern {name!r} refers to a tensor that it is not given", where=where, do="make it an argument"
+            )
+        if unread:
+            raise PassError(
+                f"the pattern {name!r} does not read {unread[0]!r}", where=where, do="leave the argument out"
+            )
+        if any(output.op != "call_function" for output in traced.outputs):
+            raise PassError(f"the pattern {name!r} returns what it is given", where=where, do="return what it computes")
+        shown = {literal: tuple(_where(traced, default)) for literal, default in pattern.literals.items()}
+        hidden = next((literal for literal, found in shown.items() if not found), None)
+        if hidden is not None:
+            raise PassError(
+                f"the argument {hidden!r} of the pattern {name!r} reaches no operator as it is",
+                where=where,
+                do="hand it to an operator unchanged, or give it no default if it is a tensor",
+            )
+        return cls(traced, shown)
+
+
+def operands(node: fx.Node) -> dict[str, Any]:
+    """Returns what a node is given, by name where its operator has names, defaults filled in."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return arguments(node)
+    return {str(at): value for at, value in enumerate((*node.args, *node.kwargs.values()))}
+
+
+def _where(traced: Traced, literal: Any) -> Iterator[tuple[fx.Node, str]]:
+    for node in traced.module.graph.nodes:
+        for name, value in operands(node).items() if node.op == "call_function" else ():
+            if same(value, literal):
+                yield node, name
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments that are no tensors say the same: `True` is not 1, and a symbolic size is its expression."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    one, other = (value.meta["val"] if isinstance(value, fx.Node) else value for value in (one, other))
+    if isinstance(one, (torch.SymInt, torch.SymFloat)) and isinstance(other, (torch.SymInt, torch.SymFloat)):
+        return bool(one.node.expr == other.node.expr)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+
+
+class _quiet_failures:
+    """Keeps torch from logging what does not fit while examples are tried."""
+
+    def __enter__(self) -> None:
+        self.logger = logging.getLogger("torch._subclasses.fake_tensor")
+        self.logger.addFilter(self._refuse)
+
+    def __exit__(self, *exc: object) -> None:
+        self.logger.removeFilter(self._refuse)
+
+    @staticmethod
+    def _refuse(record: logging.LogRecord) -> bool:
+        return False
