@@ -15,6 +15,7 @@ from torch import fx
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.frames import place
 from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
+from qsync_fx.passes.idle import without_idle_conversions
 from qsync_fx.passes.in_force import restored
 from qsync_fx.passes.inplace import without_needless_writes
 from qsync_fx.passes.retrace import current, rebuild
@@ -68,6 +69,7 @@ def _normalize(graph: PrecisionGraph) -> None:
     for failure in failures:
         graph.unknown[failure] = graph.unknown.get(failure, 0) + 1
     without_needless_writes(graph)
+    without_idle_conversions(graph)
     name_inputs(graph.graph)
     graph.module.recompile()
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import BackwardHook
 
 from qsync_fx.modes import is_switch
 from qsync_fx.passes.fused import UNFUSED
+from qsync_fx.passes.moves import copied
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
 """Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
@@ -268,7 +269,7 @@ class _Builder:
         local: dict[fx.Node, fx.Node] = {used: graph.placeholder(used.name) for used in external}
         local.update((used, graph.node_copy(used)) for used in bodies)
         for node in nodes:
-            local[node] = graph.node_copy(node, lambda used: local[used])
+            local[node] = copied(graph, node, local)
         results = [node for node in nodes if any(user not in inside for user in node.users)]
         graph.output(tuple(local[node] for node in results))
         return fx.GraphModule(self.module, graph), external, results

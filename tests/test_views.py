@@ -70,6 +70,7 @@ MODELS: dict[str, Model] = {
     "many kinds": _of(lambda y: y.narrow(0, 1, 2), lambda y: y.unflatten(1, (2, 2)), lambda y: y.diagonal()),
     "expand": _of(lambda y: y[:1].expand(3, 4), lambda y: y),
     "memory by its layout": _of(lambda y: y, lambda y: y.as_strided((2, 2), (4, 1)), lambda y: y.view(torch.int32)),
+    "conversions that change nothing": _of(lambda y: y[0], lambda y: y.float()[1:], lambda y: y.to(y.device).t()),
     "dropout in evaluation": _of(lambda y: y, lambda y: F.dropout(y, 0.5, training=False)),
     "two tensors": lambda x: (product(x), product(product(x))[1:], product(x)[0]),
     "an input": lambda x: (x, x.view(-1), product(x), x),

@@ -1,0 +1,76 @@
+"""Conversions that the model itself writes: which of them are a wish for a format, and which only name a place.
+
+A model is traced in the formats that it holds, where `x.to(device)` and `x.float()` are the same: they change nothing. Under a plan they
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.nn import functional as F
+
+import qsync_fx
+
+
+def format_after(convert: Callable[[Tensor, Tensor], Tensor], precision: str = "bf16") -> str:
+    """The format that a sum is computed in, of a product that was converted in between."""
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        return convert(y, x) + y
+
+    explanation = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": precision})
+    return next(str(op.precision) for op in explanation.operators if op.id.operator == "add")
+
+
+NO_WISH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a device": lambda y, x: y.to(x.device),
+    "a device by name": lambda y, x: y.to(device="cpu", non_blocking=True),
+    "cpu": lambda y, x: y.cpu(),
+    "another tensor": lambda y, x: y.to(F.linear(x, x[:, :8].new_ones(8, 8))),
+    "a copy": lambda y, x: y.to("cpu", copy=True),
+    "type_as": lambda y, x: y.type_as(y),
+}
+WISHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float": lambda y, x: y.float(),
+    "a type": lambda y, x: y.to(torch.float32),
+    "device and type": lambda y, x: y.to("cpu", torch.float32),
+    "the type of an input": lambda y, x: y.type_as(x),
+}
+
+
+@pytest.mark.parametrize("name", NO_WISH)
+def test_what_names_no_type_keeps_the_format(name: str) -> None:
+    assert format_after(NO_WISH[name]) == "bf16"
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_what_names_a_type_is_a_wish(name: str) -> None:
+    assert format_after(WISHES[name]) == "fp32"
+
+
+def test_a_wish_lasts_where_nobody_can_see_the_memory() -> None:
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        return y.float() * y[0]
+
+    text = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "bf16"}).graph()
+    assert "f32[4, 8] = aten.to.dtype(%linear, float32)" in text
+
+
+def test_the_residual_stream_of_gpt2_is_narrow() -> None:
+    """Its positions are moved to the device of its tokens before they are added, which begins the stream."""
+    config = hf.GPT2Config(
+        vocab_size=67, n_embd=32, n_layer=2, n_head=4, n_positions=16, use_cache=False, bos_token_id=1, eos_token_id=2
+    )
+    model, ids = hf.GPT2Model(config).train(), torch.arange(16).reshape(2, 8)
+    explanation = qsync_fx.explain(model, ids, options={"precision": "bf16"})
+    # The activation function adds, too, beside a power that stays in FP32.
+    sums = [op for op in explanation.operators if op.id.operator == "add" and not op.id.module.endswith("act")]
+    assert len(sums) == 5
+    assert {str(op.output) for op in sums} == {"bf16"}
