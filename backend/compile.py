@@ -6,7 +6,7 @@ fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,27 +19,40 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import decompositions, operators, tuned
 from qsync_fx.backend.cuda.collect import prepare
-from qsync_fx.devices import default_precision, support
+from qsync_fx.backend.record import record
+from qsync_fx.coverage.log import log_of
+from qsync_fx.coverage.settle import wait_for_a_step
+from qsync_fx.devices import support
 from qsync_fx.graph import Context, PrecisionGraph
+from qsync_fx.opid import OpId
 from qsync_fx.options import Options
 from qsync_fx.passes.frames import Place, compile_for_this_module_only, in_backward_pass, place, warn_at_the_limit
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
-from qsync_fx.plan import Plan
+from qsync_fx.plan_in_force import plan_in_force
 from qsync_fx.precision import FORMATS
 
 Compiled = Callable[..., Any]
 
 
 def rewrite(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Options, instruments: Sequence[Instrument] = ()
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    instruments: Sequence[Instrument] = (),
+    seen: Iterable[OpId] = (),
 ) -> PrecisionGraph:
     """Runs the pipeline on a graph of Dynamo's; must be called while Dynamo compiles.
+
+    Args:
+        module, inputs, options: as a backend gets them.
+        instruments: watch the passes.
+        seen: the operators of the model's other graphs.
 
     Raises:
         QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
     """
-    context = context_for(module, inputs, options)
+    context = context_for(module, inputs, options, seen)
     fakes = _fake(inputs, context.fake_mode)
     passes = pipeline(options, operators.lowerings(), context.training)
     with _unhooked():
@@ -50,11 +63,14 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     """Runs the pipeline and hands the result to the inner compiler."""
     if in_backward_pass():
         return _compile_backward(module, inputs, options)
-    plan, here = options.plan, place()
+    plan, here = options.plan, place(options)
+    alone = False
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
-        compile_for_this_module_only(here)
+        alone = compile_for_this_module_only(here)
     warn_at_the_limit(here)
-    graph = rewrite(module, inputs, options)
+    graph = rewrite(module, inputs, options, seen=_seen(here, options))
+    record(graph, here, options, module, alone)
+    wait_for_a_step()
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
@@ -88,27 +104,34 @@ def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule,
     return lambda module, inputs: found(module, list(inputs))
 
 
-def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Context:
+def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options, seen: Iterable[OpId] = ()) -> Context:
     """Returns what the compilation under way knows beside the graph."""
+    here = place(options)
     tracing = TracingContext.try_get()
     device = _device(module, inputs)
     support(device, FORMATS["fp32"])  # raises for a device that qsync_fx does not run on
     return Context(
         device=device,
         options=options,
-        plan=_plan(options, device),
+        plan=plan_in_force(options, device),
         fake_mode=tracing.fake_mode if tracing is not None else None,
         automatic=options.plan is None and options.precision is None,
         ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
         training=torch.is_grad_enabled(),
-        complete=_is_complete(module, place()),
+        complete=_is_complete(module, here),
+        seen=frozenset(seen),
+        # Below a path that the user gives the rest of the model is not known.
+        modules=frozenset(path for path, _ in here.modules.values())
+        if here.root is not None and not here.within
+        else None,
     )
 
 
-def _plan(options: Options, device: torch.device) -> Plan:
-    if options.plan is not None:
-        return options.plan
-    return Plan.uniform(options.precision or default_precision(device).name)
+def _seen(here: Place, options: Options) -> Iterator[OpId]:
+    """Yields the operators that earlier graphs of the model held."""
+    for frame in log_of(options).frames.values():
+        if here.root is not None and frame.root() is here.root:
+            yield from frame.operators
 
 
 def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
@@ -150,5 +173,5 @@ def _unhooked() -> AbstractContextManager[object]:
 def _is_complete(module: fx.GraphModule, here: Place) -> bool:
     """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends, precedes or surrounds it."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    whole = here.code is not None and here.resumes_at is None and not here.nested
+    whole = here.entered and here.resumes_at is None and not here.nested
     return whole and reason is not None and not reason.graph_break

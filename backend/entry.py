@@ -1,7 +1,8 @@
 """`torch.compile(model, backend="qsync")` starts here.
 
-Invariant: torch finds this function through the entry point group `torch_dynamo_backends`, without importing qsync_fx before. Errors of
-ours reach the user as they are, not wrapped into torch's BackendCompilerFailed.
+Invariant: torch finds this function through the entry point group `torch_dynamo_backends`, without importing qsync_fx before. Options are
+read once, at torch.compile; a file that changes later changes nothing. Errors of ours reach the user as they are, not wrapped into
+torch's BackendCompilerFailed.
 """
 
 from __future__ import annotations
@@ -13,24 +14,35 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
 from qsync_fx.backend.compile import compile_graph
+from qsync_fx.backend.observe import install
+from qsync_fx.coverage.log import forget
 from qsync_fx.errors import OptionError, QSyncError
 from qsync_fx.options import Options
 
 
 def qsync(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object] | None = None, **others: object
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, object] | Options | None = None,
+    **others: object,
 ) -> Callable[..., Any]:
     """The torch.compile backend; `options` are documented in `qsync_fx.options`."""
     try:
-        if others:
-            raise OptionError(
-                f"the backend qsync has no {', '.join(sorted(others))}",
-                where="torch.compile",
-                do="give what you want in options={...}",
-            )
-        return compile_graph(module, inputs, Options.parse(options))
+        return compile_graph(module, inputs, options_of({"options": options, **others}))
     except QSyncError as error:
         raise through_dynamo(error) from error.__cause__
+
+
+def options_of(arguments: Mapping[str, Any]) -> Options:
+    """Returns the options in what torch.compile passes on to a backend."""
+    others = sorted(arguments.keys() - {"options"})
+    if others:
+        raise OptionError(
+            f"the backend qsync has no {', '.join(others)}",
+            where="torch.compile",
+            do="give what you want in options={...}",
+        )
+    return Options.parse(arguments.get("options"))
 
 
 def through_dynamo(error: QSyncError) -> QSyncError:
@@ -47,3 +59,7 @@ def through_dynamo(error: QSyncError) -> QSyncError:
     raised.first_useful_frame = None  # type: ignore[attr-defined]
     raised.__traceback__ = error.__traceback__
     return raised
+
+
+qsync.reset = forget  # type: ignore[attr-defined]  # torch.compiler.reset calls it
+install(qsync, options_of)

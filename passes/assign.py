@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.plan_check import check_plan
 from qsync_fx.precision import FORMATS, Precision, promoted
 from qsync_fx.values import format_of
 
@@ -20,11 +21,19 @@ class Assign:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         if graph.parent is None:
-            ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
-            graph.context.plan.check(ids, complete=graph.context.complete)
+            _check(graph)
         for operator in graph.own_operators():
             if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned:
                 _assign(graph, operator)
+
+
+def _check(graph: PrecisionGraph) -> None:
+    """Raises where the plan is sure to be another model's; what other graphs may still show is decided once they are there."""
+    context = graph.context
+    ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
+    # Evaluation may leave out what training has, and a graph without operators of a plan's is no model.
+    complete = context.complete and context.training and bool(ids)
+    check_plan(context.plan, ids, complete, context.seen, context.modules)
 
 
 def _assign(graph: PrecisionGraph, operator: Operator) -> None:

@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
+from qsync_fx.module_tree import joined
 from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind, OperatorRow, row_for
@@ -159,8 +160,8 @@ def module_path(node: fx.Node, here: Place) -> str:
         return here.path
     address, (path, _) = list(stack.items())[-1]
     # A module that is called again is "address@1".
-    known = here.paths.get(address.partition("@")[0])
-    return known if known is not None else ".".join(part for part in (here.path, clean_path(path)) if part)
+    known = here.path_of(address.partition("@")[0])
+    return known if known is not None else joined(here.path, clean_path(path))
 
 
 def name_inputs(graph: fx.Graph) -> None:

@@ -35,7 +35,7 @@ class Normalize:
             else:
                 with graph.context.fake_mode:
                     _normalize(graph)
-        here = place()
+        here = place(graph.context.options)
         numbers = numbering(here)
         identify(graph, numbers, here)
         remember_break(here, numbers)

@@ -130,12 +130,13 @@ def run_or_fall_back(
         PassError: a user's pass failed, or broke one of the verifier's rules, or may have led a pass of ours to.
     """
     may_fall_back, number_again = fallback.wanted(), numbering_now()
+    graph = make()
     try:
-        return run(make(), passes, instruments)
+        return run(graph, passes, instruments)
     except PassError as error:
         if not (may_fall_back and error.ours):
             raise
-        fallback.warn(error, place())
+        fallback.warn(error, place(graph.context.options))
         number_again()
         return run(make(), fallback.without_plan(passes, error), instruments, verified=False)
 

@@ -1,6 +1,7 @@
 """qsync_fx: data-parallel training over mixed GPUs, with just as many operators in low precision as are needed.
 
-Three things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), write a pass (`graph_pass`).
+Four things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), see what of it runs (`applied`), write a pass
+(`graph_pass`).
 
 Invariant: importing this costs nothing but torch; each name is imported when it is first used (PEP 562).
 """
@@ -11,11 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsync_fx.applied_plan import Applied as Applied, applied as applied
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
         PassError as PassError,
         PlanError as PlanError,
+        PlanWarning as PlanWarning,
         PrecisionError as PrecisionError,
         QSyncError as QSyncError,
     )
@@ -35,8 +38,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     **dict.fromkeys(
-        ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PassError", "DeviceError"), "qsync_fx.errors"
+        ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PlanWarning", "PassError", "DeviceError"),
+        "qsync_fx.errors",
     ),
+    **dict.fromkeys(("applied", "Applied"), "qsync_fx.applied_plan"),
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),

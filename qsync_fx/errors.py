@@ -55,6 +55,10 @@ class PlanError(QSyncError):
     """A plan that cannot be read, or that does not fit the model."""
 
 
+class PlanWarning(UserWarning):
+    """A plan that is not applied as a whole; with the option "strict" the same is a `PlanError`."""
+
+
 class PassError(QSyncError):
     """A pass that failed or broke an invariant of the graph.
 

@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import OptimizeContext
 
 from qsync_fx.costs.total import Costing
+from qsync_fx.coverage.findings import Uncovered, findings, uncovered
+from qsync_fx.coverage.log import collecting
+from qsync_fx.coverage.tree import Tree, models
 from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.files import write_text
 from qsync_fx.graph import Context, Operator, PrecisionGraph
@@ -25,6 +29,7 @@ from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.instruments import Snapshots, Timing
 from qsync_fx.plan import Plan
+from qsync_fx.plan_check import check_plan
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.replan import Replanned
 
@@ -57,10 +62,12 @@ class Explanation:
     Attributes:
         graphs: the graphs that the model makes, in the order they run.
         breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
+        uncovered: the modules with parameters that no graph holds, which run as the model wrote them, each with the reason.
     """
 
     graphs: tuple[Explained | Replanned, ...]
     breaks: tuple[str, ...] = ()
+    uncovered: tuple[Uncovered, ...] = ()
     _plan: Plan | None = field(default=None, repr=False)
 
     @property
@@ -128,11 +135,11 @@ class Explanation:
         Raises:
             PlanError: the plan does not fit the model.
         """
-        found = Explanation(
-            tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs), self.breaks, plan
-        )
-        plan.check([op.id for op in found.operators if op.kind is Kind.ADJUSTABLE], complete=True)
-        return found
+        graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
+        adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
+        found = findings(plan, adjustable, self.uncovered)
+        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
+        return Explanation(graphs, self.breaks, found.uncovered, plan)
 
     def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
         """Returns the table that `print` shows.
@@ -185,20 +192,29 @@ def explain(
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from qsync_fx.backend.compile import rewrite
         from qsync_fx.backend.entry import through_dynamo
+        from qsync_fx.backend.record import record
         from qsync_fx.passes.frames import compile_for_this_module_only, place
 
         snapshots, timing = Snapshots(), Timing()
         try:
-            compile_for_this_module_only(place())  # code that layers share would be explained once
-            graph = rewrite(module, inputs, parsed, (timing, snapshots))
+            here = place(parsed)
+            alone = compile_for_this_module_only(here)  # code that layers share would be explained once
+            seen = [operator.id for part in collected for operator in part.graph.operators()]
+            graph = rewrite(module, inputs, parsed, (timing, snapshots), seen)
+            record(graph, here, parsed, module, alone)
         except QSyncError as error:
             raise through_dynamo(error) from error.__cause__
         collected.append(Explained(graph, snapshots, timing))
         return module.forward
 
-    with _nothing_changed(model), _own_cache() as breaks:
-        torch.compile(model, backend=backend)(*args, **kwargs)
-    explanation = Explanation(tuple(collected), tuple(breaks()), parsed.plan)
+    with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
+        _observed(model, backend, parsed)(*args, **kwargs)
+        trees = [Tree(root, log) for root in models(log)]
+    missing = [module for tree in trees for module in uncovered(tree)]
+    plan = next((tree.plan for tree in trees), parsed.plan or Plan())
+    adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
+    found = findings(plan, adjustable, missing)
+    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parsed.plan)
     if parsed.plan is not None and not collected:
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
@@ -206,8 +222,19 @@ def explain(
             do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
         )
     if parsed.plan is not None:
-        parsed.plan.check([op.id for op in explanation.operators if op.kind is Kind.ADJUSTABLE], complete=True)
+        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
     return explanation
+
+
+def _observed(model: Callable[..., Any], backend: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
+    from qsync_fx.backend.observe import observe
+
+    context = torch._dynamo.optimize(backend)
+    if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
+        observe(context, model, options)
+    compiled: Callable[..., Any] = context(model)
+    return compiled
 
 
 def _short(text: str) -> str:

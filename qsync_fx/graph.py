@@ -135,6 +135,8 @@ class Context:
         ambient: (enabled, dtype) of an autocast region around the whole graph; None when there is none.
         training: whether gradients are recorded.
         complete: whether the graph holds the whole model (no graph break, no split by DDP).
+        seen: operators of earlier graphs of the model, which the plan may mean too.
+        modules: the paths of the model's modules; None where they are not known.
         lowerings: how adjustable operators become `qsync::` operators, by row name.
     """
 
@@ -146,6 +148,8 @@ class Context:
     ambient: tuple[bool, torch.dtype] | None = None
     training: bool = True
     complete: bool = True
+    seen: frozenset[OpId] = frozenset()
+    modules: frozenset[str] | None = None
     lowerings: dict[str, Any] = field(default_factory=dict, compare=False)
 
 

@@ -73,9 +73,9 @@ class OpId:
             )
 
     def __str__(self) -> str:
-        after = f"@{_escaped(self.after)}" if self.after else ""
+        after = f"@{escaped(self.after)}" if self.after else ""
         index = f"#{self.index}" if self.index else ""
-        return f"{_escaped(self.module)}/{_escaped(self.operator)}{after}{index}"
+        return f"{escaped(self.module)}/{escaped(self.operator)}{after}{index}"
 
     @classmethod
     def parse(cls, text: str) -> OpId:
@@ -112,7 +112,7 @@ class OpId:
         return pattern_regex(pattern).match(str(self)) is not None
 
 
-def _escaped(part: str) -> str:
+def escaped(part: str) -> str:
     if part.isprintable() and _NEEDS_NO_ESCAPE.fullmatch(part):
         return part
     return "".join(c if c.isprintable() and c not in _ESCAPES else _hexadecimal(c) for c in part)

@@ -32,6 +32,9 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
+        "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
+        "root": "where a compiled module stands in the model that the plan was made for, a path as in state_dict; by default it is "
+        "found, where the model calls it",
         "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
     }
 )
@@ -55,6 +58,8 @@ class Options:
     rounding: Rounding = "stochastic"
     scaling: Scaling = "tensor"
     exact: bool = False
+    strict: bool = False
+    root: str | None = None
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -64,8 +69,11 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        if not isinstance(self.exact, bool):
-            raise _wrong("exact", self.exact, "give True or False")
+        for name in ("exact", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "give True or False")
+        if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
+            raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" says that it is the whole model')
         if not isinstance(self.passes, tuple):
             raise _wrong("passes", self.passes, "give a list, also for one pass: [my_pass]")
         if self.precision is not None and self.plan is not None:
@@ -77,10 +85,11 @@ class Options:
             )
 
     @classmethod
-    def parse(cls, mapping: Mapping[str, object] | None) -> Options:
+    def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Returns the options in a mapping, as users write them.
 
-        A plan may be given as the path of its file, a precision as `Precision`, passes as a list.
+        A plan may be given as the path of its file, a precision as `Precision`, passes as a list. Options that were parsed before stay
+        as they are: a file is read once.
 
         Raises:
             OptionError: an unknown option, a value it cannot take, or both a precision and a plan.
@@ -88,6 +97,8 @@ class Options:
         """
         if mapping is None:
             return cls()
+        if isinstance(mapping, cls):
+            return mapping
         if not isinstance(mapping, Mapping):
             raise OptionError(
                 f"options are a dictionary, not {kind(mapping)}", do='write options={"precision": "int8"}'

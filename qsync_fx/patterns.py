@@ -49,6 +49,27 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("|".join(map(_expression, _written_out(pattern))))
 
 
+@functools.lru_cache(maxsize=4096)
+def module_regex(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern to an expression over texts of module paths: those in which, or outside modules behind which, it may select.
+
+    Raises:
+        PlanError: the pattern is malformed.
+    """
+    pattern_regex(pattern)
+    return re.compile("|".join(map(_module_expression, _written_out(pattern))))
+
+
+def _module_expression(pattern: str) -> str:
+    module, slash, rest = pattern.partition("/")
+    _, at, after = rest.partition("#")[0].partition("@")
+    if module or not slash:
+        return _path(module, pattern, whole=bool(slash))
+    if after:
+        return _path(after, pattern, whole=True)
+    return r"\Z" if at else ""
+
+
 def _written_out(pattern: str) -> list[str]:
     """Returns the patterns without braces that a pattern with braces stands for."""
     parts: list[list[str]] = []

@@ -8,58 +8,127 @@ where all operators are known, each of its operators and patterns decides on at 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from qsync_fx.errors import PlanError, shown
-from qsync_fx.opid import OpId
-from qsync_fx.patterns import pattern_regex
+from qsync_fx.opid import OpId, escaped
+from qsync_fx.patterns import module_regex, pattern_regex
 
 if TYPE_CHECKING:
     from qsync_fx.plan import Plan
+    from qsync_fx.precision import Precision
 
 _SHOWN = 10
 
 
-def check_plan(plan: Plan, op_ids: Sequence[OpId], complete: bool) -> None:
-    """Raises `PlanError` where `plan` was made for another model; see `Plan.check`."""
-    known = set(op_ids)
-    missing = [op_id for op_id in op_ids if plan.precision_for(op_id) is None]
-    extra = [op_id for op_id in plan.operators if op_id not in known]
-    if missing or (extra and complete):
-        raise _another_model(missing, extra, op_ids, list(plan.operators), complete)
-    if complete:
-        _check_patterns(plan, op_ids)
+@dataclass(frozen=True)
+class Misfit:
+    """In what a plan and operators differ.
+
+    Attributes:
+        missing: the operators that the plan says nothing of.
+        unused: the operators and patterns of the plan that decide on none, each with its precision and with what it resembles.
+    """
+
+    missing: tuple[OpId, ...]
+    unused: tuple[tuple[OpId | str, Precision, tuple[str, ...]], ...]
+
+    @property
+    def operators(self) -> list[OpId]:
+        """The operators of the plan that are none of the model's."""
+        return [entry for entry, _, _ in self.unused if isinstance(entry, OpId)]
 
 
-def _another_model(
-    missing: list[OpId], extra: list[OpId], op_ids: Sequence[OpId], planned: list[OpId], complete: bool
-) -> PlanError:
+def misfit(plan: Plan, op_ids: Sequence[OpId], seen: Iterable[OpId] = ()) -> Misfit:
+    """Returns in what a plan differs from the operators that it decides on, those `seen` before included."""
+    known = dict.fromkeys((*op_ids, *seen))
+    texts = [str(op_id) for op_id in known]
+    operators = [(op_id, precision) for op_id, precision in plan.operators.items() if op_id not in known]
+    patterns = [
+        (pattern, precision)
+        for pattern, precision in plan.patterns
+        if not any(map(pattern_regex(pattern).match, texts))
+    ]
+    # Only so many are shown.
+    near_operators = {op_id: tuple(_close(str(op_id), texts)) for op_id, _ in operators[:_SHOWN]}
+    near_patterns = {pattern: _near(pattern, texts) for pattern, _ in patterns[:_SHOWN]}
+    return Misfit(
+        tuple(op_id for op_id in op_ids if plan.precision_for(op_id) is None),
+        (
+            *((op_id, precision, near_operators.get(op_id, ())) for op_id, precision in operators),
+            *((pattern, precision, near_patterns.get(pattern, ())) for pattern, precision in patterns),
+        ),
+    )
+
+
+def check_plan(
+    plan: Plan,
+    op_ids: Sequence[OpId],
+    complete: bool,
+    seen: Iterable[OpId] = (),
+    modules: Collection[str] | None = None,
+    as_written: Collection[OpId | str] = (),
+) -> None:
+    """Raises `PlanError` where `plan` was made for another model; see `Plan.check`.
+
+    Args:
+        plan, op_ids, complete: as there.
+        seen: the operators of other graphs of the model.
+        modules: the paths of all its modules; None where they are not known. What names none of them can decide on nothing.
+        as_written: operators and patterns of the plan that are true without a graph.
+    """
+    found = misfit(plan, op_ids, seen)
+    found = replace(found, unused=tuple(entry for entry in found.unused if entry[0] not in as_written))
+    extra = found.operators if complete else [op_id for op_id in found.operators if _is_elsewhere(op_id, modules)]
+    if found.missing or extra:
+        raise _another_model(plan, found, extra, op_ids)
+    for position, (pattern, _) in enumerate(plan.patterns):
+        near = next((near for entry, _, near in found.unused if entry == pattern), None)
+        if near is None:
+            continue
+        if complete:
+            raise _selects_nothing(
+                pattern, position, f"none of the {len(op_ids)} operators that a plan decides on", near
+            )
+        if modules is not None and not any(map(module_regex(pattern).match, map(escaped, modules))):
+            near = near or tuple(_close(pattern.partition("/")[0], modules))
+            raise _selects_nothing(pattern, position, f"none of the {len(modules)} modules", near)
+
+
+def _is_elsewhere(op_id: OpId, modules: Collection[str] | None) -> bool:
+    """Whether an operator's module is known not to be there."""
+    return modules is not None and (op_id.module or op_id.after) not in modules
+
+
+def _another_model(plan: Plan, found: Misfit, extra: Sequence[OpId], op_ids: Sequence[OpId]) -> PlanError:
     what, where = [], []
-    if missing:
-        what.append(f"has no precision for {len(missing)} of the {len(op_ids)} operators")
-        where.append(_list("missing from the plan", missing))
-    if extra and complete:
-        what.append(f"names {len(extra)} operator{'s' * (len(extra) > 1)} that the model does not have")
+    if found.missing:
+        what.append(f"has no precision for {len(found.missing)} of the {len(op_ids)} operators")
+        where.append(_list("missing from the plan", found.missing))
     if extra:
-        where.append(_list(f"in the plan, not in this {'model' if complete else 'part of the model'}", extra))
-    do = ["use the plan of this model" + (", or give the plan a default precision" if missing else "")]
-    do += _nearest_to(missing, planned, "the plan") or _nearest_to(extra, op_ids, "the model")
+        what.append(f"names {len(extra)} operator{'s' * (len(extra) > 1)} that the model does not have")
+        where.append(_list("in the plan, not in this model", extra))
+    elif found.operators:
+        where.append(_list("in the plan, not in this part of the model", found.operators))
+    do = ["use the plan of this model" + (", or give the plan a default precision" if found.missing else "")]
+    do += _nearest_to(found.missing, list(plan.operators), "the plan")
+    do += _nearest_to(found.operators, op_ids, "the model") if len(do) == 1 else []
     return PlanError(f"the plan {' and '.join(what)}", where="; ".join(where), do="; ".join(do))
 
 
-def _check_patterns(plan: Plan, op_ids: Sequence[OpId]) -> None:
-    texts = [str(op_id) for op_id in op_ids]
-    for position, (pattern, _) in enumerate(plan.patterns):
-        selects = pattern_regex(pattern).match
-        if not any(map(selects, texts)):
-            close = _close(pattern, texts if "/" in pattern else _modules(texts))
-            raise PlanError(
-                f"the pattern {shown(pattern)} selects none of the {len(op_ids)} operators that a plan decides on",
-                where=f"patterns[{position}] of the plan",
-                do=f"nearest: {', '.join(close)}" if close else 'remove it, or see the ids with "qsync inspect"',
-            )
+def _selects_nothing(pattern: str, position: int, what: str, near: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"the pattern {shown(pattern)} selects {what}",
+        where=f"patterns[{position}] of the plan",
+        do=f"nearest: {', '.join(near)}" if near else 'remove it, or see the ids with "qsync inspect"',
+    )
+
+
+def _near(pattern: str, texts: list[str]) -> tuple[str, ...]:
+    return tuple(_close(pattern, texts if "/" in pattern else _modules(texts)))
 
 
 def _list(title: str, op_ids: Sequence[OpId]) -> str:

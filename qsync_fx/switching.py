@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from qsync_fx.codec import Path
+from qsync_fx.coverage.settle import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
@@ -85,23 +86,27 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
         room = _RoomForPlans([backend])
         context.enter_exit_hooks.append(room)
     wanted = copy.copy(backend)
-    wanted.kwargs = {**backend.kwargs, "options": _options(room.backends[0].kwargs.get("options", {}), plan)}
+    wanted.kwargs = {"options": _options(room.backends[0].kwargs["options"], plan)}
     known = next((other for other in room.backends if other == wanted), None)
     if known is None:
         room.backends.append(wanted)
     frames = context.callback._torchdynamo_orig_backend
     context.callback._torchdynamo_orig_backend = frames._clone_with_backend(get_compiler_fn(known or wanted))
+    context.callback.put_in_force(wanted.kwargs["options"])
+    wait_for_a_step()
     _compile_again(room.backends)
 
 
-def _options(first: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+def _options(first: Options, plan: Plan | None) -> Options:
     """Returns the options that the model was compiled with first, with another plan, in the words that were used then."""
-    others = {name: value for name, value in first.items() if name not in ("plan", "precision")}
-    if plan is None:
-        return others
-    if "precision" in first and plan.default is not None and plan == Plan.uniform(plan.default):
-        return {**others, "precision": plan.default.name}
-    return {**others, "plan": plan}
+    if (
+        first.precision is not None
+        and plan is not None
+        and plan.default is not None
+        and plan == Plan.uniform(plan.default)
+    ):
+        return replace(first, precision=plan.default.name, plan=None)
+    return replace(first, precision=None, plan=plan)
 
 
 def _compile_again(backends: list[Any]) -> None:

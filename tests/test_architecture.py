@@ -94,10 +94,10 @@ def test_one_file_a_pass() -> None:
 
 LAYERS = (
     "errors files codec installed patterns opid stream seeding precision ops devices resolve plan plan_file plan_check options "
-    "autocast_policy nodes values notes graph modes writes bodies memory sharing copies costs",
+    "plan_in_force autocast_policy module_tree nodes values notes graph modes writes bodies memory sharing copies costs coverage",
     "passes",
     "backend",
-    "explanation replan report switching",
+    "explanation applied_plan replan report switching",
     "doctor model_reference kernels_cli tune_cli cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""

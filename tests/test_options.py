@@ -18,7 +18,7 @@ from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:
-    expected = Options(None, None, "inductor", "stochastic", "tensor", False, ())
+    expected = Options(None, None, "inductor", "stochastic", "tensor", False, False, None, ())
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
 
@@ -32,9 +32,13 @@ def test_every_option() -> None:
         "rounding": "floor",
         "scaling": "channel",
         "exact": True,
+        "strict": True,
+        "root": "encoder.layer.0",
         "passes": [custom, "x"],
     }
-    assert Options.parse(given_options) == Options("int8", None, "eager", "floor", "channel", True, (custom, "x"))
+    expected = Options("int8", None, "eager", "floor", "channel", True, True, "encoder.layer.0", (custom, "x"))
+    assert Options.parse(given_options) == expected
+    assert Options.parse(expected) is expected
 
 
 def test_a_plan_or_its_path(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ to a width, lines wrap, for cut off they are worth nothing.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,8 +15,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qsync_fx.coverage.causes import reason, way_out
+from qsync_fx.coverage.findings import Uncovered
 from qsync_fx.graph import Operator
 from qsync_fx.ops import Kind
+from qsync_fx.precision import Precision
 from qsync_fx.report.console import AS_LONG_AS_IT_TAKES
 from qsync_fx.report.numbers import short
 
@@ -25,30 +29,34 @@ if TYPE_CHECKING:
 
 def explanation_text(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> str:
     """Returns the explanation as plain text: of the operators of one kind alone, and fitted to a width, where these are given."""
-    console = Console(width=width or AS_LONG_AS_IT_TAKES, no_color=True, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(explanation_table(explanation, kind, width))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return plain(explanation_table(explanation, kind, width), width)
 
 
 def explanation_table(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("operator", "kind", "precision", "output", "flops", "bytes", "saved"):
-        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", no_wrap=True)
-    table.add_column("line", no_wrap=True)
-    table.add_column("reason", no_wrap=True)
+    columns = ("operator", "kind", "precision", "output", "flops", "bytes", "saved", "line", "reason")
+    table = table_of(columns)
     every = explanation.operators
     shown = [operator for operator in every if kind is None or operator.kind is kind]
     for operator in shown:
         table.add_row(*map(Text, _cells(operator)))
+    for module in explanation.uncovered if kind is None else ():
+        table.add_row(*map(Text, uncovered_cells(module, columns)))
     if width is not None:
-        _fit(table, width)
+        fit(table, width)
     left_out = [f"{len(shown)} of {len(every)} operators are {kind} and shown"] if kind is not None else []
     return Group(table, *(Text(line) for line in (*left_out, *_notes(explanation))))
 
 
-def _fit(table: Table, width: int) -> None:
+def plain(what: RenderableType, width: int | None = None) -> str:
+    """Returns what a terminal of a width would show, without colours; of any width where none is given."""
+    console = Console(width=width or AS_LONG_AS_IT_TAKES, no_color=True, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(what)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def fit(table: Table, width: int) -> None:
     """Lets what is long wrap; narrow, the table does without costs and lines, then without what the reason tells."""
     dropped = {"flops", "bytes", "saved", "line"} if width < 120 else set()
     dropped |= {"kind", "output"} if width < 60 else set()
@@ -58,18 +66,41 @@ def _fit(table: Table, width: int) -> None:
             column.no_wrap, column.overflow = False, "fold"
 
 
+def table_of(columns: Sequence[str]) -> Table:
+    """Returns an empty table with these columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", no_wrap=True)
+    return table
+
+
+def precision_cell(precision: Precision | None, planned: Precision | None) -> str:
+    """Returns what runs, and what was planned where that is something else."""
+    if planned is not None and precision is not None and planned is not precision:
+        return f"{precision} (not {planned})"
+    return str(precision or "-")
+
+
+def uncovered_cells(module: Uncovered, columns: Sequence[str]) -> tuple[str, ...]:
+    """Returns the row of a module that is in no graph."""
+    known = {
+        "operator": f"{module.path} ({module.type})".strip(),
+        "kind": "in no graph",
+        "precision": "as written" + (f" (not {module.planned})" if module.lost else ""),
+        "reason": reason(module.cause),
+    }
+    return tuple(known.get(name, "") for name in columns)
+
+
 def _cells(operator: Operator) -> tuple[str, ...]:
     from qsync_fx.explanation import line_of
 
     note = operator.note
     cost = note.cost
-    precision = str(note.precision or "-")
-    if note.planned is not None and note.precision is not None and note.planned is not note.precision:
-        precision = f"{note.precision} (not {note.planned})"
     return (
         str(operator.id),
         str(operator.kind),
-        precision,
+        precision_cell(note.precision, note.planned),
         str(note.output or "-"),
         short(cost.flops) if cost else "",
         short(cost.bytes, "B") if cost else "",
@@ -96,6 +127,7 @@ def _notes(explanation: Explanation) -> list[str]:
         )
         lines += [f"  left alone: {where}" for where in done.left]
     lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]
+    lines += dict.fromkeys(f"in no graph: {way}" for module in explanation.uncovered if (way := way_out(module.cause)))
     lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
     return lines
 

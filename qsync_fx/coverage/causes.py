@@ -1,0 +1,170 @@
+"""Why a module is in no graph, and what can be done about it.
+
+Invariant: a cause is data: a kind, the function where Dynamo left off, and Dynamo's own words. What is said of it and what to do stands in
+one table. Where Dynamo has new words the kind is the general one, and its words are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import nn
+
+from qsync_fx.coverage.log import Frame, Outcome
+from qsync_fx.coverage.tree import Tree, stale
+from qsync_fx.module_tree import own_parameters
+
+
+class Why(StrEnum):
+    RNN = "rnn"
+    MODE = "mode"
+    DISABLED = "disabled"
+    BACKWARD_HOOK = "backward hook"
+    LIMIT = "limit"
+    INBUILT = "inbuilt"
+    BREAK = "break"
+    SKIPPED = "skipped"
+    NOT_GIVEN = "not given"
+    NOT_MET = "not met"
+    ELSEWHERE = "elsewhere"
+    NOT_CALLED = "not called"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """
+    Attributes:
+        why: the kind.
+        function, where: what Dynamo left to Python, wholly or in part, and its line; "" where it has left nothing.
+        text: Dynamo's reason and advice, as it writes them.
+        part: the path of the module that `why` is about: the module itself or one around it.
+    """
+
+    why: Why
+    function: str = ""
+    where: str = ""
+    text: str = ""
+    part: str = ""
+
+
+_WORDS = (
+    ("Attempted to wrap RNN", Why.RNN),
+    ("torch dispatch mode", Why.MODE),
+    ("torch.compiler.disable", Why.DISABLED),
+    ("backwards hooks", Why.BACKWARD_HOOK),
+    ("recompile limit", Why.LIMIT),
+    ("recompile_limit", Why.LIMIT),
+)
+"""What Dynamo writes, of its reasons that there is something to say about."""
+
+_SAID = {
+    Why.RNN: (
+        "Dynamo leaves a function that calls an RNN to Python",
+        "call the RNN in a method of its own, under @torch.compiler.disable, so that what is around it is compiled; "
+        "torch._dynamo.config.allow_rnn = True unrolls it over time, which is for short sequences of one length",
+    ),
+    Why.MODE: (
+        "a TorchDispatchMode is active where it is called, and Dynamo compiles nothing under one",
+        "call the model outside of the mode; a mode whose class has ignore_compile_internals() return True is let through",
+    ),
+    Why.DISABLED: (
+        "torch.compiler.disable stands around it",
+        "remove torch.compiler.disable, or torch.compile what is inside by itself",
+    ),
+    Why.BACKWARD_HOOK: (
+        "it has a full backward hook, which Dynamo traces under compiled autograd alone",
+        "set torch._dynamo.config.compiled_autograd = True, or hook the tensors in place of the module",
+    ),
+    Why.LIMIT: (
+        "Dynamo's limit of versions of a function is reached, so that others run as written",
+        "set torch._dynamo.config.recompile_limit higher; TORCH_LOGS=recompiles tells why each version was made",
+    ),
+    Why.INBUILT: (
+        "its class is one of torch's own, which Dynamo compiles only where code that it traces calls them",
+        "compile the module itself before anything is wrapped around it, or call it in a forward of your own",
+    ),
+    Why.BREAK: ("the graph breaks where it is called", ""),
+    Why.SKIPPED: ("Dynamo left the function that calls it to Python", ""),
+    Why.NOT_GIVEN: ("torch.compile was not given it", "compile the whole model, or this module too"),
+    Why.NOT_MET: (
+        "Dynamo has met nothing of the model",
+        "call what torch.compile returned, not the module that it was given, and see that neither "
+        'torch.compiler.set_stance("force_eager") nor TORCHDYNAMO_DISABLE is set',
+    ),
+    Why.ELSEWHERE: (
+        "it ran, but not where compiled code calls it",
+        "call it in the forward pass that is compiled, or torch.compile it by itself",
+    ),
+    Why.NOT_CALLED: ("no call of it has been compiled", ""),
+}
+_NO_ADVICE = ("report an issue", "It may be possible", "an earlier graph break")
+_ELSE = "TORCH_LOGS=graph_breaks shows where"
+
+
+def reason(cause: Cause) -> str:
+    """Says why, with Dynamo's words where ours are general."""
+    said = _SAID[cause.why][0]
+    text = f": {_first_line(cause.text)}" if cause.text and cause.why in (Why.BREAK, Why.SKIPPED) else ""
+    return f"{said}{text}" + (f" ({cause.function}, {cause.where})" if cause.where else "")
+
+
+def way_out(cause: Cause) -> str:
+    """Says what to do."""
+    return _SAID[cause.why][1] or "; ".join(_hints(cause.text)) or (_ELSE if cause.where else "")
+
+
+def cause_of(tree: Tree, path: str) -> Cause:
+    """Returns why a module is in no graph, or in one that runs no more."""
+    if not tree.concerns(path):
+        return Cause(Why.NOT_GIVEN)
+    if not tree.ran:
+        return Cause(Why.NOT_MET)
+    for part in tree.above(path):
+        frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
+        if causes := [cause for frame in frames for cause in _causes(tree, frame, part, path)]:
+            return max(causes, key=lambda cause: _about(tree, cause, path))
+    ran = any(p.grad is not None for p in own_parameters(tree.modules[path]))
+    return Cause(Why.ELSEWHERE if ran else Why.NOT_CALLED)
+
+
+def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Cause]:
+    """Yields why Dynamo left to Python what a function does, or some of it."""
+    skipped = frame.outcome is Outcome.SKIPPED
+    for text in frame.texts or ("",) if skipped or frame.outcome is Outcome.BROKE else ():
+        why = next((why for words, why in _WORDS if words in text), None)
+        if why is not None:
+            yield Cause(why, frame.name, frame.where, text, part=part)
+        elif skipped and type(tree.modules[part]).__module__.startswith(("torch.nn.", "torch.ao.")):
+            # That a single layer is left to Python is due to what calls it, which tells more.
+            if part != path or part in tree.compiled:
+                yield Cause(Why.INBUILT, part=part)
+        else:
+            yield Cause(Why.SKIPPED if skipped else Why.BREAK, frame.name, frame.where, text, part)
+
+
+def _about(tree: Tree, cause: Cause, path: str) -> tuple[bool, bool, bool]:
+    """How sure it is that a cause is about a module: a function may break in several places, and in its other parts it is compiled."""
+    if cause.why is Why.BACKWARD_HOOK:
+        named = any(tree.modules[part]._backward_hooks for part in tree.above(path))
+    else:
+        names = [name for part in tree.above(path) if part != cause.part for name in _names(tree.modules[part], part)]
+        named = any(name in cause.text for name in names)
+    return named, cause.why is not Why.BREAK, cause.why not in (Why.SKIPPED, Why.DISABLED)
+
+
+def _names(module: nn.Module, path: str) -> tuple[str, ...]:
+    """How Dynamo may name a module: by the function that is called, or as its owner's attribute."""
+    return f"{type(module).__name__}.forward", f"['{path.rpartition('.')[2]}']"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+def _hints(text: str) -> tuple[str, ...]:
+    """Dynamo's own advice, but for what helps no user."""
+    lines = (line.strip() for line in text.splitlines())
+    hints = (line.removeprefix("Hint: ").rstrip(".") for line in lines if line.startswith("Hint: "))
+    return tuple(hint for hint in hints if not any(words in hint for words in _NO_ADVICE))

@@ -1,0 +1,135 @@
+"""A model's modules with what a log says of each.
+
+Modules of one class with equal parts share compiled code: Dynamo meets the function of the first of them alone. What it made of that holds
+for the others, unless it met theirs too. Invariant: every answer is about the modules of `root`, by their paths in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from qsync_fx.coverage.log import Frame, Log, Outcome, Ran, below, shape_of
+from qsync_fx.module_tree import joined, own_parameters, paths, unwrapped
+from qsync_fx.opid import OpId
+from qsync_fx.ops import Kind
+from qsync_fx.plan import Plan
+from qsync_fx.plan_in_force import plan_in_force
+
+
+class Tree:
+    """
+    Attributes:
+        root: the whole model, without wrappers.
+        modules: every module by its path.
+        compiled: the paths of those that torch.compile was given.
+        held: the paths of those that are in a graph.
+        within: the path of `root` in ids, where the user says that it is a part of a larger model.
+    """
+
+    def __init__(self, root: nn.Module, log: Log) -> None:
+        self.root, self.log = unwrapped(root), log
+        self.modules = {path: module for path, module in paths(root) if unwrapped(module) is module}
+        given = {id(module) for module in log.given}
+        self.compiled = {path for path, module in self.modules.items() if id(module) in given}
+        self._frames: dict[str, list[Frame]] = {}
+        for path, module in self.modules.items():
+            called = path in self.compiled or any(
+                part in self.compiled or self.frames(part) for part in self.above(path)
+            )
+            self._frames[path] = list(_frames_of(module, log, shared=called))
+        own = [frame.path for frame in self._frames[""] if frame.module() is self.root and frame.held]
+        told = [path for ref, path in log.declared if ref() is self.root]
+        self.within = next(iter((*own, *told)), "")
+        self.held = {joined(path, rest) for path, frames in self._frames.items() for f in frames for rest in f.held}
+
+    @property
+    def plan(self) -> Plan:
+        """What the log's options plan for the model."""
+        device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
+        return plan_in_force(self.log.options, device)
+
+    @property
+    def parameterised(self) -> dict[str, nn.Module]:
+        """The modules that have parameters of their own."""
+        return {path: module for path, module in self.modules.items() if own_parameters(module)}
+
+    @property
+    def trained(self) -> bool:
+        """Whether the model has gradients."""
+        return any(p.grad is not None for p in self.root.parameters())
+
+    @property
+    def ran(self) -> bool:
+        """Whether Dynamo has met anything of the model."""
+        return any(self._frames.values())
+
+    def frames(self, path: str) -> list[Frame]:
+        """What Dynamo made of the functions of one module."""
+        return self._frames.get(path, [])
+
+    def operators(self) -> dict[str, list[Ran]]:
+        """The operators of each module, by its path, with the ids that they have in this model."""
+        found: dict[str, dict[object, Ran]] = {}
+        for path, frames in self._frames.items():
+            for ran in (ran for frame in frames for ran in _moved(frame, joined(self.within, path))):
+                found.setdefault(below(ran.id.module, self.within) or "", {})[ran.id] = ran
+        return {path: list(by_id.values()) for path, by_id in found.items()}
+
+    def decided(self) -> Iterator[OpId]:
+        """Yields the operators that the plan decides on, in this model and, where it is a part of a larger one, in the other parts."""
+        parts = (
+            (frame.operators.values() for frame in self.log.frames.values())
+            if self.within
+            else self.operators().values()
+        )
+        yield from (ran.id for runs in parts for ran in runs if ran.kind is Kind.ADJUSTABLE)
+
+    def concerns(self, path: str) -> bool:
+        """Whether what was compiled has to do with a module: torch.compile was given it or one around it, or Dynamo has met one."""
+        return any(part in self.compiled or self.frames(part) for part in self.above(path))
+
+    def above(self, path: str) -> Iterator[str]:
+        """Yields a path and those of the modules around it, innermost first."""
+        while path:
+            yield path
+            path = path.rpartition(".")[0]
+        yield ""
+
+
+def models(log: Log) -> Iterator[nn.Module]:
+    """Yields the models of a log: those that ids start from, and what torch.compile was given and is in none of them."""
+    roots = {id(root): root for frame in log.frames.values() if (root := frame.root()) is not None}
+    given = {id(module): module for module in log.given}
+    everything = {**given, **roots}
+    inside = {id(part) for root in everything.values() for path, part in paths(root) if path}
+    yield from (model for address, model in everything.items() if address not in inside)
+
+
+def stale(frame: Frame) -> bool:
+    """Whether code was compiled for a function, and Dynamo has given up on it since."""
+    return frame.outcome is Outcome.SKIPPED and bool(frame.held)
+
+
+def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
+    """Yields what Dynamo met of a module and, with `shared`, of others whose code it may run."""
+    own = {code for (code, ref) in log.frames if ref() is module}
+    shape = shape_of(module) if shared else None
+    others: dict[object, Frame] = {}
+    for (code, ref), frame in log.frames.items():
+        if ref() is module:
+            yield frame
+        elif code not in own and frame.shape == shape and not frame.alone and frame.outcome is not Outcome.SKIPPED:
+            others[code] = frame
+    yield from others.values()
+
+
+def _moved(frame: Frame, path: str) -> Iterator[Ran]:
+    """The operators of a frame with the ids that they have where its module stands at `path`."""
+    for ran in frame.operators.values():
+        rest = below(ran.id.module, frame.path)
+        if rest is not None:
+            yield dataclasses.replace(ran, id=dataclasses.replace(ran.id, module=joined(path, rest)))
