@@ -123,7 +123,7 @@ def identify_new(graph: PrecisionGraph, nodes: list[fx.Node], by: str, near: OpI
         near: the operator whose place the nodes take.
         instead_of: the ids of all that the nodes replace. An operator of the same name takes one over.
     """
-    numbers, free = numbering(place()), list(instead_of)
+    numbers, free = numbering(place(graph.context.options)), list(instead_of)
     for node in nodes:
         if getattr(node.target, "__name__", "") == "getitem" or is_switch(node) or not _computes(graph, node):
             continue

@@ -26,9 +26,17 @@ def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns what tells the memory of a tensor from that of others, as long as these live."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(tensor)  # sparse tensors, and those of vmap, show none
+
+
 def is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors lie in one memory."""
-    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+    return storage_of(first) == storage_of(second)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -154,7 +154,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     operators = {operator["id"]: operator for operator in found["operators"]}
     body = operators["body/linear"]
     assert (body["kind"], body["planned"], body["precision"], body["output"]) == ("adjustable", "fp32", "fp32", "fp32")
-    assert body["flops"] == 2 * 3 * 8 * 16
+    assert body["flops"] == 2 * (2 * 3 * 8 * 16), "its result and the gradient of its weight"
     assert body["reason"] == "plan: uniform fp32"
     assert body["source"]["code"] == "return self.head(self.dropout(torch.relu(self.body(x)))) * scale"
     assert body["source"]["file"].endswith("models_of_test.py")

@@ -24,7 +24,7 @@ from qsync_fx.memory import Memory
 from qsync_fx.modes import switches_grad
 from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
-from qsync_fx.values import expression, is_float, tensors
+from qsync_fx.values import expression, is_float, storage_of, tensors
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class Flow:
         self._alias(graph, node)
 
     def _alias(self, graph: PrecisionGraph, node: fx.Node) -> None:
-        mine = {_storage(t) for t in tensors(graph.value(node))}
+        mine = {storage_of(t) for t in tensors(graph.value(node))}
         for used in node.all_input_nodes:
-            if mine & {_storage(t) for t in tensors(graph.value(used))}:
+            if mine & {storage_of(t) for t in tensors(graph.value(used))}:
                 self._roots[node] = used
                 return
 
@@ -188,8 +188,3 @@ def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
 def is_float_all(value: Any) -> bool:
     """Whether a gradient may flow back to a value: a floating-point tensor, or several."""
     return any(is_float(t) for t in tensors(value))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found

@@ -17,7 +17,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qsync_fx.values import is_float, tensors
+from qsync_fx.values import is_float, storage_of, tensors
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Autograd:
                     result = node.target(*args, **kwargs)  # type: ignore[operator]
             except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
                 return Kept(True, tuple(at for at, read in enumerate(reads.values()) if read.need))
-        places = {_storage(t): at for at, operand in enumerate(operands.values()) for t in tensors(operand)}
-        made = {_storage(t): at for at, t in enumerate(tensors(result)) if _storage(t) not in places}
-        extras = {_storage(t): Extra(_numel(t), t.dtype) for t in seen if _storage(t) not in {*places, *made}}
+        places = {storage_of(t): at for at, operand in enumerate(operands.values()) for t in tensors(operand)}
+        made = {storage_of(t): at for at, t in enumerate(tensors(result)) if storage_of(t) not in places}
+        extras = {storage_of(t): Extra(_numel(t), t.dtype) for t in seen if storage_of(t) not in {*places, *made}}
         return Kept(
             any(t.requires_grad for t in tensors(result)),
-            tuple(sorted({places[_storage(t)] for t in seen if _storage(t) in places})),
-            tuple(sorted({made[_storage(t)] for t in seen if _storage(t) in made})),
+            tuple(sorted({places[storage_of(t)] for t in seen if storage_of(t) in places})),
+            tuple(sorted({made[storage_of(t)] for t in seen if storage_of(t) in made})),
             tuple(extras.values()),
         )
 
@@ -118,11 +118,6 @@ def _stand_in(value: Any, read: Read) -> Any:
     fresh = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
     # A leaf may not be written to in place; what a graph computes is none.
     return fresh.requires_grad_().view_as(fresh) if read.need and is_float(value) else fresh
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
 
 
 def _numel(tensor: torch.Tensor) -> Any:
