@@ -42,7 +42,10 @@ class Lower:
 
     def _lower(self, graph: PrecisionGraph, operator: Operator, casts: Casts) -> None:
         fmt = operator.precision
-        if operator.kind is not Kind.ADJUSTABLE or fmt is None or fmt.plain:
+        if operator.kind is not Kind.ADJUSTABLE or fmt is None:
+            return
+        if fmt.plain:
+            self._guard(graph, operator)
             return
         assert operator.row is not None
         # Above the streams that casts have taken.
@@ -52,6 +55,15 @@ class Lower:
         else:
             _replace(graph, operator, new)
             self._tell(graph, Operator(graph, new))
+
+    def _guard(self, graph: PrecisionGraph, operator: Operator) -> None:
+        assert operator.row is not None
+        lowering = self.lowerings.get(operator.row.name)
+        if lowering is None or not graph.context.training:
+            return
+        with graph.graph.inserting_before(operator.node):
+            for new in lowering.plain(operator.node):
+                graph.propagate(new)
 
     def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None

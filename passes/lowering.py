@@ -37,6 +37,10 @@ class Operands:
     out_dtype: torch.dtype
 
 
+def _as_it_is(node: fx.Node) -> list[fx.Node]:
+    return []
+
+
 def _unsaid(node: fx.Node, device: torch.device) -> str:
     return ""
 
@@ -53,12 +57,15 @@ class Lowering:
             scales are per channel, `[]` where the operand has one scale even then.
         computed: called with the node that `emit` made and the device; returns a clause on what computes it there, for reports, "" where
             there is nothing to say.
+        plain: called with a node that runs in a plain format, in training, with the insertion point before it; puts other operands in the
+            place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
     """
 
     name: str
     emit: Callable[[fx.Node, Operands], fx.Node | str]
     keep: Callable[[fx.Node, Role], list[int]]
     computed: Callable[[fx.Node, torch.device], str] = _unsaid
+    plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
 
 
 def dimensions(node: fx.Node) -> int:

@@ -99,8 +99,9 @@ def default_precision(device: torch.device) -> Precision:
 def cpu_multiplies_integers() -> bool:
     """Whether oneDNN's products of INT8 matrices are exact on this CPU.
 
-    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products up in 16 bits, saturated, and two of 127 by 127 come out
-    as one. That is tried, not looked up: what oneDNN uses is narrowed by ONEDNN_MAX_CPU_ISA, which no query of torch's knows.
+    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products up in 16 bits, saturated, so that eight of 127 by 127
+    come out as 1020 (docs/known-issues.md). That is tried, not looked up: what oneDNN uses is narrowed by ONEDNN_MAX_CPU_ISA, which no
+    query of torch's knows.
     """
     # Whoever asks may be tracing, where nothing has a value.
     with _disable_current_modes():

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.backend.operators import by_kernel
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.live_taps import Geometry, live_taps, may_be_dead
 from qsync_fx.backend.operators.products import backward_operand, carrier, combined, round_gradients, scaled, uniform
-from qsync_fx.nodes import arguments
-from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
+from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
 
@@ -97,7 +96,6 @@ def _per_channel(scale: Tensor | None, ndim: int) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1, *[1] * (ndim - 2))
 
 
-_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 _Rounded = tuple[Tensor, Tensor | None]
 
 
@@ -107,7 +105,7 @@ def output(
     wq: Tensor,
     w_scale: Tensor | None,
     bias: Tensor | None,
-    geometry: _Geometry,
+    geometry: Geometry,
     row: Precision,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -126,7 +124,7 @@ def input_gradient(
     gradient: _Rounded,
     saved: tuple[Tensor, Tensor],
     factor: Tensor | None,
-    geometry: _Geometry,
+    geometry: Geometry,
     row: Precision,
     dtype: torch.dtype,
 ) -> Tensor | None:
@@ -139,7 +137,7 @@ def weight_gradient(
     gradient: _Rounded,
     saved: tuple[Tensor, Tensor],
     factor: Tensor | None,
-    geometry: _Geometry,
+    geometry: Geometry,
     row: Precision,
     dtype: torch.dtype,
 ) -> Tensor | None:
@@ -224,6 +222,8 @@ class _Convolution(torch.autograd.Function):
         if to_x is not None:
             grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, x_dtype)
         if to_weight is not None:
+            if may_be_dead(to_weight, xc, geometry):
+                to_weight = live_taps(to_weight, xc, geometry)
             grad_weight = scaled(to_weight, combined(rounded["weight"][1], factors[1]), None, weight_dtype)
         if grad_x is not None:
             grad_x = grad_x.view(xq.shape)
@@ -239,63 +239,4 @@ define(
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
     "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
     {"CompositeImplicitAutograd": convolution},
-)
-
-
-def _each(value: Any, spatial: int) -> list[Any]:
-    """Returns one number a spatial dimension: the schema lets one stand for all."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values * spatial if len(values) == 1 else values
-
-
-def _emit(node: fx.Node, given: Operands) -> fx.Node | str:
-    found, weight = arguments(node), given.operands[1][0]
-    spatial = dimensions(weight) - 2
-    dilation = _each(found["dilation"], spatial)
-    padding = found["padding"]
-    if padding == "same":
-        # torch pads such that the output is as large as the input: once a side, and one more at the end where that does not come out.
-        total = [step * (int(size) - 1) for step, size in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
-        if any(size % 2 for size in total):
-            return "its padding differs between the two sides, which takes a padded input"
-        padding = [size // 2 for size in total]
-    elif padding == "valid":
-        padding = 0
-    geometry = (
-        _each(found["stride"], spatial),
-        _each(padding, spatial),
-        dilation,
-        _transposed(node),
-        _each(found.get("output_padding", 0), spatial),
-        found["groups"],
-    )
-    (x, xq, x_scale), (w, wq, w_scale) = given.operands
-    tensors = x, w, found["bias"], xq, x_scale, wq, w_scale, given.seed
-    how = given.fmt, given.rounding, given.out_dtype
-    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, given.stream, *geometry, *how))
-
-
-def _transposed(node: fx.Node) -> bool:
-    # Of the generic operators it is an argument, of the others part of the name.
-    return bool(arguments(node).get("transposed", "transpose" in str(node.target)))
-
-
-def _keep(node: fx.Node, role: Role) -> list[int]:
-    """A scale per sample, and one per output channel, which grouped transposed convolutions have no dimension of their own for."""
-    found = arguments(node)
-    if role == "activation":
-        return [0] if dimensions(found["input"]) == dimensions(found["weight"]) else []
-    if not _transposed(node):
-        return [0]
-    return [1] if found["groups"] == 1 else []
-
-
-LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, computed)
-    for name in (
-        *(f"conv{spatial}d" for spatial in (1, 2, 3)),
-        *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),
-        "convolution",
-        "_convolution",
-    )
 )

@@ -1,0 +1,98 @@
+"""How torch's convolutions become `qsync::convolution`, and what those that stay torch's are given.
+
+Invariant: one geometry for all spellings of a convolution: one number a spatial dimension, padding in numbers, transposed or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.backend.cuda.collect import computed
+from qsync_fx.backend.operators.live_taps import Geometry, may_be_dead
+from qsync_fx.nodes import arguments, map_arguments
+from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
+
+
+def _each(value: Any, spatial: int) -> list[Any]:
+    """Returns one number a spatial dimension: the schema lets one stand for all."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * spatial if len(values) == 1 else values
+
+
+def _geometry(node: fx.Node) -> Geometry | None:
+    """Returns a node's arguments as `aten::convolution` takes them; None where it pads one side more than the other."""
+    found = arguments(node)
+    spatial = dimensions(found["weight"]) - 2
+    dilation = _each(found["dilation"], spatial)
+    padding = found["padding"]
+    if padding == "same":
+        # torch pads such that the output is as large as the input: once a side, and one more at the end where that does not come out.
+        total = [
+            step * (int(size) - 1) for step, size in zip(dilation, found["weight"].meta["val"].shape[2:], strict=True)
+        ]
+        if any(size % 2 for size in total):
+            return None
+        padding = [size // 2 for size in total]
+    elif padding == "valid":
+        padding = 0
+    output_padding = _each(found.get("output_padding", 0), spatial)
+    return (
+        _each(found["stride"], spatial),
+        _each(padding, spatial),
+        dilation,
+        _transposed(node),
+        output_padding,
+        found["groups"],
+    )
+
+
+def _emit(node: fx.Node, given: Operands) -> fx.Node | str:
+    geometry = _geometry(node)
+    if geometry is None:
+        return "its padding differs between the two sides, which takes a padded input"
+    (x, xq, x_scale), (w, wq, w_scale) = given.operands
+    tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, given.seed
+    how = given.fmt, given.rounding, given.out_dtype
+    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, given.stream, *geometry, *how))
+
+
+def _transposed(node: fx.Node) -> bool:
+    # Of the generic operators it is an argument, of the others part of the name.
+    return bool(arguments(node).get("transposed", "transpose" in str(node.target)))
+
+
+def _keep(node: fx.Node, role: Role) -> list[int]:
+    """A scale per sample, and one per output channel, which grouped transposed convolutions have no dimension of their own for."""
+    found = arguments(node)
+    if role == "activation":
+        return [0] if dimensions(found["input"]) == dimensions(found["weight"]) else []
+    if not _transposed(node):
+        return [0]
+    return [1] if found["groups"] == 1 else []
+
+
+def _with_live_taps(node: fx.Node) -> list[fx.Node]:
+    geometry, found = _geometry(node), arguments(node)
+    if geometry is None:
+        return []
+    weight, x = found["weight"], found["input"]
+    sizes: Any = fx.node.map_arg(geometry, lambda size: size.meta["val"])
+    if not may_be_dead(weight.meta["val"], x.meta["val"], sizes):
+        return []
+    new = node.graph.call_function(torch.ops.qsync.live_taps.default, (weight, x, *geometry[:-1]))
+    map_arguments(node, lambda at, given: new if at == list(found).index("weight") else given)
+    return [new]
+
+
+LOWERINGS = tuple(
+    Lowering(name, _emit, _keep, computed, _with_live_taps)
+    for name in (
+        *(f"conv{spatial}d" for spatial in (1, 2, 3)),
+        *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),
+        "convolution",
+        "_convolution",
+    )
+)
