@@ -35,16 +35,23 @@ def register_with_inductor() -> None:
     from torch._inductor.lowering import make_fallback, register_lowering
     from torch._inductor.virtualized import V
 
+    integer_convolution = torch.ops.qsync.integer_convolution.default
+
+    def convolves() -> bool:
+        # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are integer products.
+        return bool(V.graph.graph.find_nodes(op="call_function", target=integer_convolution))
+
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
         made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        if V.graph.layout_opt and made_here and len(x.get_size()) in (4, 5):
+        if made_here and (V.graph.layout_opt or convolves()) and len(x.get_size()) in (4, 5):
             channels_last = (
                 ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
             )
             x = channels_last(x)
         return (x, *others), {}
 
+    make_fallback(integer_convolution, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
 

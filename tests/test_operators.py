@@ -15,6 +15,7 @@ from products_in_fp64 import SEED, Operand, Product
 from torch import Tensor
 
 from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.precision import FORMATS
 
 
@@ -28,7 +29,7 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     assert [t.dtype for t in found] == [t.dtype for t in inputs]
     a, b = layer.operands(x, weight)
     carrier = torch.promote_types(FORMATS[row.carrier].dtype, y.dtype)
-    narrow = None if row.dtype == torch.int8 and layer.geometry is None else carrier
+    narrow = None if summed_as_integers(layer, weight) else carrier
     forward, to_x, to_weight, spread = products(layer, x, weight)
     shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
     Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
@@ -60,6 +61,16 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
         total = functools.partial(torch.sum, dim=every) if every else torch.clone
         summed, resolution = (into["weight"], carrier) if plain else (gradient.double(), None)
         Product.of(lambda g, one: total(g * one), summed, ones).assert_met(found[2], resolution)
+
+
+def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
+    """Whether the output's sums are exact."""
+    if FORMATS[layer.fmt].dtype != torch.int8:
+        return False
+    if layer.geometry is None:
+        return True
+    one, wide = weight[0].numel() == 1, (layer.out_dtype or OUT[layer.fmt]).itemsize > 2
+    return wide and cpu_multiplies_integers() and not (layer.geometry.transposed or layer.geometry.groups > 1 or one)
 
 
 def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
@@ -191,6 +202,24 @@ def test_convolution(
 
 
 @every_format
+@settings(max_examples=40)
+@given(convolution=convolutions(), across=st.booleans())
+def test_layout_of_a_convolution_is_that_of_torch(
+    fmt: str, convolution: tuple[Geometry, Tensor, Tensor, int], across: bool
+) -> None:
+    geometry, x, weight, _ = convolution
+    if across and weight.dim() < 5:
+        weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
+    batch = x if x.dim() == weight.dim() else x[None]
+    expected = torch.ops.aten.convolution(batch, weight, None, *geometry.arguments)
+    found = Layer(fmt, geometry)(x, weight)
+    expected = expected if x.dim() == weight.dim() else expected[0]
+    assume(found.numel())
+    strides = [t.stride(d) for t in (found, expected) for d in range(t.dim()) if t.shape[d] > 1]
+    assert strides[: len(strides) // 2] == strides[len(strides) // 2 :]
+
+
+@every_format
 @pytest.mark.parametrize("shape", [(65, 96, 33), (64, 768, 128)])
 @pytest.mark.parametrize("channel", [False, True])
 def test_linear_of_a_common_size(fmt: str, shape: tuple[int, int, int], channel: bool) -> None:
@@ -270,3 +299,12 @@ def test_cublas_gets_no_integer_product_that_it_refuses(rows: int, inner: int, c
             )
     assert ("aten::_int_mm" in calls) == unit
     assert ("aten::mm" in calls) != unit
+
+
+@pytest.mark.skipif(not cpu_multiplies_integers(), reason="this CPU's unit saturates")
+@pytest.mark.parametrize(("out_dtype", "unit"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_convolution_with_a_wide_output_is_summed_in_integers(out_dtype: torch.dtype, unit: bool) -> None:
+    layer = Layer("int8", Geometry([2, 1], [1, 0], [1, 2]), out_dtype=out_dtype)
+    with recorded() as calls:
+        layer(torch.randn(3, 8, 9, 7), torch.randn(5, 8, 3, 2))
+    assert ("qsync::integer_convolution" in calls) == unit and ("aten::convolution" in calls) != unit

@@ -21,28 +21,27 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
         bt: `[N, K]`, any strides.
         formats: of `a` and `bt`.
     """
-    if not _summed_exactly(a, bt, formats):
+    if not summed_exactly(a.device, a.shape[1], formats):
+        return None
+    if a.device.type == "cuda" and not fallback.takes_integers(a.shape[0], bt.shape[0], a.shape[1]):
         return None
     if a.device.type == "cuda":
         return fallback.integer_product(a, bt)
-    return torch._int_mm(_strided(a), _strided(bt).t())
+    return torch._int_mm(strided(a), strided(bt).t())
 
 
-def _summed_exactly(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> bool:
-    """Whether the integer unit takes the product, and INT32 holds every sum."""
-    inner = a.shape[1]
+def summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, Precision]) -> bool:
+    """Whether an integer unit sums `inner` products of values of these formats, and INT32 holds every such sum."""
     if any(row.kind != "integer" or row.dtype != torch.int8 for row in formats):
         return False
     if inner * formats[0].max * formats[1].max >= 2**31:
         return False
-    if a.device.type == "cuda":
-        return fallback.takes_integers(a.shape[0], bt.shape[0], inner)
     # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
-    return a.device.type != "cpu" or (inner != 1 and cpu_multiplies_integers())
+    return device.type != "cpu" or (inner != 1 and cpu_multiplies_integers())
 
 
-def _strided(t: Tensor) -> Tensor:
-    """Returns a matrix that lies by rows with the strides that its shape implies, or one that lies by columns; else a copy.
+def strided(t: Tensor) -> Tensor:
+    """Returns a matrix that lies by columns, or by rows with the strides that its shape implies, as the CPU's unit takes it; else a copy.
 
     With one row any stride between rows is right, as of a transposed column; oneDNN takes it for the length of a row and reads beyond.
     """
