@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from qsync_fx.backend import decompositions, operators, tuned
 from qsync_fx.backend.cuda.collect import prepare
 from qsync_fx.backend.record import record
+from qsync_fx.backend.second_order import telling
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import wait_for_a_step
 from qsync_fx.devices import support
@@ -74,7 +75,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
-        return inner_compiler(options.inner, device)(graph.module, inputs)
+        compiled = inner_compiler(options.inner, device)(graph.module, inputs)
+    return telling(compiled, graph, options.inner)
 
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

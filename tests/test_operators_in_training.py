@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from qsync_fx.errors import PrecisionError
 from qsync_fx.precision import FORMATS
 
 
@@ -105,11 +106,17 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x, weight = leaf(torch.randn(5, 8)), leaf(torch.randn(3, 8))
-    (gradient,) = torch.autograd.grad(Layer("int8")(x, weight).float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@every_format
+@pytest.mark.parametrize("geometry", [None, Geometry([1], [0], [1])])
+def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> None:
+    """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a gradient of constants is one too."""
+    x, weight = (leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4)))
+    for loss in (Tensor.sum, lambda y: y.float().square().sum()):
+        (gradient,) = torch.autograd.grad(loss(Layer(fmt, geometry)(x, weight)), x, create_graph=True)
+        with pytest.raises(PrecisionError, match=f"no second derivative in {fmt}:"):
+            gradient.square().sum().backward()
+        assert x.grad is None
+        assert weight.grad is None
 
 
 # torch.compile.

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch.autograd.function import once_differentiable
 
 from qsync_fx.backend.operators import by_kernel, integer_convolution
 from qsync_fx.backend.operators.carry import carry
+from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.live_taps import Geometry, live_taps, may_be_dead
 from qsync_fx.backend.operators.products import backward_operand, carrier, combined, round_gradients, scaled, uniform
@@ -84,10 +84,11 @@ def convolution(
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
     geometry = stride, padding, dilation, transposed, output_padding, groups
-    found: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+    found, _ = _Convolution.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, geometry, fmt, rounding, out_dtype
     )
-    return found
+    result: Tensor = found
+    return result
 
 
 def _batched(t: Tensor, ndim: int) -> Tensor:
@@ -177,23 +178,25 @@ class _Convolution(torch.autograd.Function):
         fmt: str,
         rounding: str,
         out_dtype: torch.dtype,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
-        ctx.save_for_backward(xq, x_scale, wq, w_scale, seed)
-        ctx.how = stream, geometry, fmt, rounding
+        linked = link()
+        ctx.save_for_backward(xq, x_scale, wq, w_scale, seed, linked)
+        ctx.how = stream, geometry, rounding
+        ctx.fmt, ctx.place = fmt, place(stream)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
         how = geometry, precision(fmt), out_dtype
         y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *how)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
-        return result
+        return result, linked
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        xq, x_scale, wq, w_scale, seed = ctx.saved_tensors
-        stream, geometry, fmt, rounding = ctx.how
+    @first_only
+    def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
+        xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
+        fmt, (stream, geometry, rounding) = ctx.fmt, ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         row, ndim = precision(fmt), wq.dim()

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.backend.operators import by_kernel, integers
 from qsync_fx.backend.operators.carry import carry
+from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import SHARED_STREAM, carrier, combined, round_gradients, scaled, uniform
 from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
@@ -73,10 +73,11 @@ def linear(
     Returns:
         `[..., N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    found: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+    found, _ = _Linear.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype
     )
-    return found
+    result: Tensor = found
+    return result
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -190,23 +191,25 @@ class _Linear(torch.autograd.Function):
         fmt: str,
         rounding: str,
         out_dtype: torch.dtype,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.
-        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed)
+        linked = link()
+        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed, linked)
         ctx.shape = xq.shape
-        ctx.how = stream, fmt, rounding
+        ctx.how = stream, rounding
+        ctx.fmt, ctx.place = fmt, place(stream)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         y = output(_rows(xq), _per_row(x_scale), wq, _per_column(w_scale), bias, precision(fmt), out_dtype)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[0]])
-        return result
+        return result, linked
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        xq, x_scale, wq, w_scale, seed = ctx.saved_tensors
-        stream, fmt, rounding = ctx.how
+    @first_only
+    def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
+        xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
+        fmt, (stream, rounding) = ctx.fmt, ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         row, rows = precision(fmt), _rows(gradient)
