@@ -45,7 +45,7 @@ def _roots(here: Place) -> Iterator[tuple[str, nn.Module]]:
 def _ran(operator: Operator) -> Ran:
     note, source = operator.note, operator.source
     line = f"{Path(source.file).name}:{source.line}" if source else ""
-    return Ran(note.id, note.kind, note.planned, note.precision, note.output, note.reason, line)
+    return Ran(note.id, note.kind, note.planned, note.precision, note.output, operator.reason, line)
 
 
 def _tensors(module: fx.GraphModule) -> set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qsync_fx.costs.algebra import Cost, Work
-from qsync_fx.costs.operator import size_in
+from qsync_fx.costs.operator import flops_of, size_in
 from qsync_fx.costs.reads import State
 from qsync_fx.costs.total import Costing
 from qsync_fx.graph import Operator, PrecisionGraph
@@ -39,4 +39,6 @@ def _moved(operator: Operator) -> Cost:
     if node.meta.get("qsync_bodies"):
         return Cost()
     nodes = (*node.all_input_nodes, node)
-    return Cost(Work(0, sum((size_in(graph.value(used), operator.precision) for used in nodes), start=0)))
+    return Cost(
+        Work(flops_of(graph, node), sum((size_in(graph.value(used), operator.precision) for used in nodes), start=0))
+    )

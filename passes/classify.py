@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_fx.graph import PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
 from qsync_fx.writes import in_place
@@ -22,19 +22,24 @@ class Classify:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         for operator in graph.own_operators():
-            node, row = operator.node, operator.row
-            if opaque := node.meta.get("qsync_opaque"):
-                operator.update(kind=Kind.FIXED, reason=opaque)
-            elif isinstance(node.target, torch._ops.HigherOrderOperator):
-                operator.update(kind=Kind.FIXED, reason=_higher_order(node.meta.get("qsync_bodies", ())))
-            elif row is None:
-                name = target_name(node)
-                graph.unknown[name] = graph.unknown.get(name, 0) + 1
-                operator.update(kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out")
-            elif row.kind is Kind.ADJUSTABLE and in_place(node):
-                operator.update(kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is")
-            else:
-                operator.update(kind=row.kind, reason=row.reason)
+            classify(operator)
+
+
+def classify(operator: Operator) -> None:
+    """Gives one operator its kind and the reason."""
+    graph, node, row = operator.graph, operator.node, operator.row
+    if opaque := node.meta.get("qsync_opaque"):
+        operator.update(kind=Kind.FIXED, reason=opaque)
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        operator.update(kind=Kind.FIXED, reason=_higher_order(node.meta.get("qsync_bodies", ())))
+    elif row is None:
+        name = target_name(node)
+        graph.unknown[name] = graph.unknown.get(name, 0) + 1
+        operator.update(kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out")
+    elif row.kind is Kind.ADJUSTABLE and in_place(node):
+        operator.update(kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is")
+    else:
+        operator.update(kind=row.kind, reason=row.reason)
 
 
 def _higher_order(bodies: tuple[PrecisionGraph, ...]) -> str:

@@ -7,11 +7,10 @@ operator has one id whether DDP or a graph break splits the graph or not.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,37 +21,11 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
 from qsync_fx.module_tree import joined
 from qsync_fx.notes import Note
-from qsync_fx.opid import OpId
+from qsync_fx.opid import Numbering, OpId
 from qsync_fx.ops import Kind, OperatorRow, row_for
-from qsync_fx.passes.frames import Place, clean_path, place, translator
-from qsync_fx.values import is_float, tensors
+from qsync_fx.passes.frames import Place, clean_path, translator
+from qsync_fx.values import format_of, is_float, tensors
 from qsync_fx.writes import writes
-
-
-@dataclass
-class Numbering:
-    """How many operators of each name each module has shown so far, and which module came last."""
-
-    seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    last: str = ""
-
-    def number(self, module: str, operator: str) -> OpId:
-        after = "" if module else self.last
-        if module:
-            self.last = module
-        key = (module, operator, after)
-        self.seen[key] += 1
-        return OpId(module, operator, self.seen[key] - 1, after)
-
-    def put_in(self, near: OpId, operator: str) -> OpId:
-        """Returns the id of an operator that a pass puts in where `near` is; those of the model keep their numbers."""
-        key = (near.module, operator, near.after)
-        self.seen[key] += 1
-        return OpId(near.module, operator, self.seen[key] - 1, near.after)
-
-    def copy(self) -> Numbering:
-        return Numbering(Counter(self.seen), self.last)
-
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
@@ -105,35 +78,48 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
     for node in graph.nodes:
         for body in node.meta.get("qsync_bodies", ()):
             identify(body, numbers, here)
-        if node.op != "call_function" and node.op != "call_method":
-            continue
-        if getattr(node.target, "__name__", "") == "getitem" or not _computes(graph, node):
+        if not _is_operator(graph, node):
             continue
         name, row = _named(node)
         _note(node, Note(numbers.number(module_path(node, here), name), row.kind if row else Kind.FIXED, "", row))
 
 
-def identify_new(graph: PrecisionGraph, nodes: list[fx.Node], by: str, near: OpId, instead_of: list[OpId]) -> None:
-    """Writes a note with an id to each of the nodes that a rewrite has put in.
+def identify_new(
+    graph: PrecisionGraph, nodes: list[fx.Node], by: str, how: str, near: Note | None, instead_of: list[fx.Node]
+) -> None:
+    """Writes a note with an id to each of the nodes that a pass has put in.
 
     Args:
         graph: where they are.
         nodes: the new nodes.
-        by: the name of the rewrite. It is part of new ids, so that whether and where it finds something changes no id of the model's.
-        near: the operator whose place the nodes take.
-        instead_of: the ids of all that the nodes replace. An operator of the same name takes one over.
+        by: the name of the pass. It is part of new ids, so that what the pass finds, and whether, changes no id of the model's.
+        how: what the pass did, "inserted" or "rewritten".
+        near: the operator whose place the nodes take, or follow; None where there is none.
+        instead_of: the operators that the nodes replace. One of the same name takes over id and decision, and uses them up.
     """
-    numbers, free = numbering(place(graph.context.options)), list(instead_of)
+    whole = graph
+    while whole.parent is not None:
+        whole = whole.parent
     for node in nodes:
-        if getattr(node.target, "__name__", "") == "getitem" or is_switch(node) or not _computes(graph, node):
+        if not _is_operator(graph, node):
             continue
         name, row = _named(node)
-        op_id = next((known for known in free if known.operator == name), None)
-        if op_id is None:
-            op_id = numbers.put_in(near, f"{by}.{name}")
-        else:
-            free.remove(op_id)
-        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+        old = next((known for known in instead_of if known.meta["qsync"].id.operator == name), None)
+        if old is not None:
+            instead_of.remove(old)
+            if "qsync_stream" in old.meta:
+                node.meta["qsync_stream"] = old.meta["qsync_stream"]
+            _note(node, dataclasses.replace(old.meta["qsync"], row=row, by=by, how=how))
+            continue
+        op_id = whole.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
+        region = _region(graph, node, near)
+        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
+
+
+def _region(graph: PrecisionGraph, node: fx.Node, near: Note | None) -> str | None:
+    """What the autocast region of an operator says of one that is put beside it."""
+    region = near.autocast if near is not None else None
+    return region if region in (None, "off") else str(format_of(graph.value(node)) or region)
 
 
 def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
@@ -144,6 +130,11 @@ def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
 def _note(node: fx.Node, note: Note) -> None:
     node.meta["qsync"] = note
     node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(note.id)}
+
+
+def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
+    called = node.op in ("call_function", "call_method") and getattr(node.target, "__name__", "") != "getitem"
+    return called and not is_switch(node) and "qsync_cast" not in node.meta and _computes(graph, node)
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:

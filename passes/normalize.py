@@ -36,7 +36,7 @@ class Normalize:
                 with graph.context.fake_mode:
                     _normalize(graph)
         here = place(graph.context.options)
-        numbers = numbering(here)
+        numbers = graph.numbers = numbering(here)
         identify(graph, numbers, here)
         remember_break(here, numbers)
 

@@ -27,6 +27,7 @@ from qsync_fx.passes.classify import Classify
 from qsync_fx.passes.frames import place
 from qsync_fx.passes.identity import numbering_now
 from qsync_fx.passes.insert_casts import InsertCasts
+from qsync_fx.passes.inserted import take_in
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering import Lowering
@@ -164,6 +165,8 @@ def run(
             instrument.before(step.name, graph)
         try:
             _call(step, graph)
+            if before is not None:
+                take_in(graph, before, step.name, passed)
             for instrument in instruments:
                 instrument.after(step.name, graph)
             if step.name == Classify.name:

@@ -172,6 +172,14 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
         sharing.passed(node)
 
 
+def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes:
+        for user in node.users if node.target is torch.ops.qsync.dequantize.default else ():
+            note: Note | None = user.meta.get("qsync")
+            if note is None or note.kind is not Kind.ADJUSTABLE or note.precision is None or not note.precision.scaled:
+                yield user, f"it reads %{node.name}, which stands for a quantized operand and has no gradient"
+
+
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         row = operator.row
@@ -220,6 +228,7 @@ RULES = (
     Rule("adjustable operators read operands of their precision", "insert_casts", _reads_its_precision),
     Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
+    Rule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
     Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
     Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.notes import Note
@@ -21,19 +22,41 @@ class Seen:
 
     Attributes:
         nodes: every node in order, with what it calls, with what, and its value.
+        values: theirs.
         notes: what was known of each operator.
     """
 
     nodes: dict[fx.Node, tuple[Any, ...]]
+    values: tuple[Any, ...]
     notes: dict[fx.Node, Note]
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value was that of a node."""
+        return any(known is value for known in self.values)
 
 
 def look(graph: PrecisionGraph) -> Seen:
     nodes = [node for part in graph.walk() for node in part.nodes]
     return Seen(
         {node: (node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in nodes},
+        tuple(node.meta.get("val") for node in nodes),
         {node: node.meta["qsync"] for node in nodes if "qsync" in node.meta},
     )
+
+
+def replaced(before: Seen, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
+    """Returns for new nodes which ones that are gone they are read in place of."""
+    alive = set(graph.nodes)
+    found: dict[fx.Node, fx.Node] = {}
+    todo = [(before.nodes[node][1:3], (node.args, node.kwargs)) for node in alive if node in before.nodes]
+    for was, now in todo:
+        olds, news = pytree.tree_leaves(was), pytree.tree_leaves(now)
+        for old, new in zip(olds, news, strict=True) if len(olds) == len(news) else ():
+            both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
+            if both and old not in alive and old in before.nodes and new not in before.nodes and new not in found:
+                found[new] = old
+                todo.append((before.nodes[old][1:3], (new.args, new.kwargs)))
+    return found
 
 
 def only_decided(before: Seen, after: Seen) -> bool:

@@ -228,7 +228,7 @@ def _operator_as_json(operator: Operator) -> Mapping[str, object]:
     }
     sizes = {name: _number(getattr(note.cost, name, None)) for name in ("flops", "bytes", "saved_bytes")}
     place = None if source is None else {"file": source.file, "line": source.line, "code": source.code}
-    return {"id": str(note.id), "kind": str(note.kind), **names, "reason": note.reason, **sizes, "source": place}
+    return {"id": str(note.id), "kind": str(note.kind), **names, "reason": operator.reason, **sizes, "source": place}
 
 
 def _number(size: Any) -> object:

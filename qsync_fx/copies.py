@@ -23,6 +23,7 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
     # Lazily: the code of a copy is written when somebody runs it.
     copy = PrecisionGraph(_LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent)
     copy.module.meta.update(graph.module.meta)
+    copy.numbers = graph.numbers.copy()
     copy.unknown, copy.rewritten, copy.outputs = dict(graph.unknown), dict(graph.rewritten), list(graph.outputs)
     for old, node in nodes.items():
         before: tuple[PrecisionGraph, ...] = old.meta.get("qsync_bodies", ())

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.nodes import Source, source_of, target_name
 from qsync_fx.notes import Note, Rewritten
-from qsync_fx.opid import OpId
+from qsync_fx.opid import Numbering, OpId
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
@@ -69,7 +69,7 @@ class Operator:
     @property
     def reason(self) -> str:
         by, reason = self.note.by, self.note.reason
-        return f"rewritten by {by}; {reason}" if by and reason else reason
+        return f"{self.note.how} by {by}; {reason}" if by and reason else reason
 
     @property
     def row(self) -> OperatorRow | None:
@@ -162,7 +162,9 @@ class PrecisionGraph:
         outputs: the type of each output, as Dynamo expects it; None for what is no tensor, or where Dynamo does not say.
         context: what the compilation knows beside the graph.
         parent: the graph that this one is the body of a higher-order operator in; None at the top.
-        written: a copy from before precisions are decided: the graph as the model wrote it. None until it is classified, and for bodies.
+        written: a copy from before casts are inserted: the graph as the model, and the passes of its user, wrote it. None until it is
+            classified, and for bodies.
+        numbers: of its operators; those in bodies are numbered with it.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class PrecisionGraph:
         self.outputs = self.output_types()
         self.unknown: dict[str, int] = {}
         self.written: PrecisionGraph | None = None
+        self.numbers = Numbering()
         self.rewritten: dict[str, Rewritten] = {}
 
     @property

@@ -28,7 +28,8 @@ class Note:
         autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
         pinned: set by `Operator.assign`: later passes do not override it.
         cost: filled in by annotate_cost.
-        by: the rewrite that put the operator in; "" for the model's own.
+        by: the pass that put the operator in; "" for the model's own.
+        how: what that pass did there: "inserted", or "rewritten" where it replaced what a pattern had found.
     """
 
     id: OpId
@@ -42,6 +43,7 @@ class Note:
     pinned: bool = False
     cost: Cost | None = None
     by: str = ""
+    how: str = "inserted"
 
 
 @dataclass(frozen=True)

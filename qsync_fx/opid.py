@@ -13,7 +13,8 @@ of their UTF-8 bytes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.patterns import pattern_regex
@@ -110,6 +111,31 @@ class OpId:
         Matching is linear in the length of the id.
         """
         return pattern_regex(pattern).match(str(self)) is not None
+
+
+@dataclass
+class Numbering:
+    """How many operators of each name each module has shown so far, and which module came last."""
+
+    seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    last: str = ""
+
+    def number(self, module: str, operator: str) -> OpId:
+        after = "" if module else self.last
+        if module:
+            self.last = module
+        key = (module, operator, after)
+        self.seen[key] += 1
+        return OpId(module, operator, self.seen[key] - 1, after)
+
+    def put_in(self, near: OpId, operator: str) -> OpId:
+        """Returns the id of an operator that a pass puts in where `near` is; those of the model keep their numbers."""
+        key = (near.module, operator, near.after)
+        self.seen[key] += 1
+        return OpId(near.module, operator, self.seen[key] - 1, near.after)
+
+    def copy(self) -> Numbering:
+        return Numbering(Counter(self.seen), self.last)
 
 
 def escaped(part: str) -> str:

@@ -25,8 +25,8 @@ from qsync_fx.passes.instruments import Snapshots, Timing
 from qsync_fx.passes.pipeline import pipeline, run
 from qsync_fx.plan import Plan
 
-WRITTEN, DECIDED = "classify", "cascade"
-"""The passes after which a graph is as the model wrote it, and after which every state is decided."""
+WRITTEN, DECIDED = "classify", "insert_casts"
+"""The pass after which a graph is as the model wrote it, and the one before which every state is decided."""
 
 
 class Replanned:
@@ -49,11 +49,12 @@ class Replanned:
         self.timing, self._kept = Timing(), Snapshots()
         passes = pipeline(self._options, operators.lowerings(), self.context.training)
         names = [step.name for step in passes]
-        start, end = names.index(WRITTEN) + 1, names.index(DECIDED) + 1
+        start, end = names.index(WRITTEN) + 1, names.index(DECIDED)
         for name in names[:start]:
             self._kept.texts[name], self._kept.graphs[name] = explained.texts[name], explained.graphs[name]
         self._passes, self._before = passes[start:], tuple(names[:start])
-        self.operators = self._decided(self._passes[: end - start])
+        later = any(isinstance(step, GraphPass) for step in passes[end:])
+        self.operators = self.graph.operators() if later else self._decided(self._passes[: end - start])
 
     def _under(self, context: Context) -> Context:
         return dataclasses.replace(context, plan=self._plan, options=self._options, automatic=False)

@@ -34,15 +34,30 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
         module.register_parameter(name, tensor)
     else:
         module.register_buffer(name, tensor)
-    if hasattr(module, "_param_name_to_source"):
-        # AOTAutograd wants to know where Dynamo has a parameter from. Dynamo knows none of this one, and guards nothing about it.
-        sources: Any = module._param_name_to_source
-        module._param_name_to_source = {**sources, name: ConstantSource(name)}  # type: ignore[assignment]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.graph.inserting_before(first):
         found = graph.graph.get_attr(name)
-    found.meta["val"] = fake
-    return found
+    return _held(graph, found, fake)
+
+
+def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
+    """Returns the node that holds a tensor which a pass has put into the graph's module, and reads by `node`."""
+    if graph.parent is not None:
+        found = attached(graph, tensor)
+        node.replace_all_uses_with(found)
+        graph.graph.erase_node(node)
+        return found
+    mode: Any = graph.context.fake_mode
+    return _held(graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
+
+
+def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
+    if hasattr(graph.module, "_param_name_to_source"):
+        # AOTAutograd wants to know where Dynamo has a parameter from. Dynamo knows none of this one, and guards nothing about it.
+        name, sources = str(node.target), graph.module._param_name_to_source
+        graph.module._param_name_to_source = {name: ConstantSource(name), **sources}  # type: ignore[dict-item, assignment]
+    node.meta["val"] = fake
+    return node
 
 
 def _free_name(module: torch.nn.Module) -> str:

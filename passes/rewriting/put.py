@@ -18,13 +18,11 @@ from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.identity import identify_new
 from qsync_fx.passes.in_force import Modes, restored
-from qsync_fx.passes.rewriting.attach import attached
 from qsync_fx.passes.rewriting.found import Match
+from qsync_fx.passes.rewriting.inline import OF_THE_MODEL, inlined
 from qsync_fx.passes.rewriting.match import Site
 from qsync_fx.passes.rewriting.trace import Traced, Untraceable, trace_call
 from qsync_fx.values import describe
-
-_OF_THE_MODEL = ("stack_trace", "nn_module_stack")
 
 
 def put(
@@ -43,25 +41,17 @@ def put(
     )
     _check(traced, site, name, match.main.where)
     last = site.matched[-1]
-    local: dict[fx.Node, fx.Node] = {}
-    given = [*leaves, *(attached(graph, tensor) for tensor in traced.tensors)]
-    local.update(zip(traced.inputs, given, strict=True))
-    model = {key: value for key, value in match.main.node.meta.items() if key in _OF_THE_MODEL}
+    model = {key: value for key, value in match.main.node.meta.items() if key in OF_THE_MODEL}
     with graph.graph.inserting_before(last.next):
-        for node in traced.module.graph.nodes:
-            if node.op in ("call_function", "get_attr"):
-                new = local[node] = graph.graph.node_copy(node, lambda used: local[used])
-                new.meta = {**{key: node.meta[key] for key in ("val",) if key in node.meta}, **model}
-                if node.op == "get_attr":
-                    _constant(graph, new, getattr(traced.module, str(node.target)))
-    freed = [operator.id for operator in match.operators]
+        local = inlined(graph, traced, leaves, model)
+    freed = [operator.node for operator in match.operators]
     put_in = [local[node] for node in traced.module.graph.nodes if node.op == "call_function"]
     results = {old: local[output] for old, output in zip(site.outputs, traced.outputs, strict=True)}
     for old, new in results.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in put_in)
     for node in reversed(site.matched):
         graph.graph.erase_node(node)
-    identify_new(graph, put_in, name, match.main.id, freed)
+    identify_new(graph, put_in, name, "rewritten", match.main.note, freed)
     return results
 
 
@@ -101,13 +91,3 @@ def _check(traced: Traced, site: Site, name: str, where: str) -> None:
             where=where,
             do="return as many tensors as the pattern does, of the same shapes and types (y.to(x.dtype) gives y the type of x)",
         )
-
-
-def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
-    """Keeps a number that the function has written down, such as `torch.tensor(2.0)`."""
-    at = 0
-    while hasattr(graph.module, f"constant_{at}"):
-        at += 1
-    node.target = f"constant_{at}"
-    graph.module.__dict__[node.target] = value
-    node.meta.setdefault("val", value)

@@ -18,6 +18,7 @@ from qsync_fx.errors import OptionError, PassError, QSyncError
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Rewritten
 from qsync_fx.passes.base import GraphPass
+from qsync_fx.passes.casts import drop_unread_casts
 from qsync_fx.passes.in_force import modes
 from qsync_fx.passes.rewriting.found import Match
 from qsync_fx.passes.rewriting.match import Site, sites
@@ -87,6 +88,7 @@ class Rewrite(GraphPass):
         for site, match in chosen:
             here = _moved(site, now)
             now |= put(graph, here, self.name, self._puts[0], match, in_force[site.matched[-1]])
+        drop_unread_casts(graph)
         return Rewritten(len(chosen), tuple(left))
 
     def _match(self, graph: PrecisionGraph, site: Site) -> Match:

@@ -17,6 +17,7 @@ from qsync_fx.costs.algebra import Cost, Kept, Size, Work
 from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.kept import Extra
 from qsync_fx.costs.reads import Operand, State, read_as
+from qsync_fx.graph import PrecisionGraph
 from qsync_fx.nodes import arguments as arguments_of
 from qsync_fx.notes import Note
 from qsync_fx.ops import Flops, Kind
@@ -35,7 +36,7 @@ def operator_cost(flow: Flow, site: Site, state: State) -> Cost:
     if row is not None and row.output_only:
         # Of a large table it reads what it returns.
         read[site.operands[0]] = size_in(value, format_of(value))
-    forward = Work(_flops(site), sum(read.values(), start=0) + result)
+    forward = Work(flops_of(site.graph, site.node), sum(read.values(), start=0) + result)
     saved = _saved(flow, site, state)
     multiplied = [o for o in site.operands if row is not None and row.products and o.position not in row.added]
     back = [o for o, need in zip(site.operands, site.needs, strict=True) if need]
@@ -60,17 +61,18 @@ def is_parameter(flow: Flow, operand: Operand) -> bool:
 def _gradient_flops(site: Site, forward: Size, factors: int) -> Size:
     """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
     total = site.node.meta["qsync"].row.gradient_flops
-    return forward if total is None else _counted(site, total) / sympy.Integer(factors)
+    return forward if total is None else _counted(site.graph, site.node, total) / sympy.Integer(factors)
 
 
-def _flops(site: Site) -> Size:
-    row = site.node.meta["qsync"].row
-    return 0 if row is None or row.flops is None else _counted(site, row.flops)
+def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
+    """Returns the operations of an operator's forward pass; 0 where they do not matter."""
+    row = node.meta["qsync"].row
+    return 0 if row is None or row.flops is None else _counted(graph, node, row.flops)
 
 
-def _counted(site: Site, flops: Flops) -> Size:
-    arguments = fx.node.map_aggregate(tuple(arguments_of(site.node).values()), site.graph.value)
-    return expression(flops(arguments, site.graph.value(site.node)))
+def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
+    arguments = fx.node.map_aggregate(tuple(arguments_of(node).values()), graph.value)
+    return expression(flops(arguments, graph.value(node)))
 
 
 def _saved(flow: Flow, site: Site, state: State) -> dict[Kept, Size]:

@@ -1,0 +1,380 @@
+"""What a user's pass puts into a graph: it has an id, a kind, a reason and a line, and what is wrong with it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import qsync_fx
+from qsync_fx.errors import PassError
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.plan import Plan
+
+PLACES = ("normalize", "autocast", "classify", "assign", "cascade", "insert_casts", "lower", "annotate_cost")
+Put = Callable[[PrecisionGraph, fx.Node], fx.Node]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.classifier = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.tanh(self.body(x)))
+
+
+def behind(operator: str, put: Put, after: str = "normalize", name: str = "tap") -> qsync_fx.GraphPass:
+    """A pass that puts something between the operator and its readers."""
+
+    def run(graph: PrecisionGraph) -> None:
+        found = next(op for op in graph.operators() if str(op.id) == operator)
+        users = list(found.node.users)
+        with found.graph.graph.inserting_before(found.node.next):
+            new = put(found.graph, found.node)
+        for user in users:
+            user.replace_input_with(found.node, new)
+
+    return qsync_fx.graph_pass(after=after, name=name)(run)
+
+
+def relu(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    return graph.graph.call_function(torch.ops.aten.relu.default, (node,))
+
+
+def explain(*passes: object, model: nn.Module | None = None, **options: object) -> qsync_fx.Explanation:
+    return qsync_fx.explain(model or Net(), torch.randn(2, 8), options={"passes": list(passes), **options})
+
+
+def put_in(explanation: qsync_fx.Explanation) -> dict[str, Operator]:
+    return {str(op.id): op for op in explanation.operators if op.note.by}
+
+
+def trained(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    y = model(x) if run is None else run(x)
+    y.square().sum().backward()
+    return y.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# An operator that has no value of its own: `graph.call_function`, and nothing else.
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("after", PLACES)
+def test_an_operator_has_its_place_wherever_it_was_put_in(after: str, precision: str) -> None:
+    step = behind("body/linear", relu, after)
+    explanation = explain(step, precision=precision)
+    (operator,) = put_in(explanation).values()
+    assert str(operator.id) == "body/tap.relu"
+    assert operator.reason.startswith("inserted by tap; ")
+    assert operator.source is not None
+    assert "self.body(x)" in operator.source.code
+    assert operator.precision is operator.output is not None
+    assert str(operator.precision) == ("fp32" if precision == "fp32" else "bf16")
+    assert operator.kind == ("fixed" if after in PLACES[5:] else "dependent")
+    assert operator.note.cost is not None
+    assert operator.note.cost.bytes > 0
+    others = [str(op.id) for op in explanation.operators if op is not operator and not op.note.by]
+    assert others == [str(op.id) for op in explain(precision=precision).operators]
+
+    class Written(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classifier(torch.tanh(torch.relu(self.body(x))))
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(2, 8)
+    compiled: dict[str, Any] = {"precision": precision, "inner": "aot_eager"}
+    torch.manual_seed(1)
+    expected = trained(model, x, torch.compile(model, backend="qsync", options=compiled))
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    found = trained(plain, x, torch.compile(plain, backend="qsync", options={**compiled, "passes": [step]}))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    step = behind("body/linear", relu, "lower")
+    explanation = explain(step, precision="bf16")
+    (row,) = (line for line in str(explanation).splitlines() if "tap.relu" in line)
+    assert "body/tap.relu" in row
+    assert "inserted by tap; it was put in after 'insert_casts'" in row
+    assert "test_inserted.py:" in row
+    from qsync_fx.cli import _operator_as_json
+
+    (told,) = (_operator_as_json(op) for op in explanation.operators if op.note.by)
+    told = json.loads(json.dumps(told))
+    assert told["id"] == "body/tap.relu"
+    assert told["reason"].startswith("inserted by tap; ")
+    explanation.save_dot(tmp_path / "net.dot")
+    assert "body/tap.relu" in (tmp_path / "net.dot").read_text()
+    assert "inserted by tap" in (tmp_path / "net.dot").read_text()
+
+
+def test_what_runs_tells_it() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    options = {"precision": "bf16", "inner": "aot_eager", "passes": [behind("body/linear", relu)]}
+    trained(model, torch.randn(2, 8), torch.compile(model, backend="qsync", options=options))
+    (ran,) = (ran for ran in qsync_fx.applied(model).operators if ran.id.operator == "tap.relu")
+    assert ran.reason.startswith("inserted by tap; ")
+    assert "inserted by tap" in str(qsync_fx.applied(model))
+
+
+# Operators that a plan decides on.
+
+
+def with_adapter(weight: nn.Parameter, after: str) -> qsync_fx.GraphPass:
+    def adapter(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+        graph.module.register_parameter("adapter", weight)
+        held = graph.graph.get_attr("adapter")
+        product = graph.graph.call_function(torch.ops.aten.linear.default, (node, held))
+        return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, product))
+
+    return behind("body/linear", adapter, after, "adapter")
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("after", ["normalize", "classify", "assign", "insert_casts", "lower"])
+def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner: str) -> None:
+    torch.manual_seed(0)
+    model, weight, x = Net(), nn.Parameter(torch.randn(8, 8) / 3), torch.randn(4, 8)
+    step = with_adapter(weight, after)
+    explanation = explain(step, model=model, precision="fp32")
+    assert list(put_in(explanation)) == ["body/adapter.linear", "body/adapter.add"]
+    y = model.body(x)
+    expected = model.classifier(torch.tanh(y + F.linear(y, weight)))
+    gradients = torch.autograd.grad(expected.square().sum(), [weight, model.body.weight])
+    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": inner, "passes": [step]})
+    found, _ = trained(model, x, run)
+    torch.testing.assert_close(found, expected.detach())
+    assert weight.grad is not None
+    torch.testing.assert_close([weight.grad, model.body.weight.grad], list(gradients))
+
+
+@pytest.mark.parametrize("after", ["normalize", "autocast", "classify"])
+def test_a_plan_decides_on_what_is_there_when_it_is_applied(after: str) -> None:
+    step = with_adapter(nn.Parameter(torch.eye(8)), after)
+    plan = Plan("fp32", patterns=[("**/adapter.linear", "int8")])
+    explanation = explain(step, plan=plan)
+    product = put_in(explanation)["body/adapter.linear"]
+    assert (product.kind, str(product.precision)) == ("adjustable", "int8")
+    assert product.reason.startswith("inserted by adapter; plan: pattern")
+    assert "qsync.linear" in explanation.graph()
+    # A plan made of the explanation is one for the model with the pass.
+    assert explain(step, plan=explanation.plan()).plan().operators == explanation.plan().operators
+
+
+@pytest.mark.parametrize("after", ["assign", "cascade"])
+def test_what_comes_after_the_plan_stays_as_it_is_and_says_why(after: str) -> None:
+    explanation = explain(with_adapter(nn.Parameter(torch.eye(8)), after), precision="int8")
+    product = put_in(explanation)["body/adapter.linear"]
+    assert (product.kind, str(product.precision)) == ("fixed", "fp32")
+    assert product.reason == (
+        "inserted by adapter; it was put in after 'assign' had applied the plan, so it stays in fp32: let the pass run before for the plan "
+        "to decide"
+    )
+
+
+@pytest.mark.parametrize("after", PLACES)
+def test_another_plan_without_another_trace_decides_alike(after: str) -> None:
+    step = with_adapter(nn.Parameter(torch.eye(8)), after)
+    explanation = explain(step, behind("classifier/linear", relu, after), precision="bf16")
+    plan = Plan("int8")
+    again, afresh = explanation.replanned(plan), explain(step, behind("classifier/linear", relu, after), plan=plan)
+
+    def told(found: qsync_fx.Explanation) -> list[tuple[Any, ...]]:
+        return [(op.id, op.kind, op.precision, op.output, op.reason, op.note.cost) for op in found.operators]
+
+    assert told(again) == told(afresh)
+
+
+def test_costs_know_what_was_put_in_before_casts() -> None:
+    weight = nn.Parameter(torch.eye(8))
+    for after in ("normalize", "classify", "cascade", "lower"):
+        cost = put_in(explain(with_adapter(weight, after), precision="fp32"))["body/adapter.linear"].note.cost
+        assert cost is not None
+        assert cost.forward.flops == 2 * 2 * 8 * 8
+
+
+# What takes the place of an operator.
+
+
+@pytest.mark.parametrize("after", ["normalize", "classify", "assign", "cascade", "insert_casts"])
+def test_an_operator_in_the_place_of_one_of_its_name_is_that_operator(after: str) -> None:
+    def twice(graph: PrecisionGraph) -> None:
+        for op in graph.operators(kind="adjustable"):
+            x, weight, bias = op.node.args
+            with graph.graph.inserting_before(op.node):
+                new = graph.graph.call_function(op.node.target, (x, weight, bias))
+            op.node.replace_all_uses_with(new)
+            graph.graph.erase_node(op.node)
+
+    plan = Plan("fp32", patterns=[("classifier", "int8")])
+    explanation = explain(qsync_fx.graph_pass(after=after)(twice), plan=plan)
+    products = {str(op.id): op for op in explanation.operators if op.kind == "adjustable"}
+    assert {name: str(op.precision) for name, op in products.items()} == {
+        "body/linear": "fp32", "classifier/linear": "int8",
+    }  # fmt: skip
+    assert all(op.reason.startswith("inserted by twice; plan: ") for op in products.values())
+    assert explanation.graph().count("qsync.linear") == 1
+
+
+def test_a_copy_of_an_operator_is_another_one() -> None:
+    def again(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+        copy = graph.graph.node_copy(node)
+        return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, copy))
+
+    for after in PLACES[:5]:
+        found = put_in(explain(behind("body/linear", again, after), precision="bf16"))
+        assert list(found) == ["body/tap.linear", "body/tap.add"]
+
+
+# Rewrites.
+
+
+def scaled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(F.linear(x, weight, bias))
+
+
+def rewriting(after: str) -> Any:
+    def put(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = F.linear(x, weight, bias)
+        return y * torch.rsqrt(1 + y * y)
+
+    return qsync_fx.rewrite(after=after, name="soft")(scaled).replacement(put)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("after", PLACES[:5])
+def test_a_rewrite_runs_at_any_place(after: str, precision: str) -> None:
+    step = rewriting(after)
+    explanation = explain(step, precision=precision)
+    assert explanation.rewritten["soft"].count == 1
+    assert list(put_in(explanation)) == [
+        "body/linear",
+        "body/soft.mul",
+        "body/soft.add",
+        "body/soft.rsqrt",
+        "body/soft.mul#1",
+    ]
+    product = put_in(explanation)["body/linear"]
+    assert (product.kind, str(product.precision)) == ("adjustable", precision)
+    assert product.reason == f"rewritten by soft; plan: uniform {precision}"
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 8)
+    y = model.body(x)
+    expected = model.classifier(y * torch.rsqrt(1 + y * y))
+    run = torch.compile(
+        model, backend="qsync", options={"precision": precision, "inner": "aot_eager", "passes": [step]}
+    )
+    found, grads = trained(model, x, run)
+    torch.testing.assert_close(found, expected.detach(), rtol=0.1, atol=1e-6 if precision == "fp32" else 0.1)
+    assert grads.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("after", PLACES[5:])
+def test_a_rewrite_after_casts_finds_what_stands_there(after: str, precision: str) -> None:
+    explanation = explain(rewriting(after), precision=precision)
+    assert explanation.rewritten["soft"].count == 1
+    kinds = {name: (op.kind, str(op.precision)) for name, op in put_in(explanation).items()}
+    assert kinds["body/linear"] == ("adjustable", precision)
+    assert kinds["body/soft.mul"] == ("fixed", precision)
+
+
+# Code that is no operator of ATen, and what cannot be.
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("after", ["normalize", "classify", "lower"])
+@pytest.mark.parametrize("how", ["function", "method", "module", "lambda"])
+def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
+    scale = Scale()
+
+    def put(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+        if how == "function":
+            return graph.graph.call_function(F.relu, (node,))
+        if how == "method":
+            return graph.graph.call_method("relu", (node,))
+        if how == "lambda":
+            return graph.graph.call_function(lambda x: torch.relu(x) + 0.0, (node,))
+        graph.module.add_submodule("scale", scale)
+        return graph.graph.call_module("scale", (node,))
+
+    step = behind("body/linear", put, after)
+    names = {"function": ["relu"], "method": ["relu"], "lambda": ["relu", "add"], "module": ["mul"]}[how]
+    assert list(put_in(explain(step, precision="fp32"))) == [f"body/tap.{name}" for name in names]
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(2, 8)
+    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager", "passes": [step]})
+    y = model.body(x)
+    torch.testing.assert_close(run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y))))
+    run(x).sum().backward()
+    assert (scale.factor.grad is not None) is (how == "module")
+
+
+def too_small(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    other = next(used for used in graph.nodes if used.op == "placeholder" and "classifier_bias" in used.name)
+    return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, other))
+
+
+def unknown_module(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    return graph.graph.create_node("call_module", "nowhere", (node,))
+
+
+def unknown_attribute(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    held = graph.graph.create_node("get_attr", "nowhere")
+    return graph.graph.call_function(torch.ops.aten.mul.Tensor, (node, held))
+
+
+def no_tensor(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    return graph.graph.call_function(lambda x: open(x), (node,))
+
+
+@pytest.mark.parametrize("after", ["normalize", "assign", "lower"])
+@pytest.mark.parametrize(
+    ("put", "says"),
+    [
+        (too_small, "aten.add.Tensor does not take"),
+        (unknown_module, "has no attribute 'nowhere'"),
+        (unknown_attribute, "has no attribute 'nowhere'"),
+        (no_tensor, "cannot be traced"),
+    ],
+)
+def test_what_computes_nothing_is_an_error(put: Put, says: str, after: str) -> None:
+    with pytest.raises(PassError) as caught:
+        explain(behind("body/linear", put, after))
+    assert says in str(caught.value)
+    assert "tap" in str(caught.value)
+    assert caught.value.where and "node %" in caught.value.where
+    assert caught.value.do
+
+
+def test_what_stands_for_a_quantized_operand_is_for_products_alone() -> None:
+    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would train nothing."""
+
+    def run(graph: PrecisionGraph) -> None:
+        op = graph.operators(kind="adjustable")[1]
+        operand = op.node.args[0]
+        assert isinstance(operand, fx.Node)
+        with graph.graph.inserting_before(op.node):
+            op.node.replace_input_with(operand, relu(graph, operand))
+
+    with pytest.raises(PassError, match="which stands for a quantized operand and has no gradient"):
+        explain(qsync_fx.graph_pass(after="insert_casts")(run), precision="int8")
