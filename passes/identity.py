@@ -27,6 +27,7 @@ from qsync_fx.passes.frames import Place, clean_path, translator
 from qsync_fx.values import format_of, is_float, tensors
 from qsync_fx.writes import writes
 
+_BY = "qsync_by"
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
 
@@ -80,8 +81,15 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
             identify(body, numbers, here)
         if not _is_operator(graph, node):
             continue
-        name, row = _named(node)
-        _note(node, Note(numbers.number(module_path(node, here), name), row.kind if row else Kind.FIXED, "", row))
+        (name, row), module, by = _named(node), module_path(node, here), node.meta.get("custom", {}).get(_BY, "")
+        near = OpId(module, name, after="" if module else numbers.last)
+        op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
+        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+
+
+def mark(node: fx.Node, by: str) -> None:
+    """Notes which pass has put a node into the graph as Dynamo wrote it: tracing it again keeps that for what it becomes."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _BY: by}
 
 
 def identify_new(

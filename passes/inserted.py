@@ -18,7 +18,7 @@ from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify, classify
-from qsync_fx.passes.identity import identify_new
+from qsync_fx.passes.identity import identify_new, mark
 from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.normalize import Normalize
@@ -35,9 +35,12 @@ def take_in(graph: PrecisionGraph, before: Seen, by: str, passed: Sequence[str])
     Raises:
         PassError: a node computes nothing: its operator does not take what it is given, or is none.
     """
-    if Normalize.name not in passed:
-        return  # normalize takes it for the model's
     parts = list(graph.walk())
+    if Normalize.name not in passed:
+        for part in parts:
+            for node in _new(part, before):
+                mark(node, by)
+        return
     for part in parts:
         try:
             for node in _new(part, before):

@@ -44,8 +44,12 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
     """Returns the node that holds a tensor which a pass has put into the graph's module, and reads by `node`."""
     if graph.parent is not None:
         found = attached(graph, tensor)
+        name, module = str(node.target), graph.module
         node.replace_all_uses_with(found)
         graph.graph.erase_node(node)
+        if not any(other.op == "get_attr" and other.target == name for other in graph.nodes):
+            path, _, last = name.rpartition(".")
+            delattr(module.get_submodule(path), last)  # AOTAutograd would take it for a parameter of the whole graph's
         return found
     mode: Any = graph.context.fake_mode
     return _held(graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
