@@ -1,7 +1,7 @@
 """Decides who decides: adjustable, dependent or fixed.
 
-Invariant: every operator has a kind and a reason. An operator that the table does not know is fixed, FP32 in and FP32 out, and counted
-in `graph.unknown`, so that ignorance is safe and visible.
+Invariant: every operator has a kind and a reason, and the row of a product with a weight says which of its factors that is. An operator
+that the table does not know is fixed, FP32 in and FP32 out, and counted in `graph.unknown`, so that ignorance is safe and visible.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
+from qsync_fx.passes.weights import Origins, with_weight
 from qsync_fx.writes import in_place
 
 
@@ -21,12 +22,13 @@ class Classify:
     name: str = "classify"
 
     def __call__(self, graph: PrecisionGraph) -> None:
+        origins = Origins(graph)
         for operator in graph.own_operators():
-            classify(operator)
+            classify(operator, origins)
 
 
-def classify(operator: Operator) -> None:
-    """Gives one operator its kind and the reason."""
+def classify(operator: Operator, origins: Origins | None = None) -> None:
+    """Gives one operator its kind and the reason; `origins` are those of the graph's values, where they are known already."""
     graph, node, row = operator.graph, operator.node, operator.row
     if opaque := node.meta.get("qsync_opaque"):
         operator.update(kind=Kind.FIXED, reason=opaque)
@@ -39,7 +41,8 @@ def classify(operator: Operator) -> None:
     elif row.kind is Kind.ADJUSTABLE and in_place(node):
         operator.update(kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is")
     else:
-        operator.update(kind=row.kind, reason=row.reason)
+        row = with_weight(graph, node, row, origins or Origins(graph))
+        operator.update(kind=row.kind, reason=row.reason, row=row)
 
 
 def _higher_order(bodies: tuple[PrecisionGraph, ...]) -> str:

@@ -21,7 +21,7 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
 from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.notes import Note
-from qsync_fx.ops import Kind, OperatorRow
+from qsync_fx.ops import Kind, OperatorRow, Place
 from qsync_fx.passes.casts import Casts, drop_unread_casts, plain_type
 from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.outputs import cast_outputs
@@ -135,13 +135,18 @@ class _Inserter:
             return
         if not fmt.plain:
             node.meta["qsync_stream"], self.whole.products = self.whole.products, self.whole.products + 1
-        special: dict[int, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
+        special: dict[Place, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
         converted = row.converted(tuple(arguments(node).values()))
 
+        def rounded(place: Place, given: Any) -> Any:
+            return fx.node.map_arg(given, lambda used: self._rounded(node, used, fmt, row, special[place], dtype))
+
         def change(at: int, given: Any) -> Any:
             if at in special:
-                return fx.node.map_arg(given, lambda used: self._rounded(node, used, fmt, row, special[at], dtype))
+                return rounded(at, given)
+            if isinstance(given, (list, tuple)) and (at, 0) in special:
+                return [rounded((at, item), value) for item, value in enumerate(given)]
             if at in converted:
                 return fx.node.map_arg(given, lambda used: self._cast(node, used, dtype))
             return fx.node.map_arg(given, lambda used: self._cast(node, used, _beside(self.casts.own.get(used), dtype)))
@@ -152,8 +157,9 @@ class _Inserter:
         self, node: fx.Node, used: fx.Node, fmt: Precision, row: OperatorRow, role: Role, dtype: torch.dtype
     ) -> fx.Node:
         keep: tuple[int, ...] = ()
-        if fmt.scaled and self.options.scaling == "channel" and row.name in self.options.lowerings:
-            keep = tuple(self.options.lowerings[row.name].keep(node, role))
+        lowering = self.options.lowerings.get(row.name)
+        if fmt.scaled and lowering is not None:
+            keep = tuple((lowering.keep if self.options.scaling == "channel" else lowering.separate)(node, role))
         return self.casts.rounded(node, used, fmt, keep, dtype)
 
     def _promote(self, node: fx.Node, fmt: Precision, used: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.nodes import arguments, map_arguments
+from qsync_fx.nodes import argument_at, arguments, map_arguments
 from qsync_fx.ops import Kind
 from qsync_fx.passes.casts import Casts, drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
@@ -93,7 +93,7 @@ def _operands(operator: Operator, stream: int) -> Operands | None:
     rounders: list[fx.Node] = []
     given = tuple(arguments(operator.node).values())
     for at in row.scaled:
-        operand = given[at]
+        operand = argument_at(given, at)
         if not isinstance(operand, fx.Node):
             return None
         if operand.target is torch.ops.qsync.dequantize.default:

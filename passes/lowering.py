@@ -41,6 +41,10 @@ def _as_it_is(node: fx.Node) -> list[fx.Node]:
     return []
 
 
+def _none(node: fx.Node, role: Role) -> list[int]:
+    return []
+
+
 def _unsaid(node: fx.Node, device: torch.device) -> str:
     return ""
 
@@ -59,6 +63,8 @@ class Lowering:
             there is nothing to say.
         plain: called with a node that runs in a plain format, in training, with the insertion point before it; puts other operands in the
             place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
+        separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
+            its own where scales are per tensor.
     """
 
     name: str
@@ -66,6 +72,7 @@ class Lowering:
     keep: Callable[[fx.Node, Role], list[int]]
     computed: Callable[[fx.Node, torch.device], str] = _unsaid
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
+    separate: Callable[[fx.Node, Role], list[int]] = _none
 
 
 def dimensions(node: fx.Node) -> int:

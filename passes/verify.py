@@ -15,7 +15,7 @@ from torch import fx
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.nodes import arguments
+from qsync_fx.nodes import arguments, nodes_in
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.passes.text import graph_text
@@ -198,7 +198,7 @@ def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
             continue
         given = tuple(arguments(node).values())
         for at in row.converted(given) if note.precision.plain else ():
-            for used in _nodes(given[at] if at < len(given) else None):
+            for used in nodes_in(given[at] if at < len(given) else None):
                 value = graph.value(used)
                 if is_float(value) and value.dtype is not note.precision.dtype:
                     yield node, f"it runs in {note.precision} and reads {describe(value)} from %{used.name}"
@@ -209,12 +209,6 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
         fmt, node = operator.precision, operator.node
         if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and fmt.name not in node.args:
             yield node, f"{fmt} is planned, and the node does not compute in it"
-
-
-def _nodes(value: object) -> list[fx.Node]:
-    if isinstance(value, (list, tuple)):
-        return [node for item in value for node in _nodes(item)]
-    return [value] if isinstance(value, fx.Node) else []
 
 
 RULES = (

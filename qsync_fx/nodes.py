@@ -69,6 +69,18 @@ def filled(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     }
 
 
+def argument_at(given: Sequence[Any], place: int | tuple[int, int]) -> Any:
+    """Returns the argument at a place among those of a call: one of them, or an item of one that is a list."""
+    return given[place] if isinstance(place, int) else given[place[0]][place[1]]
+
+
+def nodes_in(value: object) -> list[fx.Node]:
+    """Returns the nodes in an argument: itself, or those in a list."""
+    if isinstance(value, (list, tuple)):
+        return [node for item in value for node in nodes_in(item)]
+    return [value] if isinstance(value, fx.Node) else []
+
+
 def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
     """Puts `change(position in the schema, argument)` in the place of each argument that a call gives, by position or by name."""
     positions = {name: at for at, name in enumerate(arguments(node))}

@@ -25,7 +25,8 @@ def resolve(
     if not runs.plain and not row.scaled:
         # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
         runs = held if held is not None and held.bits < 32 else FORMATS[planned.elsewhere]
-        reasons.append(f"{planned} is for products with a weight, {row.name} runs in {runs}")
+        but = f", and {row.unscaled}:" if row.unscaled else ","
+        reasons.append(f"{planned} is for products with a weight{but} {row.name} runs in {runs}")
     found = support(device, runs, exact or runs is held)
     if found.runs_as is not runs:
         runs = found.runs_as

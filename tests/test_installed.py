@@ -166,7 +166,8 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
     with pytest.raises(QSyncError, match="two lowerings claim the operator linear") as caught:
         lowerings()
     assert (
-        caught.value.where == "qsync_fx.backend.operators.linear and quiet_package:taken of the package quiet-package"
+        caught.value.where
+        == "qsync_fx.backend.operators.product_lowering and quiet_package:taken of the package quiet-package"
     )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
     from qsync_fx.graph import PrecisionGraph
 
-_LAYERS = ("qsync::linear", "qsync::convolution")
+_LAYERS = ("qsync::linear", "qsync::contract", "qsync::convolution")
 
 
 def problems_of(explanation: Explanation) -> list[Problem]:
@@ -50,7 +50,7 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def problems_of_layer(node: fx.Node) -> list[Problem]:
-    """Returns the problems of a call of `qsync::linear` or `qsync::convolution`: output, input gradient, weight gradient.
+    """Returns the problems of a call of a layer: output, input gradient, weight gradient.
 
     Those of an input that needs no gradient are left out; so is the whole layer where a size depends on values.
     """

@@ -35,7 +35,7 @@ def lowerings() -> Mapping[str, Lowering]:
     """
     sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
     sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")
-    taking_scales = {row.name for row in table().values() if row.scaled}
+    taking_scales = {row.name for row in table().values() if row.may_scale}
     found: dict[str, Lowering] = {}
     owner: dict[str, str] = {}
     for source, lowering in ((source, lowering) for source, given in sources.items() for lowering in given):

@@ -99,7 +99,7 @@ def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype
     """
     rounded = precision(row.gradient)
     lies = outline(gradient)
-    if silent(gradient.device) or not rounded.scaled or lies is None:
+    if silent(gradient.device) or not rounded.scaled or lies is None or len(lies.shape) != 2:
         return False
     m, n = lies.shape
     turned, scale = Outline(rounded.dtype, (n, m), (m, 1)), Outline(torch.float32, (), ())
@@ -119,7 +119,7 @@ def _problem(
     row: Precision,
 ) -> GemmProblem | None:
     """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
-    if a is None or b is None or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
+    if a is None or b is None or len(a.shape) != 2 or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
     found = gemm_problem(a, b, a_scale, b_scale, bias, "none", _out(out_dtype), _gridded(row))
     return None if too_large(found.m, found.n, found.k) else found

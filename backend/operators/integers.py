@@ -1,4 +1,4 @@
-"""Products of INT8 matrices by the integer unit of torch: oneDNN's on the CPU, cuBLAS's on CUDA.
+"""Products of INT8 matrices, and of stacks of them, by the integer unit of torch: oneDNN's on the CPU, cuBLAS's on CUDA.
 
 Invariant: sums are exact. Where INT32 does not hold every sum, or the unit saturates or does not take the sizes, there is no product.
 """
@@ -17,12 +17,14 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
     """Returns `a @ bt.T` in INT32, each sum exact; None where torch has no such product.
 
     Args:
-        a: `[M, K]`, any strides.
-        bt: `[N, K]`, any strides.
+        a: `[M, K]`, any strides, or a stack `[E, M, K]`, which CUDA has no product for.
+        bt: `[N, K]`, any strides, or a stack likewise.
         formats: of `a` and `bt`.
     """
-    if not summed_exactly(a.device, a.shape[1], formats):
+    if not summed_exactly(a.device, a.shape[-1], formats):
         return None
+    if a.dim() == 3:
+        return torch.ops.qsync.integer_products.default(a, bt) if a.device.type == "cpu" else None
     if a.device.type == "cuda" and not fallback.takes_integers(a.shape[0], bt.shape[0], a.shape[1]):
         return None
     if a.device.type == "cuda":

@@ -13,17 +13,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.backend.operators import by_kernel, integers
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.products import SHARED_STREAM, carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.products import (
+    SHARED_STREAM,
+    combined,
+    multiplied_in,
+    round_gradients,
+    scaled,
+    transposed,
+    uniform,
+)
 from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
-from qsync_fx.nodes import arguments
-from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
+from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
 
@@ -53,17 +59,19 @@ def linear(
     A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32 (from 133,000
     rows or channels on in the carrier, on the CPU in FP32, as INT32 might not hold every sum).
 
+    With a weight of three dimensions these are layers side by side, such as experts, each with operands, scales and a rounding of its own.
+
     On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out. Tensor cores read
     INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the saved operand a copy is made.
 
     Args:
-        x: `[..., K]`, floating point; for autograd only.
-        weight: `[N, K]`, floating point; for autograd only.
-        bias: `[N]`, floating point, or None.
+        x: `[..., K]`, or `[E, M, K]` for layers side by side, floating point; for autograd only.
+        weight: `[N, K]` or `[E, N, K]`, floating point; for autograd only.
+        bias: `[N]` or `[E, 1, N]`, floating point, or None.
         xq: `x` in the format, same shape.
-        x_scale: FP32, `[]` or `[..., 1]`; None for unscaled formats.
+        x_scale: FP32, `[]` or `[..., 1]`, side by side `[E, 1, 1]` or `[E, M, 1]`; None for unscaled formats.
         wq: `weight` in the format, same shape.
-        w_scale: FP32, `[]` or `[N, 1]`; None for unscaled formats.
+        w_scale: FP32, `[]` or `[N, 1]`, side by side `[E, 1, 1]` or `[E, N, 1]`; None for unscaled formats.
         seed: int64, `[1]` or `[]`, of the graph.
         stream: tells operators of one graph apart; at least 0 and below 2**30.
         fmt: name of the format.
@@ -71,7 +79,7 @@ def linear(
         out_dtype: the output's type.
 
     Returns:
-        `[..., N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
+        `[..., N]` or `[E, M, N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
     found, _ = _Linear.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype
@@ -80,17 +88,28 @@ def linear(
     return result
 
 
-def _rows(t: Tensor) -> Tensor:
-    """Returns `[..., K]` as `[M, K]`."""
+def _rows(t: Tensor, stacked: bool) -> Tensor:
+    """Returns `[..., K]` as `[M, K]`; layers side by side have their rows already."""
+    if stacked:
+        return t
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
 
 
-def _per_row(scale: Tensor | None) -> Tensor | None:
-    return scale if scale is None or scale.dim() == 0 else scale.reshape(-1, 1)
+def _per_row(scale: Tensor | None, stacked: bool) -> Tensor | None:
+    return scale if scale is None or scale.dim() == 0 or stacked else scale.reshape(-1, 1)
 
 
 def _per_column(scale: Tensor | None) -> Tensor | None:
-    return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1)
+    return scale if scale is None or scale.dim() == 0 else transposed(scale)
+
+
+def _uniform(scale: Tensor | None, stacked: bool) -> bool:
+    """Whether one scale serves all of a layer."""
+    if scale is None or not stacked:
+        return uniform(scale)
+    # Dimensions that share a scale have the number 1; of a symbolic size nothing may be asked.
+    rows = scale.shape[1]
+    return type(rows) is int and rows == 1
 
 
 def output(
@@ -102,10 +121,13 @@ def output(
     row: Precision,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer."""
+    """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer.
+
+    Operands of three dimensions are a stack of those, here and in the gradients.
+    """
     whole = True
     if not by_kernel.silent(rows.device):
-        operands = rows, wq.t(), x_scale, w_scale, bias, out_dtype, row
+        operands = rows, transposed(wq), x_scale, w_scale, bias, out_dtype, row
         found = by_kernel.product(*operands)
         if found is not None:
             return found
@@ -113,18 +135,9 @@ def output(
     product = integers.product(rows, wq, (row, row)) if whole else None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
-        dtype = torch.promote_types(_narrow(row, row, rows.device), out_dtype)
-        product = carry(rows, dtype) @ carry(wq, dtype).t()
+        dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
+        product = carry(rows, dtype) @ transposed(carry(wq, dtype))
     return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
-
-
-def _narrow(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
-    """Returns the type that a product is computed in, and rounded to, where no integer unit takes it.
-
-    On the CPU it is FP32 for integers: the carrier would round where another shape has exact sums.
-    """
-    exact = row.kind == other.kind == "integer" and device.type == "cpu"
-    return torch.float32 if exact else carrier(row)
 
 
 def input_gradient(
@@ -136,7 +149,7 @@ def input_gradient(
         found = _by_integers(g, wq, scale, w_scale, row, dtype)
     if found is not None:
         return found
-    narrow = _narrow(row, precision(row.gradient), g.device)
+    narrow = multiplied_in(row, precision(row.gradient), g.device)
     return scaled(g.to(narrow) @ wq.to(narrow), combined(scale, w_scale), None, dtype)
 
 
@@ -148,20 +161,25 @@ def weight_gradient(
     row: Precision,
     dtype: torch.dtype,
     turned: Tensor | None = None,
+    by_columns: bool = False,
 ) -> Tensor:
     """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers.
 
-    `turned` is `g.T` with its rows in memory, if there is such a copy.
+    `turned` is `g.T` with its rows in memory, if there is such a copy. Where the weight lies by columns, so should its gradient.
     """
     if precision(row.gradient).kind == "integer" or not by_kernel.silent(g.device):
-        by_rows = g.t() if turned is None else turned
+        by_rows = transposed(g) if turned is None else turned
         found = by_kernel.product(by_rows, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
         if found is None:
             found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if found is not None:
             return found
-    narrow = _narrow(row, precision(row.gradient), g.device)
-    return scaled(g.to(narrow).t() @ xq.to(narrow), combined(scale, x_scale), None, dtype)
+    narrow = multiplied_in(row, precision(row.gradient), g.device)
+    if by_columns:
+        product = transposed(transposed(xq.to(narrow)) @ g.to(narrow))
+    else:
+        product = transposed(g.to(narrow)) @ xq.to(narrow)
+    return scaled(product, combined(scale, x_scale), None, dtype)
 
 
 def _by_integers(
@@ -171,7 +189,7 @@ def _by_integers(
     rounded = precision(row.gradient)
     if rounded.kind != "integer" or not by_kernel.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
         return None
-    product = integers.product(a, b.t(), (rounded, row))
+    product = integers.product(a, transposed(b), (rounded, row))
     return None if product is None else scaled(product, combined(a_scale, b_scale), None, dtype)
 
 
@@ -199,10 +217,14 @@ class _Linear(torch.autograd.Function):
         ctx.shape = xq.shape
         ctx.how = stream, rounding
         ctx.fmt, ctx.place = fmt, place(stream)
+        ctx.stacked = stacked = wq.dim() == 3
+        ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        y = output(_rows(xq), _per_row(x_scale), wq, _per_column(w_scale), bias, precision(fmt), out_dtype)
+        y = output(
+            _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale), bias, precision(fmt), out_dtype
+        )
         # A view that a function like this one returns could not be written to in place.
-        result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[0]])
+        result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[-2]])
         return result, linked
 
     @staticmethod
@@ -212,30 +234,34 @@ class _Linear(torch.autograd.Function):
         fmt, (stream, rounding) = ctx.fmt, ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        row, rows = precision(fmt), _rows(gradient)
+        stacked: bool = ctx.stacked
+        row, rows = precision(fmt), _rows(gradient, stacked)
         # The input gradient contracts the output channels, the weight gradient the rows: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
-            folds["activation"] = None if uniform(w_scale) else _per_column(w_scale)
+            folds["activation"] = None if _uniform(w_scale, stacked) else _per_column(w_scale)
         if need_weight:
-            folds["weight"] = None if uniform(x_scale) else _per_row(x_scale)
+            folds["weight"] = None if _uniform(x_scale, stacked) else _per_row(x_scale, stacked)
         grad_x = grad_weight = grad_bias = None
         rounded: dict[Role, tuple[Tensor, Tensor | None]]
-        turned, factor = None, x_scale if uniform(x_scale) else None
+        turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
-        if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq), factor, weight_dtype, row):
+        if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
             g, turned, scale = quantize_transposed(rows, seed, stream + SHARED_STREAM, row.gradient, rounding)
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:
-            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding)
+            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding, [0] if stacked else [])
         if need_x:
-            w_factor = w_scale if uniform(w_scale) else None
+            w_factor = w_scale if _uniform(w_scale, stacked) else None
             grad_x = input_gradient(*rounded["activation"], wq, w_factor, row, x_dtype).view(ctx.shape)
         if need_weight:
-            grad_weight = weight_gradient(*rounded["weight"], _rows(xq), factor, row, weight_dtype, turned)
+            values, by_columns = _rows(xq, stacked), ctx.by_columns
+            grad_weight = weight_gradient(
+                *rounded["weight"], values, factor, row, weight_dtype, turned, by_columns=by_columns
+            )
         if need_bias:
-            grad_bias = rows.sum(0, dtype=torch.float32).to(bias_dtype)
+            grad_bias = rows.sum(-2, keepdim=stacked, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 9
 
 
@@ -243,49 +269,4 @@ define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
     "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
     {"CompositeImplicitAutograd": linear},
-)
-
-
-def _call(node: fx.Node, bias: Any, weight: tuple[Any, Any, Any], given: Operands) -> fx.Node:
-    x, xq, x_scale = given.operands[0]
-    w, wq, w_scale = weight
-    tensors = x, w, bias, xq, x_scale, wq, w_scale, given.seed
-    how = given.stream, given.fmt, given.rounding, given.out_dtype
-    return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, *how))
-
-
-def _emit_linear(node: fx.Node, given: Operands) -> fx.Node | str:
-    if dimensions(given.operands[1][0]) != 2:
-        return "its weight is a vector, so its output has no channels"
-    return _call(node, arguments(node)["bias"], given.operands[1], given)
-
-
-def _emit_addmm(node: fx.Node, given: Operands) -> fx.Node | str:
-    """`addmm(bias, x, weight)` has its weight as `[K, N]`."""
-    found, weight = arguments(node), given.operands[1]
-    if found["beta"] != 1 or found["alpha"] != 1:
-        return "it weighs its bias or its product, which a linear layer does not"
-    if tuple(found["self"].meta["val"].shape) != tuple(weight[0].meta["val"].shape[1:]):
-        return "it adds something else than a bias per output channel to its product"
-    w, wq, w_scale = (part and _transposed(part) for part in weight)
-    return _call(node, found["self"], (w, wq, w_scale), given)
-
-
-def _transposed(node: fx.Node) -> fx.Node:
-    new = node.graph.call_function(torch.ops.aten.t.default, (node,))
-    new.meta["val"] = node.meta["val"].t()
-    return new
-
-
-def _keep_linear(node: fx.Node, role: Role) -> list[int]:
-    return [0] if role == "weight" else list(range(dimensions(arguments(node)["input"]) - 1))
-
-
-def _keep_addmm(node: fx.Node, role: Role) -> list[int]:
-    return [1] if role == "weight" else [0]
-
-
-LOWERINGS = (
-    Lowering("linear", _emit_linear, _keep_linear, computed),
-    Lowering("addmm", _emit_addmm, _keep_addmm, computed),
 )

@@ -8,7 +8,7 @@ other operand where that is then a plain format's (`backward_operand`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -33,11 +33,25 @@ def carrier(row: Precision) -> torch.dtype:
     return FORMATS[row.carrier].dtype
 
 
+def multiplied_in(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
+    """Returns the type that a product is computed in, and rounded to, where no integer unit takes it.
+
+    On the CPU it is FP32 for integers: the carrier would round where another shape has exact sums.
+    """
+    exact = row.kind == other.kind == "integer" and device.type == "cpu"
+    return torch.float32 if exact else carrier(row)
+
+
 def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Returns the scale of a product of two tensors with these scales, None being 1."""
     if first is None or second is None:
         return second if first is None else first
     return first * second
+
+
+def transposed(t: Tensor) -> Tensor:
+    """Returns a matrix, or each of a stack of them, with rows for columns."""
+    return t.t() if t.dim() == 2 else t.mT
 
 
 def scaled(product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -67,7 +81,13 @@ def backward_operand(q: Tensor, scale: Tensor | None, row: Precision, apply: boo
 
 
 def round_gradients(
-    gradient: Tensor, folds: Mapping[Role, Tensor | None], seed: Tensor, stream: int, fmt: str, rounding: str
+    gradient: Tensor,
+    folds: Mapping[Role, Tensor | None],
+    seed: Tensor,
+    stream: int,
+    fmt: str,
+    rounding: str,
+    keep: Sequence[int] = (),
 ) -> dict[Role, tuple[Tensor, Tensor | None]]:
     """Rounds an incoming gradient to the gradient format of `fmt`, for each product of the backward pass that it goes into.
 
@@ -78,16 +98,17 @@ def round_gradients(
         seed: of the graph.
         stream: of the operator; each rounding here has one of its own.
         fmt: the format of the operator.
-        rounding: how to round to formats that are not plain. Plain ones round to the nearest. A scaled one has one scale.
+        rounding: how to round to formats that are not plain. Plain ones round to the nearest.
+        keep: dimensions with a scale per index, of a scaled format; by default there is one scale.
 
     Returns:
-        The rounded gradient and its scale (`[]`, or None for unscaled formats) for each of `folds`.
+        The rounded gradient and its scale (None for unscaled formats) for each of `folds`.
     """
     row = precision(precision(fmt).gradient)
 
     def rounded(value: Tensor, own: int) -> tuple[Tensor, Tensor | None]:
         if row.scaled:
-            return quantize(value, seed, own, row.name, rounding, ())
+            return quantize(value, seed, own, row.name, rounding, keep)
         return (value.to(row.dtype) if row.plain else round_to(value, seed, own, row.name, rounding)), None
 
     found: dict[Role, tuple[Tensor, Tensor | None]] = {}

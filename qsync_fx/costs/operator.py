@@ -90,8 +90,8 @@ def _saved(flow: Flow, site: Site, state: State) -> dict[Kept, Size]:
         found[source.name, str(fmt or "")] = size_in(extent, fmt)
 
     if note.kind is Kind.ADJUSTABLE and state.precision is not None and not state.precision.plain:
-        by_position = {o.position: o for o in site.operands}
-        x, w = (by_position[at] for at in note.row.scaled)  # type: ignore[union-attr]
+        by_place = {o.place: o for o in site.operands}
+        x, w = (by_place[at] for at in note.row.scaled)  # type: ignore[union-attr]
         needs = dict(zip(site.operands, site.needs, strict=True))
         for operand, other in ((x, w), (w, x)):
             if needs[other]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from qsync_fx.notes import Note
-from qsync_fx.ops import Kind
+from qsync_fx.ops import Kind, Place
 from qsync_fx.precision import Precision
 from qsync_fx.values import format_of, is_float
 
@@ -42,33 +42,38 @@ class Operand:
     Attributes:
         node: what it reads, as the model was written.
         position: of the argument in the operator's schema.
-        role: the argument's name there, with the place in it where it is a list: "input", "weight", "tensors.1".
+        role: the argument's name there, with the place in it where it is a list: "input", "mat2", "tensors.1"; a product's "weight".
+        place: its position, or that and the place in it where it is a list.
     """
 
     node: fx.Node
     position: int
     role: str
+    place: Place
 
 
 def operands(node: fx.Node) -> list[Operand]:
     """Returns what an operator reads, once for each time that it reads it."""
     names = _names(node)
     found: list[Operand] = []
+    note: Note | None = node.meta.get("qsync")
+    weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None
 
-    def look(value: Any, position: int, role: str) -> None:
+    def look(value: Any, position: int, role: str, place: Place) -> None:
         if isinstance(value, fx.Node):
-            found.append(Operand(value, position, role))
+            found.append(Operand(value, position, "weight" if place == weight else role, place))
         elif isinstance(value, (list, tuple)):
             for at, item in enumerate(value):
-                look(item, position, f"{role}.{at}")
+                look(item, position, f"{role}.{at}", (position, at))
         elif isinstance(value, dict):
             for key, item in value.items():
-                look(item, position, f"{role}.{key}")
+                look(item, position, f"{role}.{key}", place)
 
     for at, value in enumerate(node.args):
-        look(value, at, names[at] if at < len(names) else f"argument{at}")
+        look(value, at, names[at] if at < len(names) else f"argument{at}", at)
     for name, value in node.kwargs.items():
-        look(value, names.index(name) if name in names else len(names), name)
+        position = names.index(name) if name in names else len(names)
+        look(value, position, name, position)
     return found
 
 
@@ -90,7 +95,7 @@ def read_as(note: Note, state: State, operand: Operand, value: Any) -> Precision
     if note.kind is Kind.ADJUSTABLE and row is not None:
         if row.output_only:
             return own
-        if not precision.plain and operand.position in row.scaled:
+        if not precision.plain and operand.place in row.scaled:
             return precision
         if not precision.scaled and operand.position in row.operands:
             return precision

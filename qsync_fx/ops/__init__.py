@@ -1,7 +1,7 @@
 """What we know of operators.
 
-Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`; a new operator is a new row. Installed
-packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
+Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`, or what rows are made of; a new operator is a new row.
+Installed packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
 target.
 """
 
@@ -18,9 +18,9 @@ import torch
 
 from qsync_fx.errors import QSyncError
 from qsync_fx.installed import tuples
-from qsync_fx.ops.row import Flops, Kind, OperatorRow
+from qsync_fx.ops.row import Flops, Kind, OperatorRow, Place
 
-__all__ = ["Flops", "Kind", "OperatorRow", "row_for", "table"]
+__all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def table() -> Mapping[str, OperatorRow]:
     """Returns every row by target ("aten::linear"), our own and those of installed packages."""
     sources: dict[str, tuple[OperatorRow, ...]] = {}
     for module in pkgutil.iter_modules(__path__):
-        if module.name != "row":
+        if module.name not in ("row", "contraction"):
             sources[f"qsync_fx.ops.{module.name}"] = importlib.import_module(f"{__name__}.{module.name}").ROWS
     sources |= tuples("qsync_fx.ops", OperatorRow, "qsync_fx.ops.OperatorRow")
     found: dict[str, OperatorRow] = {}
@@ -61,4 +61,6 @@ def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
     if row is None or not any(argument.is_out for argument in target._schema.arguments):
         return row
     reason = "it writes into a tensor that already has a type"
-    return dataclasses.replace(row, kind=Kind.FIXED, reason=reason, operands=(), scaled=(), output_only=False)
+    return dataclasses.replace(
+        row, kind=Kind.FIXED, reason=reason, operands=(), scaled=(), contracts=None, output_only=False
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from qsync_fx.ops.contraction import einsum, labels
 from qsync_fx.ops.products import ACTIVATIONS
 from qsync_fx.ops.row import Kind, OperatorRow
 
@@ -12,18 +13,18 @@ from qsync_fx.ops.row import Kind, OperatorRow
 def contraction(args: tuple[Any, ...], output: Any) -> Any:
     """From left to right, as torch does without a path: a step multiplies once for each combination of labels it holds."""
     inputs, arrow, result = args[0].replace(" ", "").partition("->")
-    labels = [_labels(term, operand.dim()) for term, operand in zip(inputs.split(","), args[1], strict=True)]
+    terms = [labels(term, operand.dim()) for term, operand in zip(inputs.split(","), args[1], strict=True)]
     sizes: dict[str, Any] = {}
-    for names, operand in zip(labels, args[1], strict=True):
+    for names, operand in zip(terms, args[1], strict=True):
         for name, size in zip(names, operand.shape, strict=True):
             # One of the operands may be broadcast. A symbolic size is not 1: torch would have made a number of it.
             if name not in sizes or (isinstance(sizes[name], int) and sizes[name] == 1):
                 sizes[name] = size
-    every = [name for names in labels for name in names]
+    every = [name for names in terms for name in names]
     kept = {name for name in every if _kept(name, result if arrow else None, every)}
-    held, total = set(labels[0]), 0
-    for position, names in enumerate(labels[1:], start=2):
-        later = kept.union(*labels[position:])
+    held, total = set(terms[0]), 0
+    for position, names in enumerate(terms[1:], start=2):
+        later = kept.union(*terms[position:])
         # What only one of the two has, and nobody needs later, is summed before they meet.
         shared = held & set(names)
         held = (held | set(names)) & (later | shared)
@@ -31,13 +32,6 @@ def contraction(args: tuple[Any, ...], output: Any) -> Any:
         total = total + (1 if held <= later else 2) * math.prod(sizes[name] for name in held)
         held &= later
     return total
-
-
-def _labels(term: str, dimensions: int) -> list[str]:
-    """Returns one label a dimension. Those of an ellipsis are aligned at their ends, so they are named from there."""
-    before, dots, after = term.partition("...")
-    hidden = dimensions - len(before) - len(after) if dots else 0
-    return [*before, *(f".{position}" for position in range(hidden, 0, -1)), *after]
 
 
 def _kept(name: str, result: str | None, every: list[str]) -> bool:
@@ -49,6 +43,13 @@ def _kept(name: str, result: str | None, every: list[str]) -> bool:
 
 ROWS = (
     OperatorRow(
-        "einsum", ("aten::einsum",), Kind.ADJUSTABLE, ACTIVATIONS, operands=(1,), products=True, flops=contraction
+        "einsum",
+        ("aten::einsum",),
+        Kind.ADJUSTABLE,
+        ACTIVATIONS,
+        operands=(1,),
+        contracts=einsum,
+        products=True,
+        flops=contraction,
     ),
 )

@@ -1,18 +1,25 @@
 """Matrix products.
 
-Only a product with a weight takes scaled formats: `linear`, and `addmm`, which adds a bias to one. The operands of the
-others are mostly two activations, which the paper leaves unquantized, so they take float formats only.
+Only a product with a weight takes scaled formats. `linear`, and `addmm`, which adds a bias to one, are written for that; any other has one
+where one of its factors is a parameter, which its row leaves to `classify`. Two activations the paper leaves unquantized, so their product
+takes float formats only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from qsync_fx.ops.contraction import Contraction, contraction, grouped as groups, inner, linear, matmul, plus, tensordot
 from qsync_fx.ops.row import Flops, Kind, OperatorRow, dependent, fixed
 
 WEIGHT = "a product of an activation and a weight: the plan chooses its precision"
 ACTIVATIONS = "a product of two activations: the plan chooses among the float precisions"
+PARAMETERS = "a product of two parameters: the plan chooses among the float precisions"
+HELD = "a product with a buffer, or with what the model computes from its parameters: the plan chooses among the float precisions"
+ODD = "a product of an activation and a weight, but not a layer's: the plan chooses among the float precisions"
 
 
 def last_dimension(args: tuple[Any, ...], output: Any) -> Any:
@@ -60,7 +67,10 @@ def tensor_dot(args: tuple[Any, ...], output: Any) -> Any:
     return 2 * output.numel() * math.prod([args[0].shape[dimension] for dimension in args[2]])
 
 
-def weighted(name: str, flops: Flops, scaled: tuple[int, int], bias: int) -> OperatorRow:
+Contracts = Callable[[Sequence[Any]], Contraction | str]
+
+
+def weighted(name: str, flops: Flops, scaled: tuple[int, int], bias: int, contracts: Contracts) -> OperatorRow:
     """A product of an activation and a weight, to which a bias may be added."""
     return OperatorRow(
         name,
@@ -69,52 +79,75 @@ def weighted(name: str, flops: Flops, scaled: tuple[int, int], bias: int) -> Ope
         WEIGHT,
         operands=(0, 1, 2),
         scaled=scaled,
+        contracts=contracts,
         products=True,
         added=(bias,),
         flops=flops,
     )
 
 
-def two(name: str, flops: Flops, operands: tuple[int, ...] = (0, 1), bias: int | None = None) -> OperatorRow:
-    """A product of two activations."""
+def two(
+    name: str,
+    flops: Flops,
+    contracts: Contracts | None,
+    operands: tuple[int, ...] = (0, 1),
+    bias: int | None = None,
+    reason: str = ACTIVATIONS,
+) -> OperatorRow:
+    """A product of two tensors, of which `contracts` may find one to be a weight."""
     return OperatorRow(
         name,
         (f"aten::{name}",),
         Kind.ADJUSTABLE,
-        ACTIVATIONS,
+        reason,
         operands=operands,
+        contracts=contracts,
         products=True,
         added=() if bias is None else (bias,),
         flops=flops,
     )
 
 
+def _letters(first: str, second: str, result: str) -> Contracts:
+    return lambda args: contraction((first, second), result, (args[0], args[1]))
+
+
+SEVERAL = "a product of several matrices: the plan chooses among the float precisions"
+
 ROWS = (
-    weighted("linear", last_dimension, (0, 1), 2),
-    weighted("addmm", added, (1, 2), 0),
-    two("mm", last_dimension),
-    two("bmm", last_dimension),
-    two("matmul", last_dimension),
-    two("linalg_matmul", last_dimension),
-    two("mv", last_dimension),
-    two("inner", last_dimension),
-    two("baddbmm", added, (0, 1, 2), 0),
-    two("addmv", added, (0, 1, 2), 0),
-    two("addbmm", summed, (0, 1, 2), 0),
-    two("_grouped_mm", grouped, (0, 1, 3), 3),
+    weighted("linear", last_dimension, (0, 1), 2, linear),
+    weighted("addmm", added, (1, 2), 0, partial(plus, "mk", "kn", "mn")),
+    two("mm", last_dimension, _letters("mk", "kn", "mn")),
+    two("bmm", last_dimension, _letters("emk", "ekn", "emn")),
+    two("matmul", last_dimension, matmul),
+    two("linalg_matmul", last_dimension, matmul),
+    two("mv", last_dimension, _letters("nk", "k", "n")),
+    two("inner", last_dimension, inner),
+    two("baddbmm", added, partial(plus, "emk", "ekn", "emn"), (0, 1, 2), 0),
+    two("addmv", added, partial(plus, "nk", "k", "n"), (0, 1, 2), 0),
+    two("addbmm", summed, partial(plus, "emk", "ekn", "mn"), (0, 1, 2), 0),
+    two("_grouped_mm", grouped, groups, (0, 1, 3), 3),
     OperatorRow(
         "grouped_mm",
         ("transformers::grouped_mm_fallback",),
         Kind.ADJUSTABLE,
-        "a product of the tokens of every expert and its weight: the plan chooses among the float precisions",
+        ACTIVATIONS,
         operands=(0, 1),
+        contracts=lambda args: groups(args[:2]),
         products=True,
         flops=grouped,
     ),
-    two("chain_matmul", chain, (0,)),
-    two("linalg_multi_dot", chain, (0,)),
-    two("tensordot", tensor_dot),
-    two("bilinear", bilinear, (0, 1, 2, 3), 3),
+    two("chain_matmul", chain, None, (0,), reason=SEVERAL),
+    two("linalg_multi_dot", chain, None, (0,), reason=SEVERAL),
+    two("tensordot", tensor_dot, tensordot),
+    two(
+        "bilinear",
+        bilinear,
+        None,
+        (0, 1, 2, 3),
+        3,
+        "a product of two activations and a weight: the plan chooses among the float precisions",
+    ),
     *dependent("an outer product works value by value, so it takes the precision of its inputs", "outer ger kron addr"),
     *fixed("a product of vectors that may cancel", "dot vdot linalg_vecdot cross linalg_cross"),
 )

@@ -1,0 +1,94 @@
+"""How torch's products become those of a layer: `qsync::linear` where they are written as one, `qsync::grouped`, else `qsync::contract`.
+
+Invariant: which factor is the weight stands in the operator's row, as `classify` has found it; what is contracted follows from the shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qsync_fx.backend.cuda.collect import computed
+from qsync_fx.nodes import arguments
+from qsync_fx.notes import Note
+from qsync_fx.ops import OperatorRow, row_for
+from qsync_fx.ops.contraction import Contraction
+from qsync_fx.passes.lowering import Lowering, Operands, Role
+
+
+def _row(node: fx.Node) -> OperatorRow:
+    note: Note | None = node.meta.get("qsync")
+    row = row_for(node.target) if note is None else note.row
+    assert row is not None and row.contracts is not None, node.format_node()
+    return row
+
+
+def _contraction(node: fx.Node) -> Contraction | str:
+    """Returns what a product contracts, the activation first; the reason where no layer does that."""
+    row = _row(node)
+    assert row.contracts is not None
+    found = row.contracts(fx.node.map_arg(list(arguments(node).values()), lambda used: used.meta["val"]))
+    if isinstance(found, str):
+        return found
+    weight = found.places.index(row.scaled[1])
+    return found.unfit(weight) or (found if weight else found.turned)
+
+
+def _emit(node: fx.Node, given: Operands) -> fx.Node | str:
+    found = _contraction(node)
+    if isinstance(found, str):
+        return found
+    (x, xq, x_scale), (w, wq, w_scale) = given.operands
+    how = given.fmt, given.rounding, given.out_dtype
+    if found.group:
+        if node.meta["val"].device.type != "cpu":
+            return "its groups are multiplied in float formats but on the CPU"
+        tensors = x, w, arguments(node)["offs"], xq, x_scale, wq, w_scale, given.seed
+        return node.graph.call_function(torch.ops.qsync.grouped.default, (*tensors, given.stream, *how))
+    added = _row(node).added
+    bias = list(arguments(node).values())[added[0]] if added else None
+    tensors = x, w, bias, xq, x_scale, wq, w_scale, given.seed
+    if found.is_linear:
+        return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, given.stream, *how))
+    shape = found.equation, _order(node.meta["val"])
+    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, given.stream, *shape, *how))
+
+
+def _order(value: Tensor) -> list[int]:
+    """Returns the dimensions of a tensor from the outermost in memory to the innermost."""
+
+    def step(at: int) -> Any:
+        stride: Any = value.stride(at)
+        return stride.node.hint if isinstance(stride, torch.SymInt) else stride
+
+    steps = [step(at) for at in range(value.dim())]
+    every = list(range(value.dim()))
+    # Sizes that only a run knows have no strides yet; what has them is made anew, row after row.
+    return every if None in steps else sorted(every, key=lambda at: -steps[at])
+
+
+def _dimensions(node: fx.Node, role: Role, channels: bool) -> list[int]:
+    found = _contraction(node)
+    if isinstance(found, str):
+        return []
+    factor = 0 if role == "activation" else 1
+    return found.channels(factor) if channels else found.separate(factor)
+
+
+def _keep(node: fx.Node, role: Role) -> list[int]:
+    return _dimensions(node, role, channels=True)
+
+
+def _separate(node: fx.Node, role: Role) -> list[int]:
+    return _dimensions(node, role, channels=False)
+
+
+LOWERINGS = tuple(
+    Lowering(name, _emit, _keep, computed, separate=_separate)
+    for name in (
+        *("linear", "addmm", "mm", "matmul", "linalg_matmul", "inner", "tensordot", "einsum"),
+        *("mv", "addmv", "bmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm"),
+    )
+)
