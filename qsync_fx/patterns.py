@@ -70,6 +70,22 @@ def _module_expression(pattern: str) -> str:
     return r"\Z" if at else ""
 
 
+def alternatives(pattern: str) -> list[str]:
+    """Returns for each alternative that a pattern has in braces the pattern with that one alone; none for one without a choice.
+
+    A range, as in `{0..11}`, is one alternative: it says what may be there, not what is.
+    """
+    texts = re.split(r"\{([^{}]*)\}", pattern)
+    found = []
+    for at in range(1, len(texts), 2):
+        given = [text.strip() for text in texts[at].split(",")]
+        for one in given if len(given) > 1 else ():
+            only = f"{{{one}}}" if _NUMBERS.fullmatch(one) else one
+            whole = [f"{{{text}}}" if n % 2 else text for n, text in enumerate(texts)]
+            found.append("".join([*whole[:at], only, *whole[at + 1 :]]))
+    return found
+
+
 def _written_out(pattern: str) -> list[str]:
     """Returns the patterns without braces that a pattern with braces stands for."""
     parts: list[list[str]] = []

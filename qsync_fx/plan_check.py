@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.opid import OpId, escaped
-from qsync_fx.patterns import module_regex, pattern_regex
+from qsync_fx.patterns import alternatives, module_regex, pattern_regex
 
 if TYPE_CHECKING:
     from qsync_fx.plan import Plan
@@ -30,7 +30,8 @@ class Misfit:
 
     Attributes:
         missing: the operators that the plan says nothing of.
-        unused: the operators and patterns of the plan that decide on none, each with its precision and with what it resembles.
+        unused: the operators and patterns of the plan that decide on none, each with its precision and with what it resembles; of a
+            pattern of which only an alternative in braces decides on none, that alternative.
     """
 
     missing: tuple[OpId, ...]
@@ -47,11 +48,7 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], seen: Iterable[OpId] = ()) -> Mis
     known = dict.fromkeys((*op_ids, *seen))
     texts = [str(op_id) for op_id in known]
     operators = [(op_id, precision) for op_id, precision in plan.operators.items() if op_id not in known]
-    patterns = [
-        (pattern, precision)
-        for pattern, precision in plan.patterns
-        if not any(map(pattern_regex(pattern).match, texts))
-    ]
+    patterns = [(idle, precision) for pattern, precision in plan.patterns for idle in _idle(pattern, texts)]
     # Only so many are shown.
     near_operators = {op_id: tuple(_close(str(op_id), texts)) for op_id, _ in operators[:_SHOWN]}
     near_patterns = {pattern: _near(pattern, texts) for pattern, _ in patterns[:_SHOWN]}
@@ -62,6 +59,13 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], seen: Iterable[OpId] = ()) -> Mis
             *((pattern, precision, near_patterns.get(pattern, ())) for pattern, precision in patterns),
         ),
     )
+
+
+def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
+    """Returns what of a pattern selects nothing: the pattern, or alternatives in its braces."""
+    if not any(map(pattern_regex(pattern).match, texts)):
+        return [pattern]
+    return [one for one in alternatives(pattern) if not any(map(pattern_regex(one).match, texts))]
 
 
 def check_plan(
@@ -85,17 +89,16 @@ def check_plan(
     extra = found.operators if complete else [op_id for op_id in found.operators if _is_elsewhere(op_id, modules)]
     if found.missing or extra:
         raise _another_model(plan, found, extra, op_ids)
+    idle = {entry: near for entry, _, near in found.unused if isinstance(entry, str)}
     for position, (pattern, _) in enumerate(plan.patterns):
-        near = next((near for entry, _, near in found.unused if entry == pattern), None)
-        if near is None:
-            continue
-        if complete:
-            raise _selects_nothing(
-                pattern, position, f"none of the {len(op_ids)} operators that a plan decides on", near
-            )
-        if modules is not None and not any(map(module_regex(pattern).match, map(escaped, modules))):
-            near = near or tuple(_close(pattern.partition("/")[0], modules))
-            raise _selects_nothing(pattern, position, f"none of the {len(modules)} modules", near)
+        for part in filter(idle.__contains__, (pattern, *alternatives(pattern))):
+            where = f"patterns[{position}] of the plan" + (f", {shown(pattern)}" if part != pattern else "")
+            if complete:
+                what = f"none of the {len(op_ids)} operators that a plan decides on"
+                raise _selects_nothing(part, where, what, idle[part])
+            if modules is not None and not any(map(module_regex(part).match, map(escaped, modules))):
+                near = idle[part] or tuple(_close(part.partition("/")[0], modules))
+                raise _selects_nothing(part, where, f"none of the {len(modules)} modules", near)
 
 
 def _is_elsewhere(op_id: OpId, modules: Collection[str] | None) -> bool:
@@ -119,10 +122,10 @@ def _another_model(plan: Plan, found: Misfit, extra: Sequence[OpId], op_ids: Seq
     return PlanError(f"the plan {' and '.join(what)}", where="; ".join(where), do="; ".join(do))
 
 
-def _selects_nothing(pattern: str, position: int, what: str, near: Sequence[str]) -> PlanError:
+def _selects_nothing(pattern: str, where: str, what: str, near: Sequence[str]) -> PlanError:
     return PlanError(
         f"the pattern {shown(pattern)} selects {what}",
-        where=f"patterns[{position}] of the plan",
+        where=where,
         do=f"nearest: {', '.join(near)}" if near else 'remove it, or see the ids with "qsync inspect"',
     )
 

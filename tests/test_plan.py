@@ -247,6 +247,30 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
     assert caught.value.do.startswith(close)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "idle", "close"),
+    [
+        ("encoder.layer.*.{output,outptu}", "encoder.layer.*.outptu", "nearest: encoder.layer.0.output"),
+        ("{pooler,encoder}.{dense,layer,nothing}.**", "{pooler,encoder}.nothing.**", ""),
+        ("pooler.dense/{linear, lineer}", "pooler.dense/lineer", "nearest: pooler.dense/linear"),
+    ],
+)
+def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, close: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan("int8", [("encoder", "bf16"), (pattern, "fp32")]).check(MODEL, complete=True)
+    assert caught.value.what == f"the pattern {idle!r} selects none of the 5 operators that a plan decides on"
+    assert caught.value.where == f"patterns[1] of the plan, {pattern!r}"
+    assert caught.value.do is not None
+    assert caught.value.do.startswith(close)
+
+
+def test_a_range_says_what_may_be_there() -> None:
+    """Alternatives are taken one by one: that not every one of these goes with every other is what braces are written for."""
+    Plan("int8", [("encoder.layer.{0..40}", "bf16"), ("{encoder.layer.0,pooler}.{output.dense,dense}", "fp32")]).check(
+        MODEL, complete=True
+    )
+
+
 def test_check_of_a_large_stranger_ends() -> None:
     plan = Plan(
         operators={OpId("a" * 150 + f".b{n}", "linear"): "int8" for n in range(20_000)} | {"c" * 10**6 + "/d": "int8"}
