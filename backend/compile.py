@@ -122,6 +122,7 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options,
         training=torch.is_grad_enabled(),
         complete=_is_complete(module, here),
         seen=frozenset(seen),
+        lowerings=operators.lowerings(),
         # Below a path that the user gives the rest of the model is not known.
         modules=frozenset(path for path, _ in here.modules.values())
         if here.root is not None and not here.within

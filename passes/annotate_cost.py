@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qsync_fx import meta
 from qsync_fx.costs.algebra import Cost, Work
 from qsync_fx.costs.operator import flops_of, size_in
 from qsync_fx.costs.reads import State
@@ -36,7 +37,7 @@ def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost
 def _moved(operator: Operator) -> Cost:
     """The cost of a node that a pass has put in, and the model never wrote: what it reads and writes. That of a body is its operators'."""
     node, graph = operator.node, operator.graph
-    if node.meta.get("qsync_bodies"):
+    if meta.bodies(node):
         return Cost()
     nodes = (*node.all_input_nodes, node)
     return Cost(

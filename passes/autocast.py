@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from qsync_fx import meta
 from qsync_fx.autocast_policy import Policy, policy
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
@@ -35,7 +36,7 @@ class Autocast:
                 stack.append(_region(node, device) or stack[-1])
             elif node.target is _exit_autocast:
                 stack.pop()
-            elif "qsync" in node.meta and (region := stack[-1]) is not None:
+            elif node in meta.NOTE and (region := stack[-1]) is not None:
                 _apply(graph, node, region)
         _remove_regions(graph)
         if graph.context.ambient is not None and graph.parent is None:
@@ -55,12 +56,12 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     operator = Operator(graph, node)
     # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
     operator.update(autocast=str(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
-    for body in node.meta.get("qsync_bodies", ()):
+    for body in meta.bodies(node):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
         return
     if not isinstance(node.target, torch._ops.OpOverload):
-        if not node.meta.get("qsync_bodies"):
+        if not meta.bodies(node):
             _wrap(graph, node, region)
         return
     what = policy(node.target, graph.context.device.type)
@@ -91,7 +92,8 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
         return used
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
-    cast.meta["qsync_autocast"], cast.meta["qsync_cast"] = what, True
+    owner = meta.NOTE[node].id
+    meta.CAST[cast] = meta.Cast(meta.Part.CONVERT, owner, precision_of(wanted), None, meta.Purpose.AUTOCAST, what)
     graph.propagate(cast)
     return cast
 
@@ -102,13 +104,13 @@ def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         enter = graph.graph.call_function(_enter_autocast, (graph.context.device.type, region[1], region[0], True))
     with graph.graph.inserting_after(node):
         leave = graph.graph.call_function(_exit_autocast, (enter,))
-    enter.meta["qsync_keep"] = leave.meta["qsync_keep"] = True
-    node.meta["qsync_region"] = region
+    meta.KEPT[enter] = meta.KEPT[leave] = True
+    meta.REGION[node] = region
 
 
 def _remove_regions(graph: PrecisionGraph) -> None:
     for node in reversed(graph.nodes):
-        if node.target in (_enter_autocast, _exit_autocast) and "qsync_keep" not in node.meta:
+        if node.target in (_enter_autocast, _exit_autocast) and node not in meta.KEPT:
             graph.graph.erase_node(node)
 
 
@@ -119,4 +121,4 @@ def _switch_off(graph: PrecisionGraph) -> None:
         off = graph.graph.call_function(_enter_autocast, (graph.context.device.type, None, False, None))
     with graph.graph.inserting_before(nodes[-1]):
         leave = graph.graph.call_function(_exit_autocast, (off,))
-    off.meta["qsync_keep"] = leave.meta["qsync_keep"] = True
+    meta.KEPT[off] = meta.KEPT[leave] = True

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.bodies import operands, readers, result_of
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Note
@@ -37,13 +38,13 @@ class Cascade:
 def _sweep(graph: PrecisionGraph, formats: Formats) -> bool:
     changed = False
     for node in graph.nodes:
-        for body in node.meta.get("qsync_bodies", ()):
+        for body in meta.bodies(node):
             given = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
             formats.update(given)
             changed |= _sweep(body, formats)
         if node.op == "placeholder" and node in formats:
             continue
-        if "qsync" not in node.meta:
+        if node not in meta.NOTE:
             formats[node] = _passed_on(graph, node, formats)
             continue
         operator = Operator(graph, node)
@@ -60,7 +61,8 @@ def _passed_on(graph: PrecisionGraph, node: fx.Node, formats: Formats) -> Precis
     source = node.args[0] if node.args else None
     if own is None or not isinstance(source, fx.Node):
         return own
-    if node.meta.get("qsync_autocast") == "lower" and not graph.context.automatic:
+    cast = meta.CAST.get(node)
+    if cast is not None and cast.policy == "lower" and not graph.context.automatic:
         # Where to compute in fewer bits is the plan's choice, against the region's.
         return formats.get(source, own)
     if (result := result_of(node)) is not None:
@@ -102,7 +104,7 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: Note, own: Precision | N
 
 
 def _wants_wide(user: fx.Node) -> bool:
-    note: Note | None = user.meta.get("qsync")
+    note = meta.NOTE.get(user)
     if note is None:
         return user.op == "output"
     if note.kind is Kind.ADJUSTABLE:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.bodies import handed_in, operands
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.memory import Memory, Places
-from qsync_fx.passes.seed import drawn
+from qsync_fx.meta import Cast, Part, Purpose
+from qsync_fx.opid import OpId
+from qsync_fx.passes.seed import Streams, drawn
 from qsync_fx.precision import Precision, precision_of
 from qsync_fx.sharing import Sharing
 from qsync_fx.values import is_float, tensors
@@ -28,26 +31,26 @@ class Casts:
     Attributes:
         own: the types of floating-point values as the model wrote them: what fixed operators and graph outputs get back.
         sharing: at the node that casts are made for.
+        streams: where each rounding gets its own, shared by a graph and its bodies.
     """
 
     def __init__(
         self, graph: PrecisionGraph, rounding: str = "nearest", outer: tuple[Casts, fx.Node] | None = None
     ) -> None:
         self.graph, self.rounding, self.outer = graph, rounding, outer
-        self.whole: Casts = outer[0].whole if outer is not None else self
         self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}
         self.values = {node: graph.value(node) for node in graph.nodes}
         self.sharing: Sharing = Sharing(graph, Memory(graph, self._given()))
         self._made: dict[Any, Any] = {}
         self._seed: fx.Node | None = None
-        self._streams = 0
+        self.streams: Streams = outer[0].streams if outer is not None else Streams()
 
     def passed(self, node: fx.Node) -> None:
         """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
-        if node.meta.get("qsync_cast") and "qsync_autocast" not in node.meta and node.target is torch.ops.aten.to.dtype:
+        if meta.is_part(node, Part.CONVERT) and not meta.has_purpose(node, Purpose.AUTOCAST):
             source, dtype = node.args[:2]
             shared = self._made.setdefault((source, dtype, self.sharing.epoch(source)), node)  # type: ignore[arg-type]
-            if shared is not node and not node.meta.get("qsync_output"):
+            if shared is not node and not meta.has_purpose(node, Purpose.RESULT):
                 node.replace_all_uses_with(shared)
         self.sharing.passed(node)
 
@@ -67,12 +70,14 @@ class Casts:
         origin = self.origin(used)
         if plain_type(self.graph.value(origin)) is dtype:
             return origin
-        if value.dtype is dtype and "qsync_autocast" not in used.meta:  # those give way to casts that are shared
+        if value.dtype is dtype and not meta.has_purpose(
+            used, Purpose.AUTOCAST
+        ):  # those give way to casts that are shared
             return used
         key = (origin, dtype, self.sharing.epoch(origin))
         if key not in self._made:
             with self.graph.graph.inserting_before(before):
-                self._made[key] = self.convert(origin, dtype)
+                self._made[key] = self.convert(origin, dtype, _owner(before))
         made: fx.Node = self._made[key]
         return made
 
@@ -85,7 +90,7 @@ class Casts:
         graph = self.graph.graph
         with graph.inserting_before(before):
             if key not in self._made:
-                self._made[key] = self._round(source, fmt, keep)
+                self._made[key] = self._round(source, fmt, keep, _owner(before))
             if not fmt.scaled:
                 rounded: fx.Node = self._made[key]
                 return rounded
@@ -97,17 +102,21 @@ class Casts:
                     (quantized, scale, dtype),
                     name=f"{source.name}_{fmt}_{precision_of(dtype)}",
                 )
-                self._describe(self._made[key, dtype], source)
+                self._describe(
+                    self._made[key, dtype], source, Cast(Part.DEQUANTIZE, _owner(before), precision_of(dtype))
+                )
         dequantized: fx.Node = self._made[key, dtype]
         return dequantized
 
-    def convert(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def convert(
+        self, source: fx.Node, dtype: torch.dtype, owner: OpId | None, purpose: Purpose = Purpose.OPERAND
+    ) -> fx.Node:
         """Returns a new conversion where the graph's insertion point is."""
         found = precision_of(dtype)
         cast = self.graph.graph.create_node(
             "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{found}"
         )
-        self._describe(cast, source)
+        self._describe(cast, source, Cast(Part.CONVERT, owner, found, purpose=purpose))
         return cast
 
     def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
@@ -118,8 +127,7 @@ class Casts:
             *fx.node.map_arg((node.args, node.kwargs), lambda used: instead if used is operand else used),
             name=f"{node.name}_{precision_of(tensors(self.graph.value(instead))[0].dtype)}",
         )
-        self._describe(new, node)
-        del new.meta["qsync_cast"]
+        self._describe(new, node, None)
         return new
 
     def stands_for(self, new: fx.Node, node: fx.Node) -> None:
@@ -136,7 +144,7 @@ class Casts:
             if not is_float(before):
                 break
             lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
-            if not lossless and not node.meta.get("qsync_autocast"):
+            if not lossless and not meta.has_purpose(node, Purpose.AUTOCAST):
                 break
             node = source
         return node
@@ -145,22 +153,23 @@ class Casts:
         if node.target is not torch.ops.aten.to.dtype or not is_float(self.graph.value(node)):
             return False
         memory, places = self.sharing.memory, self.sharing.memory.of(node)
-        if not node.meta.get("qsync_cast", False):
+        if not meta.is_cast(node):
             # A conversion of the model's own may be there to copy what is written to later.
             places |= memory.of(node.args[0])  # type: ignore[arg-type]
         return not places & memory.written and self.sharing.records_as_here(node)
 
-    def _describe(self, cast: fx.Node, source: fx.Node) -> None:
-        cast.meta["qsync_cast"] = True
+    def _describe(self, new: fx.Node, source: fx.Node, cast: Cast | None) -> None:
+        if cast is not None:
+            meta.CAST[new] = cast
         for key in ("stack_trace", "nn_module_stack"):
             if key in source.meta:
-                cast.meta[key] = source.meta[key]
-        self.graph.propagate(cast)
-        self.own.setdefault(cast, self.own.get(source))
+                new.meta[key] = source.meta[key]
+        self.graph.propagate(new)
+        self.own.setdefault(new, self.own.get(source))
 
-    def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...]) -> Any:
+    def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None) -> Any:
         graph = self.graph.graph
-        stream, self.whole._streams = self.whole._streams, self.whole._streams + 1
+        stream = self.streams.take()
         if not fmt.scaled:
             rounded = graph.create_node(
                 "call_function",
@@ -168,7 +177,7 @@ class Casts:
                 (source, self._seed_node(), stream, fmt.name, self.rounding),
                 name=f"{source.name}_{fmt}",
             )
-            self._describe(rounded, source)
+            self._describe(rounded, source, Cast(Part.ROUND, owner, fmt, stream))
             return rounded
         pair = graph.create_node(
             "call_function",
@@ -176,14 +185,14 @@ class Casts:
             (source, self._seed_node(), stream, fmt.name, self.rounding, list(keep)),
             name=f"{source.name}_{fmt}",
         )
-        self._describe(pair, source)
-        parts = tuple(
-            graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{part}")
-            for at, part in enumerate(("q", "scale"))
-        )
-        for part in parts:
-            self._describe(part, source)
-        return parts
+        self._describe(pair, source, Cast(Part.QUANTIZE, owner, fmt, stream))
+        parts = []
+        for at, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
+            parts.append(
+                graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{name}")
+            )
+            self._describe(parts[-1], source, Cast(part, owner, fmt))
+        return tuple(parts)
 
     def _seed_node(self) -> fx.Node:
         if self._seed is None:
@@ -195,6 +204,12 @@ class Casts:
         return self._seed
 
 
+def _owner(reader: fx.Node) -> OpId | None:
+    """The operator that a cast is made for; None where the graph returns it."""
+    note = meta.NOTE.get(reader)
+    return note.id if note is not None else None
+
+
 def plain_type(value: Any) -> torch.dtype | None:
     """Returns the type of a floating-point tensor that a plan may change; None for everything else."""
     return value.dtype if is_float(value) else None
@@ -203,5 +218,5 @@ def plain_type(value: Any) -> torch.dtype | None:
 def drop_unread_casts(graph: PrecisionGraph) -> None:
     """Erases casts that nobody reads. What the model computes and drops is its own affair, in bodies too, where fx would erase it."""
     for node in reversed(graph.nodes):
-        if node.meta.get("qsync_cast", False) and not node.users:
+        if meta.is_cast(node) and not node.users:
             graph.graph.erase_node(node)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qsync_fx import meta
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
@@ -30,10 +31,10 @@ class Classify:
 def classify(operator: Operator, origins: Origins | None = None) -> None:
     """Gives one operator its kind and the reason; `origins` are those of the graph's values, where they are known already."""
     graph, node, row = operator.graph, operator.node, operator.row
-    if opaque := node.meta.get("qsync_opaque"):
+    if opaque := meta.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        operator.update(kind=Kind.FIXED, reason=_higher_order(node.meta.get("qsync_bodies", ())))
+        operator.update(kind=Kind.FIXED, reason=_higher_order(meta.bodies(node)))
     elif row is None:
         name = target_name(node)
         graph.unknown[name] = graph.unknown.get(name, 0) + 1

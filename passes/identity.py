@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
 from qsync_fx.module_tree import joined
@@ -27,7 +28,6 @@ from qsync_fx.passes.frames import Place, clean_path, translator
 from qsync_fx.values import format_of, is_float, tensors
 from qsync_fx.writes import writes
 
-_BY = "qsync_by"
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
 
@@ -77,11 +77,11 @@ def remember_break(here: Place, numbers: Numbering) -> None:
 def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
     """Writes a note with an id to every node that computes with floating-point values."""
     for node in graph.nodes:
-        for body in node.meta.get("qsync_bodies", ()):
+        for body in meta.bodies(node):
             identify(body, numbers, here)
         if not _is_operator(graph, node):
             continue
-        (name, row), module, by = _named(node), module_path(node, here), node.meta.get("custom", {}).get(_BY, "")
+        (name, row), module, by = _named(node), module_path(node, here), meta.put_in_by(node)
         near = OpId(module, name, after="" if module else numbers.last)
         op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
         _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
@@ -89,7 +89,7 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
 
 def mark(node: fx.Node, by: str) -> None:
     """Notes which pass has put a node into the graph as Dynamo wrote it: tracing it again keeps that for what it becomes."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), _BY: by}
+    meta.mark_as_put_in(node, by)
 
 
 def identify_new(
@@ -112,12 +112,10 @@ def identify_new(
         if not _is_operator(graph, node):
             continue
         name, row = _named(node)
-        old = next((known for known in instead_of if known.meta["qsync"].id.operator == name), None)
+        old = next((known for known in instead_of if meta.NOTE[known].id.operator == name), None)
         if old is not None:
             instead_of.remove(old)
-            if "qsync_stream" in old.meta:
-                node.meta["qsync_stream"] = old.meta["qsync_stream"]
-            _note(node, dataclasses.replace(old.meta["qsync"], row=row, by=by, how=how))
+            _note(node, dataclasses.replace(meta.NOTE[old], row=row, by=by, how=how))
             continue
         op_id = whole.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
         region = _region(graph, node, near)
@@ -136,13 +134,13 @@ def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
 
 
 def _note(node: fx.Node, note: Note) -> None:
-    node.meta["qsync"] = note
-    node.meta["custom"] = {**node.meta.get("custom", {}), "qsync": str(note.id)}
+    meta.NOTE[node] = note
+    meta.charge(node, note.id)
 
 
 def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
     called = node.op in ("call_function", "call_method") and getattr(node.target, "__name__", "") != "getitem"
-    return called and not is_switch(node) and "qsync_cast" not in node.meta and _computes(graph, node)
+    return called and not is_switch(node) and node not in meta.CAST and _computes(graph, node)
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
@@ -174,7 +172,7 @@ def name_inputs(graph: fx.Graph) -> None:
             continue
         text = source.name() if callable(source.name) else source.name
         path = clean_path(text)
-        node.meta["qsync_input"] = path
+        meta.PATH[node] = path
         name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
         if name and not name[0].isdigit():
             node._rename(name)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
 
@@ -61,7 +62,7 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
     values: dict[fx.Node, Any] = {}
     with restored():
         if graph.parent is not None:
-            caller = next(node for node in graph.parent.nodes if graph in node.meta.get("qsync_bodies", ()))
+            caller = next(node for node in graph.parent.nodes if graph in meta.bodies(node))
             modes(graph.parent)[caller].apply()
         for node in graph.nodes:
             found[node] = Modes.current()

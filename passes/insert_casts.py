@@ -7,6 +7,7 @@ to, never a cast of it; where the model converts, so as to write to a copy, a co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator as py_operator
 from collections.abc import Callable, Mapping
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.bodies import operands, results
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.meta import Cast, Part, Purpose
 from qsync_fx.modes import is_switch
 from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.notes import Note
@@ -54,10 +57,8 @@ class _Inserter:
         self, graph: PrecisionGraph, options: InsertCasts, outer: tuple[_Inserter, fx.Node] | None = None
     ) -> None:
         self.graph, self.options, self.inside = graph, options, outer is not None
-        self.whole: _Inserter = outer[0].whole if outer is not None else self
         self.casts: Casts = Casts(graph, options.rounding, (outer[0].casts, outer[1]) if outer is not None else None)
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.products = 0
 
     def run(self) -> None:
         for node in self.graph.nodes:
@@ -71,11 +72,11 @@ class _Inserter:
             if not self.inside:  # whoever reads a body's results converts them
                 cast_outputs(self.casts, node)
             return
-        note: Note | None = node.meta.get("qsync")
+        note = meta.NOTE.get(node)
         if note is None:
             self._refresh(node)
             return
-        if bodies := node.meta.get("qsync_bodies"):
+        if bodies := meta.bodies(node):
             for body in bodies:
                 self._enter(node, body)
             return
@@ -133,8 +134,6 @@ class _Inserter:
         if row.output_only:
             self._map(node, lambda used: self._cast(node, used, self.casts.own.get(used)))
             return
-        if not fmt.plain:
-            node.meta["qsync_stream"], self.whole.products = self.whole.products, self.whole.products + 1
         special: dict[Place, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
         converted = row.converted(tuple(arguments(node).values()))
@@ -152,6 +151,8 @@ class _Inserter:
             return fx.node.map_arg(given, lambda used: self._cast(node, used, _beside(self.casts.own.get(used), dtype)))
 
         map_arguments(node, change)
+        if not fmt.plain:
+            meta.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
 
     def _rounded(
         self, node: fx.Node, used: fx.Node, fmt: Precision, row: OperatorRow, role: Role, dtype: torch.dtype
@@ -173,7 +174,7 @@ class _Inserter:
             return used
         # An operator that wants another type than the tensor has that it writes to writes to a copy, which is written back.
         with self.graph.graph.inserting_before(node):
-            copy = self.casts.convert(used, dtype)
+            copy = self.casts.convert(used, dtype, meta.NOTE[node].id)
         self.copies[copy] = used
         return copy
 
@@ -198,7 +199,8 @@ class _Inserter:
             return
         if memory.of(node) & memory.of(source) or not (memory.of(node) | memory.of(source)) & memory.written:
             return
-        self._after(node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,)))
+        copy = self._after(node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,)))
+        meta.CAST[copy] = Cast(Part.COPY, meta.NOTE[node].id)
 
     def _output(self, node: fx.Node, note: Note) -> None:
         """Converts a result that is not in the format that the note promises."""
@@ -206,7 +208,7 @@ class _Inserter:
         if note.output is None or not is_float(value) or value.dtype is note.output.dtype or in_place(node):
             return
         dtype = note.output.dtype
-        self._after(node, lambda: self.casts.convert(node, dtype)).meta["qsync_output"] = True
+        self._after(node, lambda: self.casts.convert(node, dtype, note.id, Purpose.RESULT))
 
     def _after(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
         """Makes a node behind another one, which all read in its place that have read the other."""
@@ -214,7 +216,6 @@ class _Inserter:
         with self.graph.graph.inserting_after(node):
             new = make()
         self.graph.propagate(new)
-        new.meta["qsync_cast"] = True
         self.casts.stands_for(new, node)
         for user in users:
             user.replace_input_with(node, new)

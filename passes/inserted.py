@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.copies import copied
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
@@ -77,15 +78,16 @@ def _identify(graph: PrecisionGraph, before: Seen, free: dict[fx.Node, list[fx.N
     copied_from = {id(note): node for node, note in before.notes.items()}
     instead = replaced(before, graph)
     for node in _new(graph, before):
-        if "qsync" in node.meta and id(node.meta["qsync"]) not in copied_from:
+        if node in meta.NOTE and id(meta.NOTE[node]) not in copied_from:
             continue  # a rewrite has said what it is
-        origin = copied_from.get(id(node.meta.pop("qsync", None)))
+        origin = copied_from.get(id(meta.NOTE.get(node)))
+        del meta.NOTE[node]
         old = origin if origin in free else _place_of(node, instead, before)
         near = old if old in before.notes else _neighbour(graph, node)
         for key in OF_THE_MODEL:
             if near is not None and key in near.meta:
                 node.meta.setdefault(key, near.meta[key])
-        note = near.meta["qsync"] if near is not None else None
+        note = meta.NOTE[near] if near is not None else None
         identify_new(graph, [node], by, "inserted", note, free.get(old, []) if old is not None else [])
 
 
@@ -111,7 +113,7 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
 def _nearest(node: fx.Node, beside: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
     todo = [node]
     for at in todo:
-        if at is not node and "qsync" in at.meta:
+        if at is not node and at in meta.NOTE:
             return at
         todo += [other for other in beside(at) if other not in todo]
     return None
@@ -126,9 +128,8 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
         if not replaces:
             operator.update(kind=Kind.FIXED, precision=own, output=own, autocast=None, reason=_settled(own))
         elif (lowered and str(note.precision) not in operator.node.args) or (not lowered and own is not note.output):
-            operator.update(
-                precision=own, output=own, reason=f"{note.reason}; {note.precision} gives way: {_settled(own)}"
-            )
+            why = f"{note.precision} gives way: {_settled(own)}"
+            operator.update(precision=own, output=own, instead=why, reason=f"{note.reason}; {why}")
     elif Classify.name in passed and not replaces:
         classify(operator)
         if Assign.name in passed and operator.kind is Kind.ADJUSTABLE:

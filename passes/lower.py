@@ -1,24 +1,24 @@
 """Adjustable operators in formats that torch has no operators for become `qsync::` operators, forward and backward as a pair.
 
-Invariant: every planned precision is present in the lowered graph, or the operator runs elsewhere for a reason in its note. An
-operator in a plain format needs no lowering: on converted operands torch's own operator computes, forward and backward, in that format.
+Invariant: every precision that was decided on is present in the lowered graph; what cannot run in the planned one was decided otherwise
+before (`Lowering.refuses`). An operator in a plain format needs no lowering: on converted operands torch's own operator computes, forward
+and backward, in that format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.nodes import argument_at, arguments, map_arguments
+from qsync_fx.meta import Part, Purpose
+from qsync_fx.nodes import argument_at, arguments
 from qsync_fx.ops import Kind
-from qsync_fx.passes.casts import Casts, drop_unread_casts
+from qsync_fx.passes.casts import drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
-from qsync_fx.precision import FORMATS
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,21 @@ class Lower:
     """
     Attributes:
         lowerings: row name -> how it is lowered.
+        rounding: "stochastic", "nearest" or "floor", of incoming gradients.
     """
 
     lowerings: Mapping[str, Lowering]
+    rounding: str = "stochastic"
     name: str = "lower"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        casts = Casts(graph)
-        for node in graph.nodes:
-            if "qsync" in node.meta:
-                self._lower(graph, Operator(graph, node), casts)
-            casts.passed(node)
+        for operator in graph.own_operators():
+            self._lower(graph, operator)
         drop_unread_casts(graph)
+        _charge(graph)
         graph.module.recompile()
 
-    def _lower(self, graph: PrecisionGraph, operator: Operator, casts: Casts) -> None:
+    def _lower(self, graph: PrecisionGraph, operator: Operator) -> None:
         fmt = operator.precision
         if operator.kind is not Kind.ADJUSTABLE or fmt is None:
             return
@@ -48,13 +48,10 @@ class Lower:
             self._guard(graph, operator)
             return
         assert operator.row is not None
-        # Above the streams that casts have taken.
-        new = self._emit(graph, operator, 2**16 + operator.node.meta["qsync_stream"])
-        if isinstance(new, str):
-            _run_elsewhere(graph, operator, new, casts)
-        else:
-            _replace(graph, operator, new)
-            self._tell(graph, Operator(graph, new))
+        with graph.graph.inserting_before(operator.node):
+            new = self.lowerings[operator.row.name].emit(operator.node, self._operands(operator))
+        _replace(graph, operator, new)
+        self._tell(graph, Operator(graph, new))
 
     def _guard(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
@@ -71,50 +68,29 @@ class Lower:
         if clause:
             operator.update(reason=f"{operator.note.reason}; {clause}" if operator.note.reason else clause)
 
-    def _emit(self, graph: PrecisionGraph, operator: Operator, stream: int) -> fx.Node | str:
-        assert operator.row is not None
-        lowering = self.lowerings.get(operator.row.name)
-        found = _operands(operator, stream) if lowering else None
-        if lowering is None or found is None:
-            return f"{operator.row.name} has no lowering to {operator.precision}"
-        with graph.graph.inserting_before(operator.node):
-            return lowering.emit(operator.node, found)
+    def _operands(self, operator: Operator) -> Operands:
+        """Reads what insert_casts has put in front of the operator."""
+        row, note = operator.row, operator.note
+        assert row is not None and note.precision is not None and note.output is not None and note.stream is not None
+        given = tuple(arguments(operator.node).values())
+        (x, seed), (weight, _) = (_rounded(argument_at(given, at)) for at in row.scaled)
+        return Operands((x, weight), seed, note.stream, note.precision.name, self.rounding, note.output.dtype)
 
 
-def _round() -> Any:
-    return torch.ops.qsync.round.default
-
-
-def _operands(operator: Operator, stream: int) -> Operands | None:
-    """Reads what insert_casts has put in front of the operator."""
-    row, note = operator.row, operator.note
-    assert row is not None and note.precision is not None and note.output is not None
-    found: list[tuple[fx.Node, fx.Node, fx.Node | None]] = []
-    rounders: list[fx.Node] = []
-    given = tuple(arguments(operator.node).values())
-    for at in row.scaled:
-        operand = argument_at(given, at)
-        if not isinstance(operand, fx.Node):
-            return None
-        if operand.target is torch.ops.qsync.dequantize.default:
-            quantized, scale, _ = operand.args
-            rounders.append(quantized.args[0])  # type: ignore[union-attr, arg-type]
-            found.append((rounders[-1].args[0], quantized, scale))  # type: ignore[arg-type]
-        elif operand.target is _round():
-            rounders.append(operand)
-            found.append((operand.args[0], operand, None))  # type: ignore[arg-type]
-        else:
-            return None
-    seed, rounding = rounders[0].args[1], rounders[0].args[4]
-    return Operands((found[0], found[1]), seed, stream, note.precision.name, str(rounding), note.output.dtype)  # type: ignore[arg-type]
+def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
+    """Returns what an operand is on the grid of its format: the original, the values and the scale, and the seed of the rounding."""
+    found: tuple[fx.Node, fx.Node, fx.Node | None] = (meta.cast_source(operand), operand, None)
+    made = operand
+    if meta.is_part(operand, Part.DEQUANTIZE):
+        values, scale = (arguments(operand)[name] for name in ("q", "scale"))
+        found, made = (found[0], values, scale), values.args[0]
+    return found, arguments(made)["seed"]
 
 
 def _replace(graph: PrecisionGraph, operator: Operator, new: fx.Node) -> None:
     old = operator.node
     _unround_others(new)
-    for key in ("qsync", "custom", "stack_trace", "nn_module_stack", "seq_nr", "from_node"):
-        if key in old.meta:
-            new.meta[key] = old.meta[key]
+    meta.take_over(new, old)
     graph.propagate(new)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
@@ -125,38 +101,24 @@ def _unround_others(new: fx.Node) -> None:
     """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
 
     def original(used: fx.Node) -> fx.Node:
-        narrowing = used.meta.get("qsync_cast") and used.target is torch.ops.aten.to.dtype
         # An operator's own output cast is no such narrowing: its result is the narrow one.
-        narrowing = narrowing and not used.meta.get("qsync_output")
+        narrowing = meta.is_part(used, Part.CONVERT) and not meta.has_purpose(used, Purpose.RESULT)
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)
 
 
-def _run_elsewhere(graph: PrecisionGraph, operator: Operator, why: str, casts: Casts) -> None:
-    """Gives the operator back its operands, converted to the format that stands in for the one it cannot run in."""
-    note, row = operator.note, operator.row
-    assert note.precision is not None and row is not None
-    elsewhere = FORMATS[note.precision.elsewhere]
-    node = operator.node
-    dtype = elsewhere.dtype
-
-    def restore(used: fx.Node) -> fx.Node:
-        source = used
-        if used.target is torch.ops.qsync.dequantize.default:
-            source = used.args[0].args[0].args[0]  # type: ignore[union-attr, assignment]
-        elif used.target is _round():
-            source = used.args[0]  # type: ignore[assignment]
-        return casts.shared(node, source, dtype)
-
-    map_arguments(node, lambda at, given: fx.node.map_arg(given, restore) if at in row.operands else given)
-    before = graph.value(node).dtype
-    graph.propagate(node)
-    if graph.value(node).dtype is not before:
-        users = list(node.users)
-        with graph.graph.inserting_after(node):
-            cast = casts.convert(node, before)
-        cast.meta["qsync_output"] = True
-        for user in users:
-            user.replace_input_with(node, cast)
-    operator.update(precision=elsewhere, reason=f"{note.reason}; {why}, so it runs in {elsewhere}")
+def _charge(graph: PrecisionGraph) -> None:
+    """Says of every node whose time its kernels take: a cast the operator's that it is for, all else that of its reader."""
+    for node in reversed(graph.nodes):
+        cast, note = meta.CAST.get(node), meta.NOTE.get(node)
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if note is not None:
+            meta.charge(node, note.id)
+            continue
+        near = (*node.users, *node.all_input_nodes)
+        owner = cast.owner if cast is not None else None
+        found = owner or next((charged[0] for other in near if (charged := meta.charged(other)) is not None), None)
+        if found is not None:
+            meta.charge(node, found, cast.part if cast is not None else None)

@@ -45,6 +45,10 @@ def _none(node: fx.Node, role: Role) -> list[int]:
     return []
 
 
+def _never(node: fx.Node) -> str | None:
+    return None
+
+
 def _unsaid(node: fx.Node, device: torch.device) -> str:
     return ""
 
@@ -56,9 +60,11 @@ class Lowering:
     Attributes:
         name: name of its row in `qsync_fx.ops`.
         emit: called with the graph's insertion point before the node; creates and returns the node that computes what the node
-            computes, or returns the reason why it cannot, and has then created nothing.
+            computes.
         keep: called with the node and a role; returns the dimensions of the operand in that role that have a scale per index where
             scales are per channel, `[]` where the operand has one scale even then.
+        refuses: called with a node when its precision is decided; returns the reason why the operator cannot be lowered, None where it can.
+            Types of values are then the model's.
         computed: called with the node that `emit` made and the device; returns a clause on what computes it there, for reports, "" where
             there is nothing to say.
         plain: called with a node that runs in a plain format, in training, with the insertion point before it; puts other operands in the
@@ -68,8 +74,9 @@ class Lowering:
     """
 
     name: str
-    emit: Callable[[fx.Node, Operands], fx.Node | str]
+    emit: Callable[[fx.Node, Operands], fx.Node]
     keep: Callable[[fx.Node, Role], list[int]]
+    refuses: Callable[[fx.Node], str | None] = _never
     computed: Callable[[fx.Node, torch.device], str] = _unsaid
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
     separate: Callable[[fx.Node, Role], list[int]] = _none

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes.frames import place
 from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
@@ -56,14 +57,14 @@ def _normalize(graph: PrecisionGraph) -> None:
             try:
                 _normalize(inner)
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
-                node.meta["qsync_opaque"] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
+                meta.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 continue
             replaced[used] = inner.module
             if str(node.target) in _REWRITTEN:
-                inner.nodes[-1].meta["qsync_called_by"] = node
+                meta.CALLER[inner.nodes[-1]] = node
                 bodies.append(inner)
-        node.meta["qsync_bodies"] = tuple(bodies)
-        node.meta["qsync_replaced"] = replaced
+        meta.BODIES[node] = tuple(bodies)
+        meta.REPLACED[node] = replaced
 
     graph.module, failures = rebuild(graph.module, graph.inputs, keep)
     for failure in failures:

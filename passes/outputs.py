@@ -13,6 +13,7 @@ from collections.abc import Hashable
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.passes.casts import Casts
 from qsync_fx.values import is_float, tensors
 from qsync_fx.writes import in_place, writes
@@ -52,7 +53,7 @@ def cast_outputs(casts: Casts, output: fx.Node) -> None:
 def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
     """Returns the node whose memory and type a node's value has; None for a value of its own, and for an input."""
     memory = casts.sharing.memory
-    if node.op != "call_function" or node.meta.get("qsync_cast"):
+    if node.op != "call_function" or meta.is_cast(node):
         return None
     if in_place(node):
         return writes(node)[0]

@@ -53,7 +53,7 @@ def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool
         Assign(),
         Cascade(),
         InsertCasts(rounding, options.scaling, lowerings),
-        Lower(lowerings),
+        Lower(lowerings, rounding),
         AnnotateCost(),
     ]
     for custom in _customs(options):

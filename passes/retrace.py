@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
+from qsync_fx import meta
 from qsync_fx.modes import is_switch
 from qsync_fx.passes.fused import UNFUSED
 from qsync_fx.passes.moves import copied
@@ -203,13 +204,13 @@ class _Builder:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             keep(new, self.module)
             for used in new.all_input_nodes:
-                if used.op == "get_attr" and used in new.meta.get("qsync_replaced", {}):
-                    self.root[str(used.target)] = new.meta["qsync_replaced"][used]
-            new.meta.pop("qsync_replaced", None)
+                if used.op == "get_attr" and used in (meta.REPLACED.get(new) or {}):
+                    self.root[str(used.target)] = meta.REPLACED[new][used]
+            del meta.REPLACED[new]
         elif _hooks_gradients(node):
-            new.meta["qsync_opaque"] = _HOOKED
+            meta.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
-            new.meta["qsync_opaque"] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+            meta.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
 
     def _set_apart(self, used: fx.Node) -> None:
         """Gives what a hook is put on a node of its own, in the model's type, that everybody reads: a hook sees the whole gradient."""
@@ -255,7 +256,7 @@ class _Builder:
         if where:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
-        new.meta["qsync_opaque"] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        meta.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
         if nodes[where + 1 :]:
             self.retrace(nodes[where + 1 :])
 

@@ -13,7 +13,19 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
+
+
+class Streams:
+    """Hands out the numbers that tell the roundings of a graph and of its bodies apart; no two are equal."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self) -> int:
+        self._taken += 1
+        return self._taken - 1
 
 
 def drawn(graph: PrecisionGraph, rounding: str) -> fx.Node:
@@ -27,7 +39,7 @@ def drawn(graph: PrecisionGraph, rounding: str) -> fx.Node:
         target, args, keywords = torch.ops.aten.zeros.default, ([1],), {"dtype": torch.int64, "device": device}
     with graph.graph.inserting_before(first):
         seed = graph.graph.create_node("call_function", target, args, keywords, name="seed")
-    seed.meta["qsync_cast"] = True
+    meta.CAST[seed] = meta.Cast(meta.Part.SEED, None)
     seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     graph.propagate(seed)
     return seed

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
 from qsync_fx.nodes import target_name
-from qsync_fx.notes import Note
 from qsync_fx.values import describe
 
 
@@ -22,7 +22,7 @@ def graph_text(graph: PrecisionGraph, indent: str = "") -> str:
     lines = []
     for node in graph.nodes:
         lines.append(indent + _line(graph, node))
-        for body in node.meta.get("qsync_bodies", ()):
+        for body in meta.bodies(node):
             lines.append(graph_text(body, indent + "    "))
     return "\n".join(lines)
 
@@ -40,7 +40,7 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
     arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     name = target_name(node).removesuffix(".default")
     line = f"{head} = {name}({', '.join(arguments)})"
-    note: Note | None = node.meta.get("qsync")
+    note = meta.NOTE.get(node)
     if note is None:
         return line
     formats = f" {note.precision}" if note.precision else ""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import arguments, nodes_in
-from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.passes.text import graph_text
 from qsync_fx.sharing import Sharing
@@ -83,11 +83,7 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
         note = operator.note
         if operator.kind is Kind.ADJUSTABLE and note.precision is None:
             yield operator.node, "it is adjustable and has no precision"
-        if (
-            note.planned is not None
-            and note.precision is not note.planned
-            and str(note.planned) not in note.reason.lower()
-        ):
+        if note.planned is not None and note.precision is not note.planned and not note.instead:
             yield operator.node, f"{note.planned} is planned, {note.precision} runs, and the reason does not say why"
 
 
@@ -123,7 +119,7 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
 def _after_own_cast(node: fx.Node) -> fx.Node:
     """The node that the operator's readers see: its own, or the one cast that all of them share."""
     users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].meta.get("qsync_output") else node
+    return users[0] if len(users) == 1 and meta.has_purpose(users[0], meta.Purpose.RESULT) else node
 
 
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -131,26 +127,39 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
     sharing = Sharing(graph)
     for node in graph.nodes:
         source = node.args[0] if node.args else None
-        if node.meta.get("qsync_cast") and node.target is not py_operator.getitem:
+        if meta.is_cast(node) and node.target is not py_operator.getitem:
             if not node.users:
                 yield node, "nothing reads this cast"
             if isinstance(source, fx.Node):
                 if node.target is torch.ops.aten.to.dtype and graph.value(source).dtype is node.args[1]:
                     yield node, f"%{source.name} is {node.args[1]} already"
-                key = (node.target, *_key(node.args), sharing.epoch(source))
+                key = (node.target, *_asked(node), sharing.epoch(source))
                 if key in seen:
                     yield node, f"%{seen[key].name} is the same cast"
                 seen[key] = node
         sharing.passed(node)
 
 
-def _key(args: tuple[object, ...]) -> tuple[object, ...]:
-    """A cast's arguments without its random stream, which tells equal casts apart that should have been one."""
-    return tuple(
-        tuple(a) if isinstance(a, list) else a
-        for at, a in enumerate(args)
-        if at != 2 or isinstance(a, (list, torch.dtype))
-    )
+def _asked(node: fx.Node) -> Iterator[object]:
+    """Yields a cast's arguments without its random stream, which tells equal casts apart that should have been one."""
+    for name, value in arguments(node).items():
+        if name != "stream":
+            yield tuple(value) if isinstance(value, list) else value
+
+
+def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
+    if graph.parent is not None:
+        return
+    seen: dict[int, fx.Node] = {}
+    for node in (node for part in graph.walk() for node in part.nodes):
+        for fact in (meta.CAST.get(node), meta.NOTE.get(node)):
+            if fact is not None and fact.stream is not None:
+                if fact.stream in seen:
+                    yield (
+                        node,
+                        f"it draws its roundings from stream {fact.stream}, and so does %{seen[fact.stream].name}",
+                    )
+                seen[fact.stream] = node
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -158,7 +167,7 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
     sharing = Sharing(graph)
     taken: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
-        cast = node.meta.get("qsync_cast", False)
+        cast = meta.is_cast(node)
         for used in () if cast else node.all_input_nodes:
             source, before = taken.get(used, (used, 0))
             if source is not used and sharing.writes(source) > before:
@@ -174,8 +183,8 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
-        for user in node.users if node.target is torch.ops.qsync.dequantize.default else ():
-            note: Note | None = user.meta.get("qsync")
+        for user in node.users if meta.is_part(node, meta.Part.DEQUANTIZE) else ():
+            note = meta.NOTE.get(user)
             if note is None or note.kind is not Kind.ADJUSTABLE or note.precision is None or not note.precision.scaled:
                 yield user, f"it reads %{node.name}, which stands for a quantized operand and has no gradient"
 
@@ -183,11 +192,11 @@ def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         row = operator.row
-        if row is None or "loss" not in row.reason or row.kind is not Kind.FIXED:
+        if row is None or not row.loss:
             continue
         for used in operator.node.all_input_nodes:
             value = graph.value(used)
-            if is_float(value) and value.dtype.itemsize < 4 and used.meta.get("qsync_cast"):
+            if is_float(value) and value.dtype.itemsize < 4 and meta.is_cast(used):
                 yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
 
 
@@ -221,6 +230,7 @@ RULES = (
     Rule("types match", "insert_casts", _types_match),
     Rule("adjustable operators read operands of their precision", "insert_casts", _reads_its_precision),
     Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
+    Rule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
     Rule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
@@ -252,5 +262,5 @@ def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
 def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:
     if node is None:
         return None
-    note: Note | None = node.meta.get("qsync")
+    note = meta.NOTE.get(node)
     return f"node %{node.name}" + (f", {Operator(graph, node).where}" if note else "")

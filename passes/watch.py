@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.notes import Note
 
@@ -40,7 +41,7 @@ def look(graph: PrecisionGraph) -> Seen:
     return Seen(
         {node: (node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in nodes},
         tuple(node.meta.get("val") for node in nodes),
-        {node: node.meta["qsync"] for node in nodes if "qsync" in node.meta},
+        {node: meta.NOTE[node] for node in nodes if node in meta.NOTE},
     )
 
 

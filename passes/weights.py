@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.bodies import operands
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.nodes import argument_at, arguments, nodes_in
@@ -45,7 +46,7 @@ class Origins:
     def _walk(self, graph: PrecisionGraph) -> None:
         for node in graph.nodes:
             self._known.setdefault(node, self._find(graph, node))
-            for body in node.meta.get("qsync_bodies", ()):
+            for body in meta.bodies(node):
                 self._known |= {p: self.of(given) for p, given in operands(node, body) if isinstance(given, fx.Node)}
                 self._walk(body)
 
@@ -54,7 +55,7 @@ class Origins:
         if node.op == "placeholder":
             if isinstance(value, torch.nn.Parameter):
                 return Origin.PARAMETER
-            return Origin.HELD if node.meta.get("qsync_input") else Origin.ACTIVATION
+            return Origin.HELD if meta.PATH.get(node) else Origin.ACTIVATION
         row = row_for(node.target)
         moved = node.args[0] if node.args else None
         unpacks = getattr(node.target, "__name__", "") == "getitem"

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 
 
@@ -32,7 +33,7 @@ def result_of(node: fx.Node) -> fx.Node | None:
     if node.target is not py_operator.getitem:
         return None
     source, at = node.args
-    bodies = source.meta.get("qsync_bodies") if isinstance(source, fx.Node) else None
+    bodies = meta.bodies(source) if isinstance(source, fx.Node) else None
     found = results(bodies[0])[at] if bodies and isinstance(at, int) else None
     return found if isinstance(found, fx.Node) else None
 
@@ -40,8 +41,8 @@ def result_of(node: fx.Node) -> fx.Node | None:
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the nodes that read a node's value, on whichever side of a border."""
     for user in node.users:
-        caller = user.meta.get("qsync_called_by")
-        if bodies := user.meta.get("qsync_bodies"):
+        caller = meta.CALLER.get(user)
+        if bodies := meta.bodies(user):
             for placeholder, given in operands(user, bodies[0]):
                 if given is node:
                     yield from readers(placeholder)

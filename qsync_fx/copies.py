@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 
 
@@ -26,12 +27,12 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
     copy.numbers = graph.numbers.copy()
     copy.unknown, copy.rewritten, copy.outputs = dict(graph.unknown), dict(graph.rewritten), list(graph.outputs)
     for old, node in nodes.items():
-        before: tuple[PrecisionGraph, ...] = old.meta.get("qsync_bodies", ())
+        before: tuple[PrecisionGraph, ...] = meta.bodies(old)
         bodies = tuple(copied(body, copy) for body in before)
         if bodies:
-            node.meta["qsync_bodies"] = bodies
+            meta.BODIES[node] = bodies
         for body in bodies:
-            body.nodes[-1].meta["qsync_called_by"] = node
+            meta.CALLER[body.nodes[-1]] = node
         places = {id(body.module): inner.module for body, inner in zip(before, bodies, strict=True)}
         for used in node.all_input_nodes:
             held = getattr(graph.module, str(used.target), None) if used.op == "get_attr" else None

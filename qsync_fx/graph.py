@@ -1,14 +1,14 @@
 """The precision DAG: a typed view over an fx.Graph.
 
 Invariant: the fx.Graph is the only truth. Each node's value is `meta["val"]` (fake tensors), each operator's note is
-`meta["qsync"]`, a frozen `Note`; a `PrecisionGraph` adds no state of its own beside the context of the compilation.
+a frozen `Note` (qsync_fx/meta.py); a `PrecisionGraph` adds no state of its own beside the context of the compilation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from qsync_fx import meta
 from qsync_fx.errors import PassError, PrecisionError
-from qsync_fx.nodes import Source, source_of, target_name
+from qsync_fx.nodes import Source, argument_at, arguments, source_of, target_name
 from qsync_fx.notes import Note, Rewritten
 from qsync_fx.opid import Numbering, OpId
 from qsync_fx.ops import Kind, OperatorRow
@@ -47,7 +48,7 @@ class Operator:
 
     @property
     def note(self) -> Note:
-        note: Note = self._note or self.node.meta["qsync"]
+        note: Note = self._note or meta.NOTE[self.node]
         return note
 
     @property
@@ -82,6 +83,18 @@ class Operator:
         return None if region else format_of(self.graph.value(self.node))
 
     @property
+    def refused(self) -> str | None:
+        """Why no operator of ours takes the place of this one; None where one does, and for rows that never have one."""
+        row = self.row
+        if row is None or not row.scaled:
+            return None
+        given = tuple(arguments(self.node).values())
+        if not all(isinstance(argument_at(given, at), fx.Node) for at in row.scaled):
+            return "an operand is no tensor"
+        lowering = self.graph.context.lowerings.get(row.name)
+        return lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
+
+    @property
     def source(self) -> Source | None:
         return source_of(self.node)
 
@@ -93,7 +106,7 @@ class Operator:
 
     def update(self, **changes: Any) -> None:
         """Replaces fields of the note."""
-        self.node.meta["qsync"] = dataclasses.replace(self.note, **changes)
+        meta.NOTE[self.node] = dataclasses.replace(self.note, **changes)
 
     def assign(self, name: str | Precision, reason: str) -> None:
         """Gives the operator a precision, for a reason that reports show; it holds against the plan.
@@ -115,8 +128,9 @@ class Operator:
         row = self.row
         assert row is not None, "adjustable operators have rows"
         context = self.graph.context
-        runs, but = resolve(row, planned, context.device, context.options.exact, self.held)
-        self.update(planned=planned, precision=runs, reason=f"{reason}; {but}" if but else reason, pinned=pinned)
+        runs, but = resolve(row, planned, context.device, context.options.exact, self.held, self.refused)
+        reason = f"{reason}; {but}" if but else reason
+        self.update(planned=planned, precision=runs, reason=reason, instead=but, pinned=pinned)
 
     def __repr__(self) -> str:
         return f"<Operator {self.id} {self.kind} {self.precision or 'unassigned'}>"
@@ -150,7 +164,7 @@ class Context:
     complete: bool = True
     seen: frozenset[OpId] = frozenset()
     modules: frozenset[str] | None = None
-    lowerings: dict[str, Any] = field(default_factory=dict, compare=False)
+    lowerings: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class PrecisionGraph:
@@ -187,7 +201,7 @@ class PrecisionGraph:
 
     def own_operators(self) -> list[Operator]:
         """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
-        return [Operator(self, node) for node in self.nodes if "qsync" in node.meta]
+        return [Operator(self, node) for node in self.nodes if node in meta.NOTE]
 
     def operators(self, kind: Kind | str | None = None, pattern: str | None = None) -> list[Operator]:
         """Returns the operators, those in bodies of higher-order operators included, by kind and by pattern of their id."""
@@ -203,7 +217,7 @@ class PrecisionGraph:
         """Yields this graph and, depth first, the bodies of its higher-order operators that the passes rewrite."""
         yield self
         for node in self.nodes:
-            for body in node.meta.get("qsync_bodies", ()):
+            for body in meta.bodies(node):
                 yield from body.walk()
 
     def output_types(self) -> list[torch.dtype | None]:
@@ -250,10 +264,10 @@ class PrecisionGraph:
         """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
-            with _quiet(self.context, node.meta.get("qsync_region", (False, None))):
+            with _quiet(self.context, meta.REGION.get(node) or (False, None)):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            where = Operator(self, node).where if "qsync" in node.meta else f"node %{node.name}"
+            where = Operator(self, node).where if node in meta.NOTE else f"node %{node.name}"
             shown = ", ".join(describe(self.value(a)) for a in node.args)
             raise PassError(
                 f"{target_name(node)} does not take ({shown}): {error}",

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from qsync_fx import meta
 from qsync_fx.bodies import operands
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.modes import is_switch
@@ -70,7 +71,7 @@ def may_write(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return writes(node)
-    if bodies := node.meta.get("qsync_bodies"):
+    if bodies := meta.bodies(node):
         return [used for body in bodies for used in _written_by(body, node)]
     return node.all_input_nodes
 

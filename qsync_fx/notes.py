@@ -23,11 +23,13 @@ class Note:
         row: what the operator table says of it; None for an operator that the table does not know.
         reason: why the operator runs in `precision`, in words a user understands.
         planned: the precision that the plan asks for; None where no plan speaks.
-        precision: the format it computes in; None until assigned. It differs from `planned` only for a reason in `reason`.
+        instead: why it is not the planned one that it computes in; "" where it is.
+        precision: the format it computes in; None until assigned. It differs from `planned` only for the reason in `instead`.
         output: the format of its output; None until known, or for outputs that are no floating-point tensors.
         autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
         pinned: set by `Operator.assign`: later passes do not override it.
         cost: filled in by annotate_cost.
+        stream: where the roundings of its gradients draw from; None where nothing of ours is rounded.
         by: the pass that put the operator in; "" for the model's own.
         how: what that pass did there: "inserted", or "rewritten" where it replaced what a pattern had found.
     """
@@ -37,11 +39,13 @@ class Note:
     reason: str
     row: OperatorRow | None = None
     planned: Precision | None = None
+    instead: str = ""
     precision: Precision | None = None
     output: Precision | None = None
     autocast: str | None = None
     pinned: bool = False
     cost: Cost | None = None
+    stream: int | None = None
     by: str = ""
     how: str = "inserted"
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.copies import copied
 from qsync_fx.costs.total import Costing
 from qsync_fx.graph import Context, Operator, PrecisionGraph
@@ -102,4 +103,4 @@ def _borrowed(graph: PrecisionGraph, under: Callable[[Context], Context]) -> Ite
         for part, context in contexts:
             part.context = context
         for node, note in notes:
-            node.meta["qsync"] = note
+            meta.NOTE[node] = note

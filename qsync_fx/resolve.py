@@ -13,20 +13,27 @@ from qsync_fx.precision import FORMATS, Precision
 
 
 def resolve(
-    row: OperatorRow, planned: Precision, device: torch.device, exact: bool, held: Precision | None = None
+    row: OperatorRow,
+    planned: Precision,
+    device: torch.device,
+    exact: bool,
+    held: Precision | None = None,
+    refused: str | None = None,
 ) -> tuple[Precision, str]:
     """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is.
 
     Args:
         exact: forbids that the device runs another format in place of the planned one.
+        refused: why an operator of ours cannot take the place of this one; None where it can.
         held: the format that the model itself holds the operator's result in: torch computes in it, so nothing is put in its place.
     """
     runs, reasons = planned, []
-    if not runs.plain and not row.scaled:
-        # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
+    # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
+    if not runs.plain and (refused is not None or not row.scaled):
         runs = held if held is not None and held.bits < 32 else FORMATS[planned.elsewhere]
         but = f", and {row.unscaled}:" if row.unscaled else ","
-        reasons.append(f"{planned} is for products with a weight{but} {row.name} runs in {runs}")
+        why = f"{refused}, so it" if refused is not None else f"{planned} is for products with a weight{but} {row.name}"
+        reasons.append(f"{why} runs in {runs}")
     found = support(device, runs, exact or runs is held)
     if found.runs_as is not runs:
         runs = found.runs_as

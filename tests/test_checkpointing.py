@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import qsync_fx
+from qsync_fx import meta
 
 torch.set_num_threads(1)
 
@@ -99,7 +100,7 @@ def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
             return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=False)
 
     graph = qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
-    (region,) = (node for node in graph.nodes if "qsync_bodies" in node.meta)
+    (region,) = (node for node in graph.nodes if node in meta.BODIES)
     kept = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
     assert kept.meta["val"].dtype is torch.bfloat16
 

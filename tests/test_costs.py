@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import CASES, loss_of, make
 
 import qsync_fx
+from qsync_fx import meta
 from qsync_fx.costs.algebra import WORKS, Cost, Work, evaluated
 from qsync_fx.costs.casts import casts
 from qsync_fx.costs.reads import State
@@ -109,7 +110,7 @@ def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     for part in graph.walk():
         for node in part.nodes:
             before = format_of(part.value(node.args[0])) if node.args else None
-            if node.target is torch.ops.aten.to.dtype and node.meta.get("qsync_cast"):
+            if node.target is torch.ops.aten.to.dtype and meta.is_cast(node):
                 found[str(before), str(format_of(part.value(node)))] += 1
             elif node.target in (torch.ops.qsync.quantize.default, torch.ops.qsync.round.default):
                 found[str(before), str(node.args[3])] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
+from qsync_fx import meta
 from qsync_fx.errors import OptionError, PassError
 from qsync_fx.passes.verify import RULES
 
@@ -85,13 +87,13 @@ def test_an_assignment_outlives_the_plan() -> None:
 def narrow_a_linear(graph: qsync_fx.PrecisionGraph) -> None:
     """Undoes a cast: the linear then reads FP32 where BF16 is planned."""
     for node in graph.nodes:
-        if node.meta.get("qsync_cast"):
+        if meta.is_cast(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
 
 
 def double_a_cast(graph: qsync_fx.PrecisionGraph) -> None:
-    cast = next(node for node in graph.nodes if node.meta.get("qsync_cast"))
+    cast = next(node for node in graph.nodes if meta.is_cast(node))
     (reader,) = cast.users
     with graph.graph.inserting_after(cast):
         again = graph.graph.node_copy(cast)
@@ -99,7 +101,7 @@ def double_a_cast(graph: qsync_fx.PrecisionGraph) -> None:
 
 
 def leave_a_cast_unread(graph: qsync_fx.PrecisionGraph) -> None:
-    cast = next(node for node in graph.nodes if node.meta.get("qsync_cast"))
+    cast = next(node for node in graph.nodes if meta.is_cast(node))
     with graph.graph.inserting_after(cast):
         graph.graph.node_copy(cast)
 
@@ -181,6 +183,16 @@ def test_the_verifier_names_pass_node_and_rule(
     assert "linear" in caught.value.graph
     if breaks not in (read_before_it_is_written, take_one_more):
         assert "node %" in (caught.value.where or "")
+
+
+def test_no_two_roundings_draw_from_one_stream() -> None:
+    @qsync_fx.graph_pass(after="insert_casts")
+    def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
+        first, second, *_ = (node for node in graph.nodes if meta.is_part(node, meta.Part.QUANTIZE))
+        meta.CAST[second] = dataclasses.replace(meta.CAST[second], stream=meta.CAST[first].stream)
+
+    with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
+        explain(draw_alike, precision="int8")
 
 
 @pytest.mark.parametrize("returned", ["a graph", "a module", "text"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import qsync_fx
+from qsync_fx import meta
 from qsync_fx.values import tensors
 
 
@@ -51,12 +52,12 @@ class Moves(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         before = [t.clone() for t in tensors([*args, *kwargs.values()])]
         result = super().run_node(n)
-        if "qsync" in n.meta:
+        if n in meta.NOTE:
             operands = tensors([*args, *kwargs.values()])
             untouched = all(torch.equal(t.flatten(), was.flatten()) for t, was in zip(operands, before, strict=True))
             memory = {t.untyped_storage().data_ptr() for t in operands}
             given = [t.untyped_storage().data_ptr() for t in tensors(result)]
-            self.views[str(n.meta["qsync"].id)] = untouched and all(pointer in memory for pointer in given)
+            self.views[str(meta.NOTE[n].id)] = untouched and all(pointer in memory for pointer in given)
         return result
 
 

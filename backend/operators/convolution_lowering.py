@@ -49,10 +49,15 @@ def _geometry(node: fx.Node) -> Geometry | None:
     )
 
 
-def _emit(node: fx.Node, given: Operands) -> fx.Node | str:
-    geometry = _geometry(node)
-    if geometry is None:
+def _refuses(node: fx.Node) -> str | None:
+    if _geometry(node) is None:
         return "its padding differs between the two sides, which takes a padded input"
+    return None
+
+
+def _emit(node: fx.Node, given: Operands) -> fx.Node:
+    geometry = _geometry(node)
+    assert geometry is not None, "refused"
     (x, xq, x_scale), (w, wq, w_scale) = given.operands
     tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, given.seed
     how = given.fmt, given.rounding, given.out_dtype
@@ -88,7 +93,7 @@ def _with_live_taps(node: fx.Node) -> list[fx.Node]:
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, computed, _with_live_taps)
+    Lowering(name, _emit, _keep, _refuses, computed, _with_live_taps)
     for name in (
         *(f"conv{spatial}d" for spatial in (1, 2, 3)),
         *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),

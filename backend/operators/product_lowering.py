@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qsync_fx import meta
 from qsync_fx.backend.cuda.collect import computed
 from qsync_fx.nodes import arguments
-from qsync_fx.notes import Note
 from qsync_fx.ops import OperatorRow, row_for
 from qsync_fx.ops.contraction import Contraction
 from qsync_fx.passes.lowering import Lowering, Operands, Role
 
 
 def _row(node: fx.Node) -> OperatorRow:
-    note: Note | None = node.meta.get("qsync")
+    note = meta.NOTE.get(node)
     row = row_for(node.target) if note is None else note.row
     assert row is not None and row.contracts is not None, node.format_node()
     return row
@@ -36,15 +36,24 @@ def _contraction(node: fx.Node) -> Contraction | str:
     return found.unfit(weight) or (found if weight else found.turned)
 
 
-def _emit(node: fx.Node, given: Operands) -> fx.Node | str:
+def _refuses(node: fx.Node) -> str | None:
     found = _contraction(node)
     if isinstance(found, str):
         return found
+    return "its groups are multiplied in float formats but on the CPU" if found.group and not _on_cpu(node) else None
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    value: Tensor = node.meta["val"]
+    return value.device.type == "cpu"
+
+
+def _emit(node: fx.Node, given: Operands) -> fx.Node:
+    found = _contraction(node)
+    assert not isinstance(found, str), "refused"
     (x, xq, x_scale), (w, wq, w_scale) = given.operands
     how = given.fmt, given.rounding, given.out_dtype
     if found.group:
-        if node.meta["val"].device.type != "cpu":
-            return "its groups are multiplied in float formats but on the CPU"
         tensors = x, w, arguments(node)["offs"], xq, x_scale, wq, w_scale, given.seed
         return node.graph.call_function(torch.ops.qsync.grouped.default, (*tensors, given.stream, *how))
     added = _row(node).added
@@ -86,7 +95,7 @@ def _separate(node: fx.Node, role: Role) -> list[int]:
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, computed, separate=_separate)
+    Lowering(name, _emit, _keep, _refuses, computed, separate=_separate)
     for name in (
         *("linear", "addmm", "mm", "matmul", "linalg_matmul", "inner", "tensordot", "einsum"),
         *("mv", "addmv", "bmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 
+from qsync_fx import meta
 from qsync_fx.bodies import handed_in, operands
 from qsync_fx.graph import PrecisionGraph
 
@@ -20,7 +21,7 @@ from qsync_fx.graph import PrecisionGraph
 def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     """Returns the node that holds a tensor of the user's."""
     if graph.parent is not None:
-        caller = next(node for node in graph.parent.nodes if graph in node.meta.get("qsync_bodies", ()))
+        caller = next(node for node in graph.parent.nodes if graph in meta.bodies(node))
         outer = attached(graph.parent, tensor)
         known = next((inner for inner, given in operands(caller, graph) if given is outer), None)
         return handed_in(graph, caller, outer, "attached") if known is None else known

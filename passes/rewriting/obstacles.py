@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.memory import Memory, may_write
 from qsync_fx.passes.in_force import Modes
@@ -20,7 +21,7 @@ def obstacle(graph: PrecisionGraph, site: Site, modes: Mapping[fx.Node, Modes]) 
     """Returns why a place cannot be rewritten; "" where it can."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     matched, last = set(site.matched), order[site.matched[-1]]
-    if not any("qsync" in node.meta for node in site.matched):
+    if not any(node in meta.NOTE for node in site.matched):
         return "it computes with no floating-point values, and so has no id"
     if any(modes[node] != modes[site.matched[-1]] for node in site.matched):
         return "autocast or the recording of gradients changes within it"

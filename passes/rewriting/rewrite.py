@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from torch import Tensor, fx
 
+from qsync_fx import meta
 from qsync_fx.errors import OptionError, PassError, QSyncError
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Rewritten
@@ -92,7 +93,7 @@ class Rewrite(GraphPass):
         return Rewritten(len(chosen), tuple(left))
 
     def _match(self, graph: PrecisionGraph, site: Site) -> Match:
-        operators = tuple(Operator(graph, node) for node in site.matched if "qsync" in node.meta)
+        operators = tuple(Operator(graph, node) for node in site.matched if node in meta.NOTE)
         return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
 
     def _wanted(self, where: Callable[[Match], Any], match: Match) -> bool:

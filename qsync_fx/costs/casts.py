@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.costs.algebra import Cost, Work
 from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.operator import size_in
@@ -71,12 +72,12 @@ class _Walk:
             if graph.parent is None:
                 fx.node.map_arg(node.args, lambda used: self._read(graph, None, used, self._own(graph, used), sharing))
             return
-        for body in node.meta.get("qsync_bodies", ()):
+        for body in meta.bodies(node):
             self.graph(body, self.flow.memory(body))
         site = self.sites.get(node)
         if site is None or node not in self.states:
             return
-        note, state = node.meta["qsync"], self.states[node]
+        note, state = meta.NOTE[node], self.states[node]
         if note.row is not None and note.row.converts:
             self._wanted(graph, site, state)
             return
@@ -136,10 +137,10 @@ class _Walk:
             before, after = graph.value(source), graph.value(node)
             lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
             memory = sharing.memory
-            places = memory.of(node) | (frozenset() if node.meta.get("qsync_cast") else memory.of(source))
+            places = memory.of(node) | (frozenset() if meta.is_cast(node) else memory.of(source))
             if places & memory.written or not sharing.records_as_here(node):
                 break
-            if not lossless and not node.meta.get("qsync_autocast"):
+            if not lossless and not meta.has_purpose(node, meta.Purpose.AUTOCAST):
                 break
             node = source
         return node

@@ -16,12 +16,12 @@ import networkx as nx
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.costs.algebra import Cost
 from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.operator import operator_cost
 from qsync_fx.costs.reads import State
 from qsync_fx.nodes import source_of
-from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.resolve import resolve
@@ -76,7 +76,7 @@ def precision_dag(flow: Flow) -> nx.MultiDiGraph:
 
 def states(site: Site) -> tuple[State, ...]:
     """Returns the states that an operator can be in on its graph's device, whatever the plan."""
-    note: Note = site.node.meta["qsync"]
+    note = meta.NOTE[site.node]
     own = format_of(site.graph.value(site.node))
     context = site.graph.context
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
@@ -96,7 +96,7 @@ def states(site: Site) -> tuple[State, ...]:
 
 
 def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: Site) -> None:
-    note: Note = site.node.meta["qsync"]
+    note = meta.NOTE[site.node]
     value = site.graph.value(site.node)
     can = states(site)
     source = source_of(site.node)
@@ -116,7 +116,7 @@ def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: Site) -> None:
 
 
 def _add_edge(found: nx.MultiDiGraph, flow: Flow, site: Site, used: fx.Node, role: str, gradient: bool) -> None:
-    _connect(found, flow, site.graph.value(used), used, str(site.node.meta["qsync"].id), role, gradient)
+    _connect(found, flow, site.graph.value(used), used, str(meta.NOTE[site.node].id), role, gradient)
 
 
 def _connect(
@@ -125,8 +125,8 @@ def _connect(
     if not tensors(value):
         return
     source = flow.source(used)
-    note: Note | None = source.meta.get("qsync")
-    name = str(note.id) if note is not None else source.meta.get("qsync_input") or source.name
+    note = meta.NOTE.get(source)
+    name = str(note.id) if note is not None else meta.PATH.get(source) or source.name
     if name not in found:
         kind = "parameter" if isinstance(source.meta.get("val"), torch.nn.Parameter) else "input"
         held = source.meta.get("val", value)

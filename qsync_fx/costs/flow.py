@@ -16,13 +16,13 @@ import sympy
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.bodies import operands as body_operands, result_of
 from qsync_fx.costs.kept import Autograd, Kept, Read
 from qsync_fx.costs.reads import Operand, State, operands, read_as
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.memory import Memory
 from qsync_fx.modes import switches_grad
-from qsync_fx.notes import Note
 from qsync_fx.opid import OpId
 from qsync_fx.values import expression, is_float, storage_of, tensors
 
@@ -49,7 +49,7 @@ class Site:
 
     @property
     def id(self) -> OpId:
-        note: Note = self.node.meta["qsync"]
+        note = meta.NOTE[self.node]
         return note.id
 
 
@@ -105,7 +105,7 @@ class Flow:
 
     def kept(self, site: Site, state: State) -> Kept:
         """Returns what an operator keeps for its backward pass in a state that torch computes itself."""
-        note, graph = site.node.meta["qsync"], site.graph
+        note, graph = meta.NOTE[site.node], site.graph
         reads: dict[fx.Node, Read] = {}
         for operand, need in zip(site.operands, site.needs, strict=True):
             value = graph.value(operand.node)
@@ -131,7 +131,7 @@ class Flow:
                 self._visit(graph, node, recording, repeated)
 
     def _visit(self, graph: PrecisionGraph, node: fx.Node, recording: bool, repeated: bool) -> None:
-        for body in node.meta.get("qsync_bodies", ()):
+        for body in meta.bodies(node):
             for placeholder, given in body_operands(node, body):
                 if isinstance(given, fx.Node):
                     self._same[placeholder] = given
@@ -143,14 +143,14 @@ class Flow:
         inner = result_of(node)
         if inner is not None:
             self._same[node] = inner
-        elif node.target is py_operator.getitem or node.meta.get("qsync_autocast"):
+        elif node.target is py_operator.getitem or meta.has_purpose(node, meta.Purpose.AUTOCAST):
             fx.node.map_arg(node.args[0], lambda used: self._same.__setitem__(node, used))
         if node in self._same:
             self._needs[node] = self._needs.get(self._same[node], False) and recording
             return
         read = tuple(operands(node))
         needs = tuple(recording and self._needs.get(o.node, False) and is_float_all(graph.value(o.node)) for o in read)
-        if "qsync" not in node.meta or node.meta.get("qsync_bodies"):
+        if node not in meta.NOTE or meta.bodies(node):
             self._needs[node] = any(needs)
         else:
             site = Site(node, graph, read, needs, repeated, len(self.sites))

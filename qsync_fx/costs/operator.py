@@ -13,13 +13,13 @@ import sympy
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.costs.algebra import Cost, Kept, Size, Work
 from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.kept import Extra
 from qsync_fx.costs.reads import Operand, State, read_as
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.nodes import arguments as arguments_of
-from qsync_fx.notes import Note
 from qsync_fx.ops import Flops, Kind
 from qsync_fx.precision import Precision
 from qsync_fx.values import expression, format_of, is_float, tensors
@@ -27,7 +27,7 @@ from qsync_fx.values import expression, format_of, is_float, tensors
 
 def operator_cost(flow: Flow, site: Site, state: State) -> Cost:
     """Returns what an operator costs in a state, without the casts of its operands."""
-    note: Note = site.node.meta["qsync"]
+    note = meta.NOTE[site.node]
     row, value = note.row, site.graph.value(site.node)
     if flow.is_view(site.node) or (row is not None and row.converts):
         return Cost()  # it shows memory that is there; what a conversion takes, casts know
@@ -60,13 +60,14 @@ def is_parameter(flow: Flow, operand: Operand) -> bool:
 
 def _gradient_flops(site: Site, forward: Size, factors: int) -> Size:
     """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
-    total = site.node.meta["qsync"].row.gradient_flops
+    row = meta.NOTE[site.node].row
+    total = row.gradient_flops if row is not None else None
     return forward if total is None else _counted(site.graph, site.node, total) / sympy.Integer(factors)
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
     """Returns the operations of an operator's forward pass; 0 where they do not matter."""
-    row = node.meta["qsync"].row
+    row = meta.NOTE[node].row
     return 0 if row is None or row.flops is None else _counted(graph, node, row.flops)
 
 
@@ -77,7 +78,7 @@ def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
 
 def _saved(flow: Flow, site: Site, state: State) -> dict[Kept, Size]:
     """What the operator keeps, by value: quantized operands where it is lowered, else what autograd says."""
-    note: Note = site.node.meta["qsync"]
+    note = meta.NOTE[site.node]
     if site.repeated or not any(site.needs):
         return {}
     found: dict[Kept, Size] = {}
@@ -120,7 +121,7 @@ def _extra(extra: Extra) -> Size:
 
 def _format(site: Site, state: State, operand: Operand) -> Precision | None:
     value = site.graph.value(operand.node)
-    return read_as(site.node.meta["qsync"], state, operand, value) or format_of(value)
+    return read_as(meta.NOTE[site.node], state, operand, value) or format_of(value)
 
 
 def size_in(value: Any, fmt: Precision | None) -> Size:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind, Place
 from qsync_fx.precision import Precision
@@ -56,7 +57,7 @@ def operands(node: fx.Node) -> list[Operand]:
     """Returns what an operator reads, once for each time that it reads it."""
     names = _names(node)
     found: list[Operand] = []
-    note: Note | None = node.meta.get("qsync")
+    note = meta.NOTE.get(node)
     weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None
 
     def look(value: Any, position: int, role: str, place: Place) -> None:

@@ -10,4 +10,5 @@ ROWS = fixed(
     "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div ctc_loss _ctc_loss "
     "poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward "
     "margin_ranking_loss hinge_embedding_loss cosine_embedding_loss triplet_margin_loss",
+    loss=True,
 )

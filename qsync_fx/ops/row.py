@@ -62,6 +62,7 @@ class OperatorRow:
         added: products only: positions of operands that are added to the product and not multiplied: a bias, a mask.
         moves: its result has the values of its first argument, or some of them, in places that do not depend on values.
         converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
+        loss: fixed only: it is a loss, or what feeds one, and reads nothing that was made narrower for it.
         flops: forward floating-point operations; None where they do not matter next to the bytes moved.
         gradient_flops: those of all gradients together, of a product whose gradients are not as dear as itself, each.
     """
@@ -82,6 +83,7 @@ class OperatorRow:
     added: tuple[int, ...] = ()
     moves: bool = False
     converts: bool = False
+    loss: bool = False
     flops: Flops | None = None
     gradient_flops: Flops | None = None
 
@@ -102,11 +104,13 @@ def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
     return _rows(Kind.DEPENDENT, reason, names)
 
 
-def fixed(reason: str, names: str) -> tuple[OperatorRow, ...]:
+def fixed(reason: str, names: str, *, loss: bool = False) -> tuple[OperatorRow, ...]:
     """Returns a row for each of `names`, ATen operators parted by spaces, that stay as the model wrote them."""
-    return _rows(Kind.FIXED, reason, names)
+    return _rows(Kind.FIXED, reason, names, loss)
 
 
-def _rows(kind: Kind, reason: str, names: str) -> tuple[OperatorRow, ...]:
+def _rows(kind: Kind, reason: str, names: str, loss: bool = False) -> tuple[OperatorRow, ...]:
     # The row of one overload carries the name of its operator: ids and plans know no overloads.
-    return tuple(OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason) for name in names.split())
+    return tuple(
+        OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, loss=loss) for name in names.split()
+    )

@@ -16,5 +16,6 @@ ROWS = (
         "a logarithm of probabilities feeds a loss, and stays in FP32 with it",
         "log_softmax _log_softmax special_log_softmax log_sigmoid log_sigmoid_forward logsumexp special_logsumexp "
         "logaddexp logaddexp2 _masked_softmax",
+        loss=True,
     ),
 )

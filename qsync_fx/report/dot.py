@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.precision import Precision
 
@@ -51,7 +52,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     """The operators that a node reads from, through casts and unpacking."""
     found: list[fx.Node] = []
     for used in node.all_input_nodes:
-        if "qsync" in used.meta:
+        if used in meta.NOTE:
             found.append(used)
         elif used.op == "call_function":
             found += _sources(used)
