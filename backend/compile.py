@@ -21,8 +21,9 @@ from qsync_fx.backend import decompositions, operators, tuned
 from qsync_fx.backend.cuda.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
+from qsync_fx.backend.shared_code import tell_of_shared_code
 from qsync_fx.coverage.log import log_of
-from qsync_fx.coverage.settle import wait_for_a_step
+from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
 from qsync_fx.devices import support
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.opid import OpId
@@ -71,12 +72,27 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     warn_at_the_limit(here)
     graph = rewrite(module, inputs, options, seen=_seen(here, options))
     record(graph, here, options, module, alone)
+    if not alone:
+        tell_of_shared_code(graph, here, options)
     wait_for_a_step()
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
         compiled = inner_compiler(options.inner, device)(graph.module, inputs)
-    return telling(compiled, graph, options.inner)
+    run = telling(compiled, graph, options.inner)
+    if (
+        here.root is not None
+        and here.entered
+        and here.resumes_at is None
+        and not here.nested
+        and _evaluates(graph, here.root)
+    ):
+        return settle_when_called_again(run, here.root, options)
+    return run
+
+
+def _evaluates(graph: PrecisionGraph, root: torch.nn.Module) -> bool:
+    return not (graph.context.training and root.training)
 
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

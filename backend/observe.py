@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from qsync_fx.coverage.log import Frame, Log, Outcome, converting, log_of
-from qsync_fx.coverage.settle import wait_for_a_step
+from qsync_fx.coverage.settle import settle_packed, wait_for_a_step
 from qsync_fx.module_tree import own_parameters, paths, unwrapped
 from qsync_fx.options import Options
 from qsync_fx.passes.frames import Calls, calls, given_to_compile, modules_in_reach
@@ -102,7 +102,9 @@ class Observed(CatchErrorsWrapper):
                 with compile_lock, _disable_current_modes():
                     result = self._torchdynamo_orig_backend(frame, args[0], self.hooks, *args[1:], skip=1)
         new = {k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)] for k in _REASONS}
-        _note(touched or _entries(log, frame, around), result, new)
+        entries = touched or _entries(log, frame, around)
+        _note(entries, result, new)
+        settle_packed(entries, log)
         return result
 
 

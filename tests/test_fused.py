@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -82,3 +83,72 @@ def test_evaluation_runs_the_operators_of_training(name: str, masked: bool) -> N
         error = relative_error({"out": found}, {"out": exact})
         assert error <= bound
         assert (error > 0) is (bound > 0)
+
+
+class Masked(nn.Module):
+    """As users write it: batches first or not, with torch's own causal masks, and padding."""
+
+    def __init__(self, batch_first: bool, **changes: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, **{"enable_nested_tensor": batch_first, **changes})
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, **masks: Any) -> Tensor:
+        found: Tensor = self.head(self.encoder(x, **masks))
+        return found
+
+
+def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
+    batch, length = (3, 5) if batch_first else (5, 3)
+    padding = torch.zeros(batch, length, dtype=torch.bool)
+    padding[0, -1] = True
+    mask = nn.Transformer.generate_square_subsequent_mask(length)
+    found: dict[str, Any] = {"mask": mask.isinf() if padded else mask, "is_causal": True} if causal else {}
+    return found | ({"src_key_padding_mask": padding} if padded else {})
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("causal", "padded"), [(True, False), (False, True), (True, True)])
+def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
+    """What torch.compile makes of padding is torch's affair: it packs nothing, so that padded places hold what eager leaves out."""
+    model, x, given = build(lambda: Masked(batch_first)), torch.randn(3, 5, 16), masks(batch_first, causal, padded)
+    for training in (True, False):
+        model.train(training)
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(training):
+            expected = torch.compile(model, backend="aot_eager")(x, **given)
+            found = compiled(model, precision="fp32")(x, **given)
+            narrow = compiled(model, precision="bf16", strict=True)(x, **given)
+        # Without gradients torch fuses the layer, whose products are summed in another order.
+        assert relative_error({"out": found}, {"out": expected}) <= (0 if training else 1e-6)
+        assert 0 < relative_error({"out": narrow}, {"out": expected}) < 0.03
+        ran = [op for op in qsync_fx.applied(model).operators if op.id.operator == "linear"]
+        assert len(ran) == 9
+        assert qsync_fx.applied(model).complete
+
+
+def test_layers_that_get_nested_tensors_are_told_of() -> None:
+    model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
+    given, advice = masks(True, False, True), "make it with enable_nested_tensor=False"
+    run = compiled(model, precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run(x, **given).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", qsync_fx.PlanWarning)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad(), pytest.warns(qsync_fx.PlanWarning, match=advice) as caught:
+        run(x, **given)
+    (text,) = (str(one.message) for one in caught if issubclass(one.category, qsync_fx.PlanWarning))
+    assert "12 modules of Masked run as written" in text
+    assert "encoder.layers.0.linear1 (Linear)" in text
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(qsync_fx.PlanError, match=advice):
+        compiled(model, precision="bf16", strict=True)(x, **given)
+    torch._dynamo.reset()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", qsync_fx.PlanWarning)
+        compiled(model, precision="fp32")(x, **given)
+    with torch.no_grad():
+        assert advice in str(qsync_fx.explain(model, x, **given, options={"precision": "bf16"}))

@@ -23,6 +23,7 @@ class Why(StrEnum):
     DISABLED = "disabled"
     BACKWARD_HOOK = "backward hook"
     LIMIT = "limit"
+    NESTED = "nested"
     INBUILT = "inbuilt"
     BREAK = "break"
     SKIPPED = "skipped"
@@ -56,6 +57,7 @@ _WORDS = (
     ("backwards hooks", Why.BACKWARD_HOOK),
     ("recompile limit", Why.LIMIT),
     ("recompile_limit", Why.LIMIT),
+    ("_nested_tensor_from_mask", Why.NESTED),
 )
 """What Dynamo writes, of its reasons that there is something to say about."""
 
@@ -80,6 +82,10 @@ _SAID = {
     Why.LIMIT: (
         "Dynamo's limit of versions of a function is reached, so that others run as written",
         "set torch._dynamo.config.recompile_limit higher; TORCH_LOGS=recompiles tells why each version was made",
+    ),
+    Why.NESTED: (
+        "nn.TransformerEncoder packs padded inputs into nested tensors without gradients, and Dynamo leaves its layers to Python",
+        "make it with enable_nested_tensor=False, or with mask_check=True, its default",
     ),
     Why.INBUILT: (
         "its class is one of torch's own, which Dynamo compiles only where code that it traces calls them",
@@ -121,12 +127,24 @@ def cause_of(tree: Tree, path: str) -> Cause:
         return Cause(Why.NOT_GIVEN)
     if not tree.ran:
         return Cause(Why.NOT_MET)
+    inbuilt: Cause | None = None
     for part in tree.above(path):
         frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
         if causes := [cause for frame in frames for cause in _causes(tree, frame, part, path)]:
-            return max(causes, key=lambda cause: _about(tree, cause, path))
+            found = max(causes, key=lambda cause: _about(tree, cause, path))
+            if found.why is Why.NESTED or (found.why is not Why.INBUILT and inbuilt is None):
+                return found
+            inbuilt = inbuilt or found
+    if inbuilt is not None:
+        return inbuilt
     ran = any(p.grad is not None for p in own_parameters(tree.modules[path]))
     return Cause(Why.ELSEWHERE if ran else Why.NOT_CALLED)
+
+
+def nested(frame: Frame) -> Cause | None:
+    """Returns what is to say of a function that packs what its layers take into nested tensors; None for others."""
+    text = next((text for text in frame.texts for words, why in _WORDS if why is Why.NESTED and words in text), None)
+    return None if text is None else Cause(Why.NESTED, frame.name, frame.where, text)
 
 
 def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Cause]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qsync_fx.coverage.causes import Cause, Why, cause_of
+from qsync_fx.coverage.causes import Cause, Why, cause_of, nested
+from qsync_fx.coverage.log import Frame
 from qsync_fx.coverage.tree import Tree, stale
 from qsync_fx.module_tree import joined, own_parameters
 from qsync_fx.opid import OpId, escaped
@@ -122,12 +123,25 @@ def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
     return tuple(_uncovered(tree, path, module) for path, module in tree.parameterised.items() if _missing(tree, path))
 
 
+def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
+    """Returns which of a model's layers run as written because one of these functions packs what they take into nested tensors."""
+    causes = {frame.module(): cause for frame in frames if (cause := nested(frame)) is not None}
+    found = (
+        _uncovered(tree, inner, module, cause)
+        for path, part in tree.modules.items()
+        if (cause := causes.get(part)) is not None
+        for inner, module in tree.parameterised.items()
+        if inner.startswith(joined(path, "layers."))
+    )
+    return findings(tree.plan, tree.decided(), list(found))
+
+
 def _missing(tree: Tree, path: str) -> bool:
     return path not in tree.held or any(stale(frame) for part in tree.above(path) for frame in tree.frames(part))
 
 
-def _uncovered(tree: Tree, path: str, module: nn.Module) -> Uncovered:
-    cause, kind = cause_of(tree, path), type(module).__name__
+def _uncovered(tree: Tree, path: str, module: nn.Module, cause: Cause | None = None) -> Uncovered:
+    cause, kind = cause or cause_of(tree, path), type(module).__name__
     # Linear, LayerNorm, Conv2d: linear, layer_norm, conv2d.
     likely = OpId(joined(tree.within, path), re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
     own = None if isinstance(module, nn.RNNBase) else format_of(list(own_parameters(module)))

@@ -1,15 +1,19 @@
 """The check of a plan after the first training step, when all graphs of a model are there.
 
 Invariant: every model that torch.compile was given is checked once for each set of options, at the end of the first step of an optimizer
-that holds its parameters. Where something planned is not applied, that raises with the option "strict", and warns else. The hook on
-optimizers is there only as long as a model waits for it.
+that holds its parameters. Where something planned is not applied, that raises with the option "strict", and warns else, once. The hook on
+optimizers is there only as long as a model waits for it. A model that is not trained is checked as its forward pass starts for the second
+time, for what is known then: that an operator is not there in modules that are in graphs. What is in none may be there for training.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +22,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from qsync_fx.coverage.findings import findings, uncovered
-from qsync_fx.coverage.log import Log, logs
+from qsync_fx.coverage.causes import nested
+from qsync_fx.coverage.findings import Findings, findings, packed, uncovered
+from qsync_fx.coverage.log import Frame, Log, log_of, logs
 from qsync_fx.coverage.telling import not_applied
 from qsync_fx.coverage.tree import Tree, models
 from qsync_fx.errors import PlanWarning
+from qsync_fx.options import Options
 
 
 class _Hook:
@@ -66,9 +72,48 @@ def settle(root: nn.Module, log: Log) -> None:
         PlanError: with the option "strict".
     """
     tree = Tree(root, log)
+    _tell(findings(tree.plan, tree.decided(), uncovered(tree)), tree)
+
+
+def settle_when_called_again(run: Callable[..., Any], root: nn.Module, options: Options) -> Callable[..., Any]:
+    """Returns the code of the first graph of a model's forward pass, which checks the model when it is called for the second time.
+
+    Then all that a forward pass runs has been compiled. It is for code of evaluation, which no training step may follow.
+    """
+    ref, calls = weakref.ref(root), itertools.count()
+
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        if next(calls) == 1 and (model := ref()) is not None:
+            _settle_evaluation(model, log_of(options))
+        return run(*args)
+
+    return checked
+
+
+def settle_packed(frames: Sequence[Frame], log: Log) -> None:
+    """Says at once that layers run as written because a function packs what they take: evaluation does so, and training does not.
+
+    Raises:
+        PlanError: with the option "strict".
+    """
+    if any(nested(frame) is not None for frame in frames):
+        for tree in (Tree(root, log) for root in models(log)):
+            _tell(replace(packed(tree, frames), unused=()), tree)
+
+
+def _settle_evaluation(root: nn.Module, log: Log) -> None:
+    if root in log.settled:
+        return
+    tree = Tree(root, log)
     found = findings(tree.plan, tree.decided(), uncovered(tree))
-    if tree.within:
-        # The parts of a model that are given one by one have one plan, which is told of once.
+    _tell(Findings((), tuple(entry for entry in found.unused if not entry.inside)), tree)
+
+
+def _tell(found: Findings, tree: Tree) -> None:
+    log = tree.log
+    if not log.options.strict or tree.within:
+        # An entry is told of once. The parts of a model that are given one by one have one plan.
         found = replace(found, unused=tuple(entry for entry in found.unused if entry.entry not in log.told))
         log.told.update(entry.entry for entry in found.unused)
     if not found:

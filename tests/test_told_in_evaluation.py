@@ -1,0 +1,163 @@
+"""What a plan does not reach is told where no training step comes, and where layers share code."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import build, compiled
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qsync_fx
+from qsync_fx import Plan, PlanError, PlanWarning
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+TYPO = Plan("fp32", operators={"second/lineer": "bf16"})
+
+
+def told(call: Any, times: int = 1) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            call()
+    return [str(one.message) for one in caught if issubclass(one.category, PlanWarning)]
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval"])
+def test_a_typo_is_told_where_no_training_step_comes(how: str) -> None:
+    model, x = build(Broken), torch.randn(4, 8)
+    model.train(how != "eval")
+    run = compiled(model, plan=TYPO)
+
+    def call() -> None:
+        with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)():
+            run(x)
+
+    assert told(call) == [], "other graphs of the model may still show it"
+    (text,) = told(call, times=3)
+    assert "the operator second/lineer (bf16) names nothing that a plan decides on" in text
+    assert "nearest: second/linear" in text
+
+
+def test_an_error_with_strict() -> None:
+    run = compiled(build(Broken).eval(), plan=TYPO, strict=True)
+    run(torch.randn(4, 8))
+    with pytest.raises(PlanError, match="second/lineer"):
+        run(torch.randn(4, 8))
+
+
+def test_a_plan_that_fits_is_not_told_of() -> None:
+    class Aided(Broken):
+        """A head that training alone uses: evaluation does not show what the plan means by it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.aid = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.aid(x) if self.training else x)
+
+    model, x = build(Aided), torch.randn(4, 8)
+    run = compiled(
+        model, plan=Plan("fp32", patterns=[("aid", "bf16")], operators={"second/linear": "bf16"}), strict=True
+    )
+    model.eval()
+    assert told(lambda: run(x), times=3) == []
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run(x).sum().backward()
+    assert told(optimizer.step) == []
+    assert qsync_fx.applied(run).complete
+
+
+def test_it_is_told_once() -> None:
+    """In evaluation, and not again after a training step."""
+    model, x = build(Broken), torch.randn(4, 8)
+    run = compiled(model, plan=TYPO)
+    model.eval()
+    assert len(told(lambda: run(x), times=3)) == 1
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run(x).sum().backward()
+    assert told(optimizer.step) == []
+
+
+# Layers that share code.
+
+
+class Layer(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.linear, self.keeps = nn.Linear(8, 8), keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x @ x.t() @ x
+
+
+class Reading(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x @ x.t() @ self.linear(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.relu(x)
+
+
+def test_layers_that_share_code_and_are_planned_differently_are_told_of() -> None:
+    plan = Plan("fp32", patterns=[("layers.1/matmul", "bf16")])
+    x = torch.randn(4, 8)
+    texts = told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(x))
+    assert len(texts) == 1
+    assert (
+        "code that Dynamo uses for 3 modules alike runs layers.0/matmul in fp32, and so layers.1/matmul too" in texts[0]
+    )
+    assert "which the plan wants in bf16" in texts[0]
+    with pytest.raises(PlanError, match="use the module"):
+        compiled(build(lambda: Stack(Layer)), plan=plan, strict=True)(x)
+
+
+@pytest.mark.parametrize("plan", [Plan("bf16"), Plan("fp32", patterns=[("layers.*/matmul", "bf16")])])
+def test_one_precision_for_all_is_applied(plan: Plan) -> None:
+    assert told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(torch.randn(4, 8))) == []
+
+
+def test_layers_that_have_code_of_their_own_are_not_told_of() -> None:
+    plan = Plan("fp32", patterns=[("layers.1/matmul", "bf16")])
+    model = build(lambda: Stack(Reading))
+    assert told(lambda: compiled(model, plan=plan)(torch.randn(4, 8))) == []
+    ran = {str(ran.id): str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.id.operator == "matmul"}
+    assert ran["layers.0/matmul"] == ran["layers.2/matmul"] == "fp32"
+    assert ran["layers.1/matmul"] == "bf16"
