@@ -50,7 +50,7 @@ class Lower:
         assert operator.row is not None
         with graph.graph.inserting_before(operator.node):
             new = self.lowerings[operator.row.name].emit(operator.node, self._operands(operator))
-        _replace(graph, operator, new)
+        replace(graph, operator, new)
         self._tell(graph, Operator(graph, new))
 
     def _guard(self, graph: PrecisionGraph, operator: Operator) -> None:
@@ -87,9 +87,10 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
     return found, arguments(made)["seed"]
 
 
-def _replace(graph: PrecisionGraph, operator: Operator, new: fx.Node) -> None:
+def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, kept: tuple[fx.Node, ...] = ()) -> None:
+    """Puts a lowered operator in the place of an operator, with what it does not compute with as it was before casts, but `kept`."""
     old = operator.node
-    _unround_others(new)
+    _unround_others(new, kept)
     meta.take_over(new, old)
     graph.propagate(new)
     old.replace_all_uses_with(new)
@@ -97,12 +98,12 @@ def _replace(graph: PrecisionGraph, operator: Operator, new: fx.Node) -> None:
     new._rename(f"{old.name}_{operator.precision}")
 
 
-def _unround_others(new: fx.Node) -> None:
+def _unround_others(new: fx.Node, kept: tuple[fx.Node, ...]) -> None:
     """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
 
     def original(used: fx.Node) -> fx.Node:
         # An operator's own output cast is no such narrowing: its result is the narrow one.
-        narrowing = meta.is_part(used, Part.CONVERT) and not meta.has_purpose(used, Purpose.RESULT)
+        narrowing = meta.is_part(used, Part.CONVERT) and not meta.has_purpose(used, Purpose.RESULT) and used not in kept
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)

@@ -23,7 +23,7 @@ class Operands:
     Attributes:
         operands: for activation and weight: the original node, the quantized or rounded node, and its scale's (None if unscaled).
         seed: the node of the graph's seed, int64.
-        stream: tells this operator from the others of the graph; at least 0 and below 2**30.
+        stream: tells this operator from the others of the graph; at least 0 and below 2**29.
         fmt: the name of the format.
         rounding: "stochastic", "nearest" or "floor".
         out_dtype: type of the operator's output.

@@ -32,6 +32,7 @@ from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering import Lowering
 from qsync_fx.passes.normalize import Normalize
+from qsync_fx.passes.stochastic_gradients import StochasticGradients
 from qsync_fx.passes.verify import verify
 from qsync_fx.passes.watch import look, only_decided
 
@@ -56,6 +57,8 @@ def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool
         Lower(lowerings, rounding),
         AnnotateCost(),
     ]
+    if training and options.gradient_rounding == "stochastic":
+        passes.append(StochasticGradients(lowerings))
     for custom in _customs(options):
         passes.insert(_place(custom, passes), custom)
     return tuple(passes)

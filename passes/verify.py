@@ -206,6 +206,8 @@ def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
         if operator.kind is not Kind.ADJUSTABLE or note.precision is None or row is None or row.output_only:
             continue
         given = tuple(arguments(node).values())
+        if note.precision.name in given:  # it is lowered, and takes the original beside each operand
+            continue
         for at in row.converted(given) if note.precision.plain else ():
             for used in nodes_in(given[at] if at < len(given) else None):
                 value = graph.value(used)

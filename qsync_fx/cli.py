@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--precision", metavar="NAME", help=DOCUMENTED["precision"])
     options.add_argument("--plan", metavar="FILE", help="path of a saved plan, in place of --precision")
     options.add_argument("--rounding", metavar="HOW", help=DOCUMENTED["rounding"])
+    options.add_argument("--gradient-rounding", metavar="HOW", help=DOCUMENTED["gradient_rounding"])
     options.add_argument("--scaling", metavar="WHAT", help=DOCUMENTED["scaling"])
     options.add_argument("--exact", action="store_true", default=None, help=DOCUMENTED["exact"].removeprefix("True: "))
     options.add_argument(
@@ -158,7 +159,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     if arguments.kind and (arguments.after or arguments.diff):
         raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
-    named = ("precision", "plan", "rounding", "scaling", "exact", "passes")
+    named = ("precision", "plan", "rounding", "gradient_rounding", "scaling", "exact", "passes")
     options = {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
     model, args, kwargs = load(arguments.model)
     if arguments.mode and isinstance(model, torch.nn.Module):

@@ -20,6 +20,7 @@ from qsync_fx.precision import FORMATS, Precision
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 Rounding = Literal["stochastic", "nearest", "floor"]
+GradientRounding = Literal["nearest", "stochastic"]
 Scaling = Literal["tensor", "channel"]
 
 DOCUMENTED: Mapping[str, str] = MappingProxyType(
@@ -29,6 +30,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "inner": 'what compiles the rewritten graph: "inductor" (default), "aot_eager" to debug its operators one by one, '
         '"eager" to debug it without autograd traced',
         "rounding": 'how values are rounded to int8 and fp8: "stochastic" (default; keeps gradients unbiased), "nearest" or "floor"',
+        "gradient_rounding": 'how gradients of products are rounded to bf16 and fp16: "nearest" (default), or "stochastic" (slower; '
+        "without bias)",
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
@@ -41,7 +44,12 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
 """What each option is, in the words that error messages, the command line and the documentation use."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"inner": get_args(Inner), "rounding": get_args(Rounding), "scaling": get_args(Scaling)}
+    {
+        "inner": get_args(Inner),
+        "rounding": get_args(Rounding),
+        "gradient_rounding": get_args(GradientRounding),
+        "scaling": get_args(Scaling),
+    }
 )
 
 
@@ -56,6 +64,7 @@ class Options:
     plan: Plan | None = None
     inner: Inner = "inductor"
     rounding: Rounding = "stochastic"
+    gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
     exact: bool = False
     strict: bool = False

@@ -104,7 +104,7 @@ def test_help_tells_every_option_in_the_words_of_the_options(capsys: pytest.Capt
     assert "doctor" in overview
     assert run("inspect", "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name in ("precision", "rounding", "scaling"):
+    for name in ("precision", "rounding", "gradient_rounding", "scaling"):
         assert DOCUMENTED[name] in text
     for flag in (
         "--plan FILE",

@@ -18,7 +18,7 @@ from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:
-    expected = Options(None, None, "inductor", "stochastic", "tensor", False, False, None, ())
+    expected = Options(None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, ())
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
 
@@ -30,13 +30,16 @@ def test_every_option() -> None:
         "precision": "int8",
         "inner": "eager",
         "rounding": "floor",
+        "gradient_rounding": "stochastic",
         "scaling": "channel",
         "exact": True,
         "strict": True,
         "root": "encoder.layer.0",
         "passes": [custom, "x"],
     }
-    expected = Options("int8", None, "eager", "floor", "channel", True, True, "encoder.layer.0", (custom, "x"))
+    expected = Options(
+        "int8", None, "eager", "floor", "stochastic", "channel", True, True, "encoder.layer.0", (custom, "x")
+    )
     assert Options.parse(given_options) == expected
     assert Options.parse(expected) is expected
 
@@ -82,9 +85,13 @@ def test_every_option_is_documented() -> None:
 @pytest.mark.parametrize(
     ("mapping", "what", "do"),
     [
-        ({"precison": "int8"}, "there is no option 'precison'", "did you mean 'precision'? known: exact, inner,"),
-        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: exact, inner,"),
-        ({3: 1}, "there is no option a value of type int", "known: exact, inner,"),
+        (
+            {"precison": "int8"},
+            "there is no option 'precison'",
+            "did you mean 'precision'? known: exact, gradient_rounding, inner,",
+        ),
+        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: exact, gradient_rounding, inner,"),
+        ({3: 1}, "there is no option a value of type int", "known: exact, gradient_rounding, inner,"),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),

@@ -34,6 +34,7 @@ def contract(
     fmt: str,
     rounding: str,
     out_dtype: torch.dtype,
+    gradients: str = "nearest",
 ) -> Tensor:
     """Computes the product of `x` and `weight` that an equation names, and its gradients, as `qsync::linear` does.
 
@@ -63,6 +64,7 @@ def contract(
         fmt,
         rounding,
         out_dtype,
+        gradients,
     )
     made = c.batch + own + channels
     y = y.reshape([sizes[letter] for letter in made])
@@ -98,6 +100,6 @@ def _ordered(t: Tensor, order: Sequence[int]) -> Tensor:
 
 define(
     "contract(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    "str equation, int[] order, str fmt, str rounding, ScalarType out_dtype) -> Tensor",
+    'str equation, int[] order, str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
     {"CompositeImplicitAutograd": contract},
 )

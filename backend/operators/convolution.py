@@ -21,7 +21,17 @@ from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.live_taps import Geometry, live_taps, may_be_dead
-from qsync_fx.backend.operators.products import backward_operand, carrier, combined, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.products import (
+    backward_operand,
+    carrier,
+    combined,
+    narrowed,
+    result,
+    round_gradients,
+    scaled,
+    summed,
+    uniform,
+)
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
@@ -45,6 +55,7 @@ def convolution(
     fmt: str,
     rounding: str,
     out_dtype: torch.dtype,
+    gradients: str = "nearest",
 ) -> Tensor:
     """Computes `aten::convolution` from operands in a format, and the gradients likewise.
 
@@ -74,18 +85,19 @@ def convolution(
         w_scale: FP32, `[]` or one for each output channel: `[O, 1, ...]`, transposed `[1, O, ...]`, which takes groups = 1; None
             for unscaled formats.
         seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart; at least 0 and below 2**30.
+        stream: tells operators of one graph apart; at least 0 and below 2**29.
         stride, padding, dilation, transposed, output_padding, groups: those of `aten::convolution`.
         fmt: name of the format.
         rounding: how gradients are rounded to formats that are not plain.
         out_dtype: the output's type.
+        gradients: how they are rounded to types of 16 bits, "nearest" or "stochastic".
 
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
     geometry = stride, padding, dilation, transposed, output_padding, groups
     found, _ = _Convolution.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, geometry, fmt, rounding, out_dtype
+        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, geometry, fmt, rounding, out_dtype, gradients
     )
     result: Tensor = found
     return result
@@ -113,7 +125,14 @@ def output(
     row: Precision,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the convolution of a batch, with scales (`w_scale` is `[]` or `[1, O, 1, ...]`) and bias; `row` is the layer's format."""
+    """Returns the convolution of a batch, with scales (`w_scale` is `[]` or `[1, O, 1, ...]`) and bias; `row` is the layer's format.
+
+    In a plain format it is torch's own layer.
+    """
+    if row.plain:
+        plain_bias = None if bias is None else bias.to(row.dtype)
+        plain: Tensor = torch.ops.aten.convolution.default(xq, wq, plain_bias, *geometry)
+        return plain.to(out_dtype)
     found = by_kernel.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
     if found is not None:
         return found
@@ -178,11 +197,12 @@ class _Convolution(torch.autograd.Function):
         fmt: str,
         rounding: str,
         out_dtype: torch.dtype,
+        gradients: str,
     ) -> tuple[Tensor, Tensor]:
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
         linked = link()
         ctx.save_for_backward(xq, x_scale, wq, w_scale, seed, linked)
-        ctx.how = stream, geometry, rounding
+        ctx.how = stream, geometry, rounding, gradients
         ctx.fmt, ctx.place = fmt, place(stream)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
@@ -196,28 +216,28 @@ class _Convolution(torch.autograd.Function):
     @first_only
     def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
         xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
-        fmt, (stream, geometry, rounding) = ctx.fmt, ctx.how
+        fmt, (stream, geometry, rounding, gradients) = ctx.fmt, ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         row, ndim = precision(fmt), wq.dim()
-        dtype, g = carrier(row), _batched(gradient, ndim)
+        dtype, g = summed(carrier(row), gradients), _batched(gradient, ndim)
         # Applied to the weight, its scale takes no pass over the input gradient.
-        wc, w_left = backward_operand(wq, w_scale, row, apply=True)
-        xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, apply=False)
+        wc, w_left = backward_operand(wq, w_scale, row, True, gradients)
+        xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, False, gradients)
         # The input gradient contracts the output channels, the weight gradient the batch: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
             folds["activation"] = None if uniform(w_left) else _per_channel(w_left, ndim)
         if need_weight:
             folds["weight"] = None if uniform(x_left) else x_left
-        rounded = round_gradients(g, folds, seed, stream, fmt, rounding)
+        rounded = round_gradients(g, folds, seed, stream, fmt, rounding, gradients=gradients)
         factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
         saved, how = (xc, wc), (geometry, row)
         grad_x = grad_weight = grad_bias = None
         if need_x:
-            grad_x = input_gradient(rounded["activation"], saved, factors[0], *how, x_dtype)
+            grad_x = input_gradient(rounded["activation"], saved, factors[0], *how, summed(x_dtype, gradients))
         if need_weight:
-            grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, weight_dtype)
+            grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, summed(weight_dtype, gradients))
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
         own_bias = need_bias and missing[1] and precision(row.gradient).plain
@@ -237,23 +257,28 @@ class _Convolution(torch.autograd.Function):
             if missing[1]:
                 _, to_weight, grad_bias = products("weight", [False, True, own_bias])
         if to_x is not None:
-            grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, x_dtype)
+            grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, summed(x_dtype, gradients))
         if to_weight is not None:
             if may_be_dead(to_weight, xc, geometry):
                 to_weight = live_taps(to_weight, xc, geometry)
-            grad_weight = scaled(to_weight, combined(rounded["weight"][1], factors[1]), None, weight_dtype)
+            grad_weight = scaled(
+                to_weight, combined(rounded["weight"][1], factors[1]), None, summed(weight_dtype, gradients)
+            )
+        own = seed, stream
         if grad_x is not None:
-            grad_x = grad_x.view(xq.shape)
-        if own_bias and grad_bias is not None:
-            grad_bias = grad_bias.to(bias_dtype)
-        elif need_bias:
-            grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, *[None] * 10
+            grad_x = result(grad_x, x_dtype, *own, "activation", gradients).view(xq.shape)
+        if grad_weight is not None:
+            grad_weight = result(grad_weight, weight_dtype, *own, "weight", gradients)
+        if need_bias:
+            if grad_bias is None or not own_bias:
+                grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)
+            grad_bias = narrowed(grad_bias, bias_dtype, *own, gradients)
+        return grad_x, grad_weight, grad_bias, *[None] * 11
 
 
 define(
     "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
-    "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
+    'str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
     {"CompositeImplicitAutograd": convolution},
 )

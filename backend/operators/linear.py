@@ -23,8 +23,11 @@ from qsync_fx.backend.operators.products import (
     SHARED_STREAM,
     combined,
     multiplied_in,
+    narrowed,
+    result,
     round_gradients,
     scaled,
+    summed,
     transposed,
     uniform,
 )
@@ -46,6 +49,7 @@ def linear(
     fmt: str,
     rounding: str,
     out_dtype: torch.dtype,
+    gradients: str = "nearest",
 ) -> Tensor:
     """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
@@ -58,6 +62,8 @@ def linear(
     each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
     A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32 (from 133,000
     rows or channels on in the carrier, on the CPU in FP32, as INT32 might not hold every sum).
+    With `gradients` "stochastic" no product of the backward pass is rounded to the carrier: it is computed in FP32, and what has 16 bits,
+    the incoming gradient or a result, is rounded stochastically.
 
     With a weight of three dimensions these are layers side by side, such as experts, each with operands, scales and a rounding of its own.
 
@@ -73,16 +79,17 @@ def linear(
         wq: `weight` in the format, same shape.
         w_scale: FP32, `[]` or `[N, 1]`, side by side `[E, 1, 1]` or `[E, N, 1]`; None for unscaled formats.
         seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart; at least 0 and below 2**30.
+        stream: tells operators of one graph apart; at least 0 and below 2**29.
         fmt: name of the format.
         rounding: how gradients are rounded to formats that are not plain.
         out_dtype: the output's type.
+        gradients: how they are rounded to types of 16 bits, "nearest" or "stochastic".
 
     Returns:
         `[..., N]` or `[E, M, N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
     found, _ = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype
+        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype, gradients
     )
     result: Tensor = found
     return result
@@ -123,8 +130,16 @@ def output(
 ) -> Tensor:
     """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer.
 
-    Operands of three dimensions are a stack of those, here and in the gradients.
+    Operands of three dimensions are a stack of those, here and in the gradients. In a plain format it is torch's own layer.
     """
+    if row.plain:
+        added = None if bias is None else bias.to(row.dtype)
+        plain: Tensor
+        if wq.dim() == 2:
+            plain = torch.ops.aten.linear.default(rows, wq, added)
+        else:
+            plain = rows @ transposed(wq) if added is None else torch.baddbmm(added, rows, transposed(wq))
+        return plain.to(out_dtype)
     whole = True
     if not by_kernel.silent(rows.device):
         operands = rows, transposed(wq), x_scale, w_scale, bias, out_dtype, row
@@ -141,7 +156,13 @@ def output(
 
 
 def input_gradient(
-    g: Tensor, scale: Tensor | None, wq: Tensor, w_scale: Tensor | None, row: Precision, dtype: torch.dtype
+    g: Tensor,
+    scale: Tensor | None,
+    wq: Tensor,
+    w_scale: Tensor | None,
+    row: Precision,
+    dtype: torch.dtype,
+    gradients: str = "nearest",
 ) -> Tensor:
     """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
     found = by_kernel.product(g, wq, scale, w_scale, None, dtype, row, by_kernel.partner(g))
@@ -149,7 +170,7 @@ def input_gradient(
         found = _by_integers(g, wq, scale, w_scale, row, dtype)
     if found is not None:
         return found
-    narrow = multiplied_in(row, precision(row.gradient), g.device)
+    narrow = summed(multiplied_in(row, precision(row.gradient), g.device), gradients)
     return scaled(g.to(narrow) @ wq.to(narrow), combined(scale, w_scale), None, dtype)
 
 
@@ -162,6 +183,7 @@ def weight_gradient(
     dtype: torch.dtype,
     turned: Tensor | None = None,
     by_columns: bool = False,
+    gradients: str = "nearest",
 ) -> Tensor:
     """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers.
 
@@ -174,7 +196,7 @@ def weight_gradient(
             found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if found is not None:
             return found
-    narrow = multiplied_in(row, precision(row.gradient), g.device)
+    narrow = summed(multiplied_in(row, precision(row.gradient), g.device), gradients)
     if by_columns:
         product = transposed(transposed(xq.to(narrow)) @ g.to(narrow))
     else:
@@ -209,13 +231,14 @@ class _Linear(torch.autograd.Function):
         fmt: str,
         rounding: str,
         out_dtype: torch.dtype,
+        gradients: str,
     ) -> tuple[Tensor, Tensor]:
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.
         linked = link()
         ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed, linked)
         ctx.shape = xq.shape
-        ctx.how = stream, rounding
+        ctx.how = stream, rounding, gradients
         ctx.fmt, ctx.place = fmt, place(stream)
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
@@ -231,7 +254,7 @@ class _Linear(torch.autograd.Function):
     @first_only
     def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
         xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
-        fmt, (stream, rounding) = ctx.fmt, ctx.how
+        fmt, (stream, rounding, gradients) = ctx.fmt, ctx.how
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         stacked: bool = ctx.stacked
@@ -251,22 +274,23 @@ class _Linear(torch.autograd.Function):
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:
-            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding, [0] if stacked else [])
+            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding, [0] if stacked else [], gradients)
+        own = seed, stream
         if need_x:
             w_factor = w_scale if _uniform(w_scale, stacked) else None
-            grad_x = input_gradient(*rounded["activation"], wq, w_factor, row, x_dtype).view(ctx.shape)
+            to_x = input_gradient(*rounded["activation"], wq, w_factor, row, summed(x_dtype, gradients), gradients)
+            grad_x = result(to_x, x_dtype, *own, "activation", gradients).view(ctx.shape)
         if need_weight:
-            values, by_columns = _rows(xq, stacked), ctx.by_columns
-            grad_weight = weight_gradient(
-                *rounded["weight"], values, factor, row, weight_dtype, turned, by_columns=by_columns
-            )
+            values, by_columns, dtype = _rows(xq, stacked), ctx.by_columns, summed(weight_dtype, gradients)
+            to_weight = weight_gradient(*rounded["weight"], values, factor, row, dtype, turned, by_columns, gradients)
+            grad_weight = result(to_weight, weight_dtype, *own, "weight", gradients)
         if need_bias:
-            grad_bias = rows.sum(-2, keepdim=stacked, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_weight, grad_bias, *[None] * 9
+            grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *own, gradients)
+        return grad_x, grad_weight, grad_bias, *[None] * 10
 
 
 define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
+    'str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
     {"CompositeImplicitAutograd": linear},
 )

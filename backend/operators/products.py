@@ -17,13 +17,16 @@ from torch import Tensor
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.round import round_to
 from qsync_fx.passes.lowering import Role
-from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.precision import FORMATS, Precision, precision, precision_of
 
 BACKWARD_STREAMS: Final = 1 << 30
 """Streams of the backward pass lie above this, so the streams that a graph hands out lie below."""
 
 SHARED_STREAM: Final = BACKWARD_STREAMS
 """Added to an operator's own stream for a gradient that is rounded once for all products."""
+
+RESULT_STREAM: Final = 1 << 29
+"""Added on top of that for the result of a product, where it is rounded stochastically."""
 
 _STREAMS: Final = {"shared": SHARED_STREAM, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
 
@@ -68,15 +71,18 @@ def uniform(scale: Tensor | None) -> bool:
     return scale is None or scale.dim() == 0
 
 
-def backward_operand(q: Tensor, scale: Tensor | None, row: Precision, apply: bool) -> tuple[Tensor, Tensor | None]:
+def backward_operand(
+    q: Tensor, scale: Tensor | None, row: Precision, apply: bool, gradients: str = "nearest"
+) -> tuple[Tensor, Tensor | None]:
     """Returns a saved operand for a product of the backward pass, and the scale that is left for the product's result.
 
     With an incoming gradient of a plain format, a scale can be applied to the operand, which is rounded to the carrier once more: by
     2**-9 of a value in BF16, no more than the result of a product is. It is where it varies along the contracted dimension, and where
-    `apply` says that the operand is smaller than the result.
+    `apply` says that the operand is smaller than the result. Where gradients are rounded stochastically the operand stays FP32.
     """
     if scale is not None and precision(row.gradient).plain and (apply or not uniform(scale)):
-        return (q.float() * scale).to(carrier(row)), None
+        product = q.float() * scale
+        return (product if gradients == "stochastic" else product.to(carrier(row))), None
     return q, scale
 
 
@@ -88,6 +94,7 @@ def round_gradients(
     fmt: str,
     rounding: str,
     keep: Sequence[int] = (),
+    gradients: str = "nearest",
 ) -> dict[Role, tuple[Tensor, Tensor | None]]:
     """Rounds an incoming gradient to the gradient format of `fmt`, for each product of the backward pass that it goes into.
 
@@ -98,8 +105,9 @@ def round_gradients(
         seed: of the graph.
         stream: of the operator; each rounding here has one of its own.
         fmt: the format of the operator.
-        rounding: how to round to formats that are not plain. Plain ones round to the nearest.
+        rounding: how to round to formats that are not plain.
         keep: dimensions with a scale per index, of a scaled format; by default there is one scale.
+        gradients: how to round to plain formats, "nearest" or "stochastic".
 
     Returns:
         The rounded gradient and its scale (None for unscaled formats) for each of `folds`.
@@ -109,7 +117,9 @@ def round_gradients(
     def rounded(value: Tensor, own: int) -> tuple[Tensor, Tensor | None]:
         if row.scaled:
             return quantize(value, seed, own, row.name, rounding, keep)
-        return (value.to(row.dtype) if row.plain else round_to(value, seed, own, row.name, rounding)), None
+        if row.plain:
+            return narrowed(value, row.dtype, seed, own, gradients), None
+        return round_to(value, seed, own, row.name, rounding), None
 
     found: dict[Role, tuple[Tensor, Tensor | None]] = {}
     for role, fold in folds.items():
@@ -117,3 +127,21 @@ def round_gradients(
             found[role] = rounded(gradient.float() * fold, stream + _STREAMS[role])
     unfolded = [role for role, fold in folds.items() if fold is None]
     return found | dict.fromkeys(unfolded, rounded(gradient, stream + _STREAMS["shared"])) if unfolded else found
+
+
+def narrowed(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradients: str) -> Tensor:
+    """Returns a gradient as `dtype`; `gradients` says how it is rounded where that has fewer than 32 bits."""
+    row = precision_of(dtype)
+    if gradients == "nearest" or row is None or value.dtype.itemsize <= dtype.itemsize or row.bits >= 32:
+        return value.to(dtype)
+    return round_to(value, seed, stream, row.name, gradients)
+
+
+def result(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str) -> Tensor:
+    """Returns the gradient of the input in `role`, computed in FP32 where `gradients` is "stochastic", as `dtype`; see `narrowed`."""
+    return narrowed(value, dtype, seed, stream + _STREAMS[role] + RESULT_STREAM, gradients)
+
+
+def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
+    """Returns the type that a gradient is to be computed in which is given out as `dtype`: stochastic rounding starts from FP32."""
+    return torch.float32 if gradients == "stochastic" and dtype.itemsize < 4 else dtype

@@ -1,4 +1,5 @@
-"""`qsync::round`: a tensor to the grid of a format that has neither a scale nor a torch type of its own, such as TF32.
+"""`qsync::round`: a tensor to the grid of a format without a scale: one that no torch type is, such as TF32, or a type of 16 bits, which
+torch converts to by the nearest value only.
 
 Invariant: a pure function of its inputs, as `qsync::quantize` is. The gradient passes straight through: rounding to a format is the
 identity to the model, and its error is what the planner accounts for.
@@ -6,6 +7,7 @@ identity to the model, and its error is what the planner accounts for.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,13 +16,16 @@ from torch import Tensor
 from qsync_fx.backend.operators import native, reference
 from qsync_fx.backend.operators.library import define, differentiate
 from qsync_fx.errors import PrecisionError
-from qsync_fx.precision import Precision, precision
+from qsync_fx.precision import FORMATS, Precision, precision
 
 
 def gridded_format(fmt: str, x: Tensor) -> Precision:
-    """Returns the format called `fmt`; raises `PrecisionError` if it is scaled or needs no more than a conversion."""
+    """Returns the format called `fmt`; raises `PrecisionError` if it is scaled, or as wide as what is rounded.
+
+    Torch's own types have infinities, and what is beyond their range becomes one, as loss scaling expects: FP32's range is theirs here.
+    """
     row = precision(fmt)
-    if row.scaled or row.plain:
+    if row.scaled or (row.plain and row.bits >= 32):
         raise PrecisionError(
             f"{row} is not a format that qsync::round makes",
             where="qsync::round",
@@ -30,24 +35,24 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
         raise PrecisionError(
             f"{x.dtype} cannot be rounded to {row}", where="qsync::round", do="round floating-point tensors"
         )
-    return row
+    return dataclasses.replace(row, max=FORMATS["fp32"].max) if row.plain else row
 
 
 def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
-    """Rounds `x` to the grid of an unscaled format, saturated at its largest magnitude; NaN and Inf stay.
+    """Rounds `x` to the grid of an unscaled format; NaN and Inf stay, and what is too large becomes the format's largest or infinite.
 
     Args:
         x: floating point, any shape and strides; taken as FP32.
         seed: int64, `[1]` or `[]`.
         stream: tells operators of one graph apart.
-        fmt: name of an unscaled format that no torch type is: "tf32".
+        fmt: name of an unscaled format of less than 32 bits: "tf32", "bf16", "fp16".
         rounding: "stochastic", "nearest" (ties to even, what tensor cores' callers do), or "floor" (towards minus infinity).
 
     Returns:
-        The format's storage type (FP32 for TF32), `x`'s shape and memory layout.
+        The format's storage type (FP32 for TF32, BF16 for BF16), `x`'s shape and memory layout.
 
     Raises:
-        PrecisionError: unknown, scaled or plain format, `x` not floating point.
+        PrecisionError: unknown, scaled or wide format, `x` not floating point.
         OptionError: unknown way to round.
     """
     found: Tensor = torch.ops.qsync.round.default(x, seed, stream, fmt, rounding)

@@ -1,0 +1,153 @@
+"""Gradients of 16 bits are rounded stochastically: what the option "gradient_rounding" asks for.
+
+Torch rounds what it computes in BF16 and FP16 to the nearest value, the same way each time, and no averaging takes that error away. So
+products whose gradients it would round, those of operators in plain formats too, become lowered operators that compute gradients in FP32
+and round once, stochastically; and a conversion that a pass has put in rounds the gradient that comes back through it likewise.
+
+Invariant: the forward pass computes what it computes without. An operator that may not be rewritten says in its reason that its gradients
+are rounded to the nearest value. Costs, which have been noted before, are those without this pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from qsync_fx import meta
+from qsync_fx.bodies import handed_in
+from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.meta import Part
+from qsync_fx.nodes import argument_at, arguments
+from qsync_fx.ops import Kind
+from qsync_fx.passes.casts import drop_unread_casts
+from qsync_fx.passes.lower import replace
+from qsync_fx.passes.lowering import Lowering, Operands
+from qsync_fx.passes.seed import drawn
+from qsync_fx.precision import FORMATS, precision
+from qsync_fx.values import is_float
+
+_FIRST_STREAM = 2**28
+"""Above those of casts and of operators in formats that are not plain."""
+
+
+@dataclass(frozen=True)
+class StochasticGradients:
+    """
+    Attributes:
+        lowerings: row name -> how it is lowered.
+    """
+
+    lowerings: Mapping[str, Lowering]
+    name: str = "stochastic_gradients"
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        if graph.parent is None:
+            _Rewriter(graph, self.lowerings).run()
+
+
+class _Rewriter:
+    def __init__(
+        self, graph: PrecisionGraph, lowerings: Mapping[str, Lowering], outer: tuple[_Rewriter, fx.Node] | None = None
+    ) -> None:
+        self.graph, self.lowerings, self.outer = graph, lowerings, outer
+        self.whole: _Rewriter = outer[0].whole if outer is not None else self
+        self.streams = _FIRST_STREAM
+        self._seed: fx.Node | None = None
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            for body in meta.bodies(node):
+                _Rewriter(body, self.lowerings, (self, node)).run()
+            if meta.is_part(node, Part.CONVERT):
+                self._cast(node)
+            elif node in meta.NOTE:
+                self._operator(Operator(self.graph, node))
+        drop_unread_casts(self.graph)
+        self.graph.module.recompile()
+
+    def _cast(self, node: fx.Node) -> None:
+        """A conversion to a wider type: the gradient of a conversion to a narrower one has nothing to be rounded."""
+        source, dtype = node.args
+        assert isinstance(source, fx.Node) and isinstance(dtype, torch.dtype)
+        value = self.graph.value(source)
+        if is_float(value) and value.dtype.itemsize == 2 and dtype.itemsize > 2:
+            node.target = torch.ops.qsync.widen.default
+            stream = self._stream()
+            node.args = source, self._seed_node(), stream, dtype
+            meta.CAST[node] = dataclasses.replace(meta.CAST[node], stream=stream)
+
+    def _operator(self, operator: Operator) -> None:
+        fmt, row = operator.precision, operator.row
+        if operator.kind is not Kind.ADJUSTABLE or fmt is None or row is None or not row.products:
+            return
+        node = operator.node
+        if not fmt.plain:
+            rounded, lowered = precision(fmt.gradient), FORMATS[fmt.carrier]
+            if "gradients" in arguments(node):
+                self._ask(node)
+            elif rounded.bits == 16 or lowered.bits == 16:
+                self._say(operator, f"{node.target} knows no other way")
+        elif fmt.bits == 16:
+            why = self._lower(operator)
+            if why:
+                self._say(operator, why)
+
+    def _ask(self, node: fx.Node) -> None:
+        """Has a lowered operator round gradients stochastically, by a number that is drawn also where formats are rounded to nearest."""
+        at = list(arguments(node)).index("seed")
+        node.update_arg(at, self._seed_node())
+        node.update_kwarg("gradients", "stochastic")
+
+    def _say(self, operator: Operator, why: str) -> None:
+        clause = f"its gradients are rounded to the nearest value, since {why}"
+        operator.update(reason=f"{operator.note.reason}; {clause}")
+
+    def _lower(self, operator: Operator) -> str:
+        """Puts a lowered operator in the place of one that torch computes; returns why not, "" where it did."""
+        node, row, fmt = operator.node, operator.row, operator.precision
+        assert row is not None and fmt is not None
+        lowering = self.lowerings.get(row.name)
+        if lowering is None or not row.scaled:
+            return f"{row.name} has no lowering"
+        given = tuple(arguments(node).values())
+        used = [argument_at(given, at) for at in row.scaled]
+        if not all(isinstance(one, fx.Node) and self.graph.value(one).dtype is fmt.dtype for one in used):
+            return "its operands are of several types"
+        why = lowering.refuses(node)
+        if why is not None:
+            return why
+        operands = tuple((_original(one), one, None) for one in used)
+        stream = self._stream()
+        how = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
+        with self.graph.graph.inserting_before(node):
+            new = lowering.emit(node, Operands(operands, *how))  # type: ignore[arg-type]
+        if "gradients" not in arguments(new):
+            self.graph.graph.erase_node(new)
+            return f"{new.target} knows no other way"
+        self._ask(new)
+        operator.update(stream=stream)
+        replace(self.graph, operator, new, kept=tuple(used))
+        return ""
+
+    def _stream(self) -> int:
+        self.whole.streams += 1
+        return self.whole.streams
+
+    def _seed_node(self) -> fx.Node:
+        if self._seed is None:
+            drawn_already = (n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default)
+            if self.outer is not None:
+                around, node = self.outer
+                self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
+            else:
+                self._seed = next(drawn_already, None) or drawn(self.graph, "stochastic")
+        return self._seed
+
+
+def _original(node: fx.Node) -> fx.Node:
+    """What a narrow operand was converted from: its gradient need not be rounded at all."""
+    return meta.cast_source(node) if meta.is_part(node, Part.CONVERT) else node
