@@ -121,11 +121,12 @@ class Notes:
 
 
 class Products(TorchFunctionMode):
-    """Counts the products with a weight that Python calls: linear layers, `addmm` and convolutions."""
+    """Counts the products with a weight that Python calls: linear layers, `addmm` and convolutions, and others of a parameter."""
 
     counted = (
         F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
     )  # fmt: skip
+    others = torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.mm, torch.einsum, torch._grouped_mm
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +135,12 @@ class Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch's own attention calls two behind the mode's back: to query, key and value, and to the output.
         self.count += 2 if func is F.multi_head_attention_forward else func in self.counted
+        self.count += func in self.others and any(map(is_parameter, args))
         return func(*args, **(kwargs or {}))
+
+
+def is_parameter(value: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(value if value._base is None else value._base, nn.Parameter)
 
 
 @pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))

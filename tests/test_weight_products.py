@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.ops import row_for
 from qsync_fx.precision import FORMATS
 
 SEED = torch.tensor([0])
@@ -134,15 +135,15 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     case, row = CASES[name], FORMATS[fmt]
     torch.manual_seed(len(name))
     net, x = Net(case), activation(case)
-    explained = qsync_fx.explain(net, x, options={"precision": fmt, "scaling": scaling, "inner": "aot_eager"})
-    (operator,) = [op for op in explained.operators if op.kind == "adjustable"]
-    assert str(operator.precision) == fmt and operator.reason == f"plan: uniform {fmt}"
+    if (fmt, scaling) == ("int8", "tensor"):  # the numbers tell the others from BF16
+        found = qsync_fx.explain(net, x, options={"precision": fmt})
+        assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
     options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
     y = torch.compile(net, backend="qsync", options=options)(x)
     g = torch.randn_like(y)
     expected = net(x)
     assert y.dtype == torch.float32 and y.shape == expected.shape and y.stride() == expected.stride()
-    found = torch.autograd.grad(y, [x, *net.parameters()], g)
+    gradients = torch.autograd.grad(y, [x, *net.parameters()], g)
 
     def operand(t: Tensor, factor: int) -> tuple[Tensor, Tensor]:
         summed, stacked = case.summed[factor], case.stacked[factor]
@@ -171,10 +172,10 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     narrow = None if row.gradient == "int8" else torch.bfloat16
     left_w = wq if channel and _varies(case, 1) else wq * w_scale
     left_x = xq if channel and _varies(case, 0) else xq * x_scale
-    Product.of(lambda g, w: to_x(case, g, w), for_x, left_w).assert_met(found[0], narrow)
-    Product.of(lambda g, x: to_w(case, g, x), for_w, left_x).assert_met(found[1], narrow)
+    Product.of(lambda g, w: to_x(case, g, w), for_x, left_w).assert_met(gradients[0], narrow)
+    Product.of(lambda g, x: to_w(case, g, x), for_w, left_x).assert_met(gradients[1], narrow)
     if net.b is not None:
-        torch.testing.assert_close(found[2], g.sum_to_size(net.b.shape))
+        torch.testing.assert_close(gradients[2], g.sum_to_size(net.b.shape))
 
 
 def _varies(case: Case, factor: int) -> bool:
@@ -249,13 +250,13 @@ def test_what_only_moves_or_converts_a_parameter_is_a_weight(product: Callable[.
         (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
         (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
         (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),
-        (lambda net, x: x @ net.vector, "not a layer's", "its weight is a vector, so its output has no channels"),
-        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not a layer's", "only one of its factors has"),
-        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not a layer's", "it sums over nothing"),
-        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not a layer's", "it takes a diagonal"),
-        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not a layer's", "3 tensors at once"),
-        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not a layer's", "it weighs its bias"),
-        (lambda net, x: torch.addmm(x, x, net.square), "not a layer's", "something else than a bias"),
+        (lambda net, x: x @ net.vector, "not as a layer's", "its weight is a vector, so its output has no channels"),
+        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's", "only one of its factors has"),
+        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's", "it sums over nothing"),
+        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's", "it takes a diagonal"),
+        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's", "3 tensors at once"),
+        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's", "it weighs its bias"),
+        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's", "something else than a bias"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -401,3 +402,38 @@ def test_experts_of_a_model_train_in_int8(name: str) -> None:
             assert p.grad is not None
             assert 0 < (p.grad - expected[name]).norm() < 0.05 * expected[name].norm(), name
     torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str) -> None:
+    row = row_for(torch.ops.aten._grouped_mm.default)
+    assert row is not None and row.contracts is not None
+    found = row.contracts([torch.empty(3, 16, device=device), torch.empty(4, 16, 8, device=device), None, None, None])
+    assert found == "only the CPU has such products of groups" if device == "meta" else found.group == "e"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
+    """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    llama = {"intermediate_size": 48, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    models = {
+        "/bmm": transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(hidden_size=32, head_dim=8, pad_token_id=0, **llama, **sizes)
+        ),
+        "/einsum": transformers.XLNetModel(
+            transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=4, d_inner=48)
+        ),
+        "/addmm": transformers.GPT2Model(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)),
+    }
+    for name, model in models.items():
+        found = qsync_fx.explain(model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"})
+        ours = [op for op in found.operators if name in str(op.id)]
+        with_weight = [op for op in ours if op.row.scaled]
+        assert with_weight and {str(op.precision) for op in with_weight} == {"int8"}, name
+        for op in ours:
+            # XLNet computes its keys of positions from a parameter alone.
+            others = "a product of two activations", "a product with a buffer, or with what the model computes"
+            assert op.row.scaled or op.row.reason.startswith(others), op.id

@@ -19,7 +19,7 @@ WEIGHT = "a product of an activation and a weight: the plan chooses its precisio
 ACTIVATIONS = "a product of two activations: the plan chooses among the float precisions"
 PARAMETERS = "a product of two parameters: the plan chooses among the float precisions"
 HELD = "a product with a buffer, or with what the model computes from its parameters: the plan chooses among the float precisions"
-ODD = "a product of an activation and a weight, but not a layer's: the plan chooses among the float precisions"
+ODD = "a product of an activation and a weight, but not as a layer's: the plan chooses among the float precisions"
 
 
 def last_dimension(args: tuple[Any, ...], output: Any) -> Any:
@@ -93,6 +93,7 @@ def two(
     operands: tuple[int, ...] = (0, 1),
     bias: int | None = None,
     reason: str = ACTIVATIONS,
+    unscaled: str = "",
 ) -> OperatorRow:
     """A product of two tensors, of which `contracts` may find one to be a weight."""
     return OperatorRow(
@@ -102,6 +103,7 @@ def two(
         reason,
         operands=operands,
         contracts=contracts,
+        unscaled=unscaled,
         products=True,
         added=() if bias is None else (bias,),
         flops=flops,
@@ -137,8 +139,8 @@ ROWS = (
         products=True,
         flops=grouped,
     ),
-    two("chain_matmul", chain, None, (0,), reason=SEVERAL),
-    two("linalg_multi_dot", chain, None, (0,), reason=SEVERAL),
+    two("chain_matmul", chain, None, (0,), reason=SEVERAL, unscaled="it multiplies several at once"),
+    two("linalg_multi_dot", chain, None, (0,), reason=SEVERAL, unscaled="it multiplies several at once"),
     two("tensordot", tensor_dot, tensordot),
     two(
         "bilinear",
@@ -147,6 +149,7 @@ ROWS = (
         (0, 1, 2, 3),
         3,
         "a product of two activations and a weight: the plan chooses among the float precisions",
+        "it multiplies its inputs by each other too",
     ),
     *dependent("an outer product works value by value, so it takes the precision of its inputs", "outer ger kron addr"),
     *fixed("a product of vectors that may cancel", "dot vdot linalg_vecdot cross linalg_cross"),
