@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from products_in_fp64 import Product
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import qsync_fx
+from qsync_fx import meta
+from qsync_fx.backend.operators import lowerings
 from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.notes import Note
+from qsync_fx.opid import OpId
 from qsync_fx.ops import row_for
 from qsync_fx.precision import FORMATS
 
@@ -406,10 +411,19 @@ def test_experts_of_a_model_train_in_int8(name: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str) -> None:
-    row = row_for(torch.ops.aten._grouped_mm.default)
-    assert row is not None and row.contracts is not None
-    found = row.contracts([torch.empty(3, 16, device=device), torch.empty(4, 16, 8, device=device), None, None, None])
-    assert found == "only the CPU has such products of groups" if device == "meta" else found.group == "e"
+    operator = torch.ops.aten._grouped_mm.default
+    row = row_for(operator)
+    assert row is not None
+    graph = fx.Graph()
+    shapes: dict[str, tuple[int, ...]] = {"x": (3, 16), "w": (4, 16, 8), "ends": (4,)}
+    given = [graph.placeholder(name) for name in shapes]
+    node = graph.call_function(operator, (*given,))
+    for used, shape in zip((*given, node), (*shapes.values(), (3, 8)), strict=True):
+        used.meta["val"] = torch.empty(shape, device=device)
+    scaled = dataclasses.replace(row, scaled=(0, 1))
+    meta.NOTE[node] = Note(OpId("experts", row.name, 0), row.kind, "", scaled)
+    refused = lowerings()[row.name].refuses(node)
+    assert refused == (None if device == "cpu" else "only the CPU has a product of groups for it")
 
 
 @pytest.mark.filterwarnings("ignore")

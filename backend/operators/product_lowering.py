@@ -40,7 +40,7 @@ def _refuses(node: fx.Node) -> str | None:
     found = _contraction(node)
     if isinstance(found, str):
         return found
-    return "its groups are multiplied in float formats but on the CPU" if found.group and not _on_cpu(node) else None
+    return "only the CPU has a product of groups for it" if found.group and not _on_cpu(node) else None
 
 
 def _on_cpu(node: fx.Node) -> bool:

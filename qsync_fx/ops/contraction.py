@@ -210,8 +210,6 @@ def grouped(args: Sequence[Any]) -> Contraction | str:
         return contraction(("emk", "ekn"), "emn", (first, second), bias=bias)
     if (first.dim(), second.dim()) != (2, 3):
         return "its groups lie along what is summed over or along its output"
-    if first.device.type != "cpu":
-        return "only the CPU has such products of groups"
     return contraction(("sk", "ekn"), "sn", (first, second), bias=bias, group="e")
 
 
