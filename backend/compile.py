@@ -22,9 +22,10 @@ from qsync_fx.backend.cuda.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
 from qsync_fx.backend.shared_code import tell_of_shared_code
+from qsync_fx.backend.skipped import told
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
-from qsync_fx.devices import support
+from qsync_fx.devices import check_target, support, targeted
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.opid import OpId
 from qsync_fx.options import Options
@@ -54,10 +55,11 @@ def rewrite(
     Raises:
         QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
     """
-    context = context_for(module, inputs, options, seen)
-    fakes = _fake(inputs, context.fake_mode)
-    passes = pipeline(options, operators.lowerings(), context.training)
-    with _unhooked():
+    device = _device(module, inputs)
+    with targeted(options.target, device), _unhooked():
+        context = context_for(module, inputs, options, seen)
+        fakes = _fake(inputs, context.fake_mode)
+        passes = pipeline(options, operators.lowerings(), context.training)
         return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
 
 
@@ -70,6 +72,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
         alone = compile_for_this_module_only(here)
     warn_at_the_limit(here)
+    if options.target is not None:
+        check_target(options.target, _device(module, inputs))
     graph = rewrite(module, inputs, options, seen=_seen(here, options))
     record(graph, here, options, module, alone)
     if not alone:
@@ -77,7 +81,11 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     wait_for_a_step()
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
-    with torch._functorch.config.patch(backward_pass_autocast="off"), tuned.tracing(device, prepare(graph)):
+    with (
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        tuned.tracing(device, prepare(graph)),
+        told(graph),
+    ):
         compiled = inner_compiler(options.inner, device)(graph.module, inputs)
     run = telling(compiled, graph, options.inner)
     if (

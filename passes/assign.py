@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
 from qsync_fx.plan_check import check_plan
@@ -46,7 +47,11 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
         operator.decide(own, "the model disables autocast here, and the plan does not name the operator")
     elif operator.note.autocast not in (None, "off") and graph.context.automatic:
         operator.decide(FORMATS[str(operator.note.autocast)], "the model's autocast region")
-    elif not explicit and operator.note.autocast is None and _stays(own, choice.precision, graph.context.automatic):
+    elif (
+        not explicit
+        and operator.note.autocast is None
+        and _stays(own, row_on(graph.context.device, choice.precision), graph.context.automatic)
+    ):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
     elif graph.context.automatic:
         operator.decide(choice.precision, "no precision was asked for, and this is the device's default")

@@ -15,6 +15,7 @@ from torch import fx
 
 from qsync_fx import meta
 from qsync_fx.bodies import operands, readers, result_of
+from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
@@ -95,12 +96,13 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: Note, own: Precision | N
     assert note.precision is not None, f"{note.id} was not assigned"
     if own is None:
         return None
+    given = row_on(graph.context.device, note.precision)
     if not note.precision.scaled:
-        return FORMATS[note.precision.output]
+        return FORMATS[given.output]
     if own.bits < 32:
         return own
     wide = all(_wants_wide(user) for user in readers(node))
-    return own if wide else FORMATS[note.precision.output]
+    return own if wide else FORMATS[given.output]
 
 
 def _wants_wide(user: fx.Node) -> bool:

@@ -160,7 +160,18 @@ def run(
     Raises:
         PassError: a pass failed, or broke one of the verifier's rules.
     """
-    passed = after
+    with graph.context.there():
+        _run(graph, passes, instruments, verified, after)
+    return graph
+
+
+def _run(
+    graph: PrecisionGraph,
+    passes: Sequence[Pass],
+    instruments: Sequence[Instrument],
+    verified: bool,
+    passed: tuple[str, ...],
+) -> None:
     changed: tuple[str, ...] = ()
     for step in passes:
         before = None if _is_ours(step) else look(graph)
@@ -184,7 +195,6 @@ def run(
             changed = (*changed, step.name)
         for instrument in instruments:
             instrument.verified(step.name, graph)
-    return graph
 
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:

@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from qsync_fx import meta
+from qsync_fx.devices import compiles
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import arguments, nodes_in
 from qsync_fx.ops import Kind
 from qsync_fx.passes.text import graph_text
+from qsync_fx.precision import Precision, precision_of
 from qsync_fx.sharing import Sharing
 from qsync_fx.values import describe, is_float, tensors
 from qsync_fx.writes import in_place
@@ -222,6 +224,27 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, f"{fmt} is planned, and the node does not compute in it"
 
 
+def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
+    """What the model itself holds is its own affair."""
+    whole = graph
+    while whole.parent is not None:
+        whole = whole.parent
+    if whole.written is None:
+        return
+    held = {fmt for part in whole.written.walk() for node in part.nodes for fmt in _formats(part, node)}
+    for node in graph.nodes:
+        for fmt in _formats(graph, node):
+            if fmt not in held and not compiles(graph.context.device, fmt):
+                yield node, f"nothing compiles {fmt} for the device"
+
+
+def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
+    for value in tensors(graph.value(node)):
+        fmt = precision_of(value.dtype)
+        if fmt is not None:
+            yield fmt
+
+
 RULES = (
     Rule("the graph is well formed", "normalize", _is_a_graph),
     Rule("every node has a value", "normalize", _has_values),
@@ -236,6 +259,7 @@ RULES = (
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
     Rule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
+    Rule("the graph holds no format that the device does not compile", "lower", _is_compiled),
     Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
     Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
 )

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--rounding", metavar="HOW", help=DOCUMENTED["rounding"])
     options.add_argument("--gradient-rounding", metavar="HOW", help=DOCUMENTED["gradient_rounding"])
     options.add_argument("--scaling", metavar="WHAT", help=DOCUMENTED["scaling"])
+    options.add_argument("--target", metavar="GPU", help=DOCUMENTED["target"])
     options.add_argument("--exact", action="store_true", default=None, help=DOCUMENTED["exact"].removeprefix("True: "))
     options.add_argument(
         "--pass",
@@ -159,7 +160,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     if arguments.kind and (arguments.after or arguments.diff):
         raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
-    named = ("precision", "plan", "rounding", "gradient_rounding", "scaling", "exact", "passes")
+    named = ("precision", "plan", "rounding", "gradient_rounding", "scaling", "exact", "target", "passes")
     options = {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
     model, args, kwargs = load(arguments.model)
     if arguments.mode and isinstance(model, torch.nn.Module):

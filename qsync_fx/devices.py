@@ -6,9 +6,13 @@ Invariant: one answer per (device, format), with a reason, and everybody asks he
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -19,6 +23,28 @@ from qsync_fx.precision import Precision, encoding, precision
 
 _CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
 """Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
+
+_COMPILED_SINCE = {"bf16": (8, 0)}
+"""Compute capability below which Inductor compiles no graph that holds a format, by its name (torch 2.11 to 2.15)."""
+
+_INSTEAD = {"bf16": "fp16"}
+"""What stands in for a format that a device does not compile."""
+
+TARGETS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "v100": (7, 0),
+        "t4": (7, 5),
+        "a100": (8, 0),
+        "a30": (8, 0),
+        "a10": (8, 6),
+        "a40": (8, 6),
+        "l4": (8, 9),
+        "l40s": (8, 9),
+        "h100": (9, 0),
+        "h200": (9, 0),
+    }
+)
+"""GPUs that a graph may be looked at for where there is none, with their compute capability."""
 
 _EVERYWHERE = ("fp64", "fp32")
 
@@ -63,12 +89,16 @@ class _Offer:
     """Who knows of kernels: the backend, which stands above this module and says so when it is imported."""
 
     kernels: Callable[[torch.device], Kernels] = staticmethod(_not_loaded)
+    forget: tuple[Callable[[], object], ...] = ()
 
 
-def offer(kernels: Callable[[torch.device], Kernels]) -> None:
-    """Lets `support` ask `kernels` for what there is for a CUDA device; what it has answered before is forgotten."""
-    _Offer.kernels = staticmethod(kernels)
-    support.cache_clear()
+def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], object]) -> None:
+    """Lets `support` ask `kernels` for what there is for a CUDA device; what it has answered before is forgotten.
+
+    `forgets` are called where answers of the backend's own do not hold any longer.
+    """
+    _Offer.kernels, _Offer.forget = staticmethod(kernels), forgets
+    forget()
 
 
 @functools.cache
@@ -86,7 +116,91 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
         )
     if fmt.name in _EVERYWHERE:
         return Support("native", fmt, f"{fmt} runs everywhere")
-    return _cuda(device, fmt) if device.type == "cuda" else _cpu(fmt, exact)
+    gpu = device.type == "cuda" or _Offer.kernels(device).capability is not None
+    return _cuda(device, fmt, exact) if gpu else _cpu(fmt, exact)
+
+
+_target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_target", default=None)
+
+
+@contextlib.contextmanager
+def targeted(name: str | None, on: torch.device) -> Iterator[None]:
+    """Lets all devices of the type of `on` count as the GPU called `name`, one of `TARGETS`; None changes nothing."""
+    if name is None:
+        yield
+        return
+    token = _target.set((on.type, TARGETS[name]))
+    forget()
+    try:
+        yield
+    finally:
+        _target.reset(token)
+        forget()
+
+
+def target_of(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability that a device counts as having; None where it counts as what it is."""
+    found = _target.get()
+    return found[1] if found is not None and found[0] == device.type else None
+
+
+def check_target(name: str, device: torch.device) -> None:
+    """Raises `DeviceError` where code is to be compiled for a device that is not the one at hand."""
+    if device.type == "cuda" and _capability(device) == TARGETS[name]:
+        return
+    here = (
+        f"a GPU of compute capability {'.'.join(map(str, _capability(device)))}"
+        if device.type == "cuda"
+        else str(device)
+    )
+    raise DeviceError(
+        f"the graph runs on {here}, and its target is {name}",
+        where='option "target"',
+        do=f"drop it to compile; qsync_fx.explain and qsync inspect show what would run on {name}",
+    )
+
+
+@functools.cache
+def compiles(device: torch.device, fmt: Precision) -> bool:
+    """Whether graphs that hold values of a plain format are compiled for a device; Dynamo runs others as they are, without a plan."""
+    return fmt.name not in _COMPILED_SINCE or _capability(device) >= _COMPILED_SINCE[fmt.name]
+
+
+@functools.cache
+def row_on(device: torch.device, fmt: Precision) -> Precision:
+    """Returns a format's row as it is on a device: carrier, output, gradient, and what runs elsewhere are formats that it compiles.
+
+    On GPUs before Ampere (V100, T4) they are FP16 and not BF16. FP16 holds the values of the 8-bit floats, but not their sums: those are
+    carried in FP32 there.
+    """
+    if all(compiles(device, precision(name)) for name in _INSTEAD):
+        return fmt
+    wide = fmt.scaled and fmt.kind == "float"
+
+    def instead(name: str) -> str:
+        return _INSTEAD.get(name, name)
+
+    return dataclasses.replace(
+        fmt,
+        carrier="fp32" if wide else instead(fmt.carrier),
+        output=instead(fmt.output),
+        gradient=instead(fmt.gradient),
+        elsewhere=instead(fmt.elsewhere),
+    )
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a CUDA device, or of one that is assumed; what is none compiles everything."""
+    assumed = _Offer.kernels(device).capability
+    if assumed is not None:
+        return assumed
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (99, 0)
+
+
+def forget() -> None:
+    """Drops what has been answered, of devices that are assumed no longer."""
+    for clear in (support.cache_clear, compiles.cache_clear, row_on.cache_clear, *_Offer.forget):
+        clear()
 
 
 def default_precision(device: torch.device) -> Precision:
@@ -133,16 +247,30 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
     return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
 
 
-def _cuda(device: torch.device, fmt: Precision) -> Support:
+def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     kernels = _Offer.kernels(device)
     values = encoding(fmt)
     since = _CUDA_SINCE.get(values.name)
     major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
+    carrier = row_on(device, fmt).carrier
+    if fmt.plain and not compiles(device, fmt):
+        instead = precision(_INSTEAD[fmt.name])
+        if exact:
+            raise DeviceError(
+                f"compute capability {major}.{minor} compiles no {fmt}, and exact=True forbids {instead} in its place",
+                where=f"device {device}",
+                do=f"plan {instead} there, or drop exact",
+            )
+        return Support(
+            "substituted",
+            instead,
+            f"{fmt} runs as {instead}: nothing compiles {fmt} for compute capability {major}.{minor}",
+        )
     if since is None or found < since:
         return Support(
             "simulated",
             fmt,
-            f"compute capability {major}.{minor} has no {values} unit: its exact values are computed in {fmt.carrier}",
+            f"compute capability {major}.{minor} has no {values} unit: its exact values are computed in {carrier}",
         )
     if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
@@ -152,11 +280,9 @@ def _cuda(device: torch.device, fmt: Precision) -> Support:
         )
     reason = kernels.reason or f"there is no kernel of ours that multiplies {values} by {values}"
     if fmt.kind == "integer":
-        return Support(
-            "native", fmt, f"cuBLAS multiplies {values}; convolutions run exactly in {fmt.carrier}: {reason}"
-        )
+        return Support("native", fmt, f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {reason}")
     return Support(
         "simulated",
         fmt,
-        f"its exact values are computed in {fmt.carrier}, not by the {values} tensor cores: {reason}",
+        f"its exact values are computed in {carrier}, not by the {values} tensor cores: {reason}",
     )

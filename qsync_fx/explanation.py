@@ -135,8 +135,9 @@ class Explanation:
         Raises:
             PlanError: the plan does not fit the model.
         """
-        graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
-        adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
+        with self._there():
+            graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
+            adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
         found = findings(plan, adjustable, self.uncovered)
         check_plan(plan, adjustable, complete=True, as_written=found.as_written)
         return Explanation(graphs, self.breaks, found.uncovered, plan)
@@ -156,13 +157,17 @@ class Explanation:
 
         if kind is not None and kind not in list(Kind):
             raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
-        return explanation_text(self, None if kind is None else Kind(kind), width)
+        with self._there():
+            return explanation_text(self, None if kind is None else Kind(kind), width)
 
     def save_dot(self, path: str | Path) -> None:
         """Writes the operators and what flows between them as a Graphviz file."""
         from qsync_fx.report.dot import dot
 
         write_text(Path(path), dot(self))
+
+    def _there(self) -> contextlib.AbstractContextManager[None]:
+        return self.graphs[0].graph.context.there() if self.graphs else contextlib.nullcontext()
 
     def _known(self, name: str) -> None:
         if name not in self.passes:

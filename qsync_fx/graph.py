@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx import meta
+from qsync_fx.devices import targeted
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.nodes import Source, argument_at, arguments, source_of, target_name
 from qsync_fx.notes import Note, Rewritten
@@ -166,6 +168,10 @@ class Context:
     modules: frozenset[str] | None = None
     lowerings: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    def there(self) -> AbstractContextManager[None]:
+        """Lets devices count as the target, if the options name one: whoever asks what runs where asks within."""
+        return targeted(self.options.target, self.device)
+
 
 class PrecisionGraph:
     """One graph on its way through the passes.
@@ -234,7 +240,8 @@ class PrecisionGraph:
         """
         from qsync_fx.costs.dag import precision_dag
 
-        return precision_dag(self.costing.flow)
+        with self.context.there():
+            return precision_dag(self.costing.flow)
 
     @functools.cached_property
     def costing(self) -> Costing:

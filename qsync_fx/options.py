@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from qsync_fx.codec import kind
+from qsync_fx.devices import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision
@@ -38,6 +39,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
         "root": "where a compiled module stands in the model that the plan was made for, a path as in state_dict; by default it is "
         "found, where the model calls it",
+        "target": "the GPU that a graph is looked at for where there is none, such as t4: qsync_fx.explain and qsync inspect show what "
+        "would run there; compiling for another device than the one at hand is an error",
         "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
     }
 )
@@ -69,11 +72,14 @@ class Options:
     exact: bool = False
     strict: bool = False
     root: str | None = None
+    target: str | None = None
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision is not None:
             _one_of("precision", self.precision, FORMATS)
+        if self.target is not None:
+            _one_of("target", self.target, TARGETS)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():

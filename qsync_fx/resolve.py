@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from qsync_fx.devices import support
+from qsync_fx.devices import row_on, support
 from qsync_fx.ops import OperatorRow
 from qsync_fx.precision import FORMATS, Precision
 
@@ -30,12 +30,13 @@ def resolve(
     runs, reasons = planned, []
     # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
     if not runs.plain and (refused is not None or not row.scaled):
-        runs = held if held is not None and held.bits < 32 else FORMATS[planned.elsewhere]
+        runs = held if held is not None and held.bits < 32 else FORMATS[row_on(device, planned).elsewhere]
         but = f", and {row.unscaled}:" if row.unscaled else ","
         why = f"{refused}, so it" if refused is not None else f"{planned} is for products with a weight{but} {row.name}"
         reasons.append(f"{why} runs in {runs}")
-    found = support(device, runs, exact or runs is held)
-    if found.runs_as is not runs:
+    # What the model itself holds torch computes in, whatever the device makes of it.
+    found = support(device, runs, exact or runs is held) if runs is not held or not runs.plain else None
+    if found is not None and found.runs_as is not runs:
         runs = found.runs_as
         reasons.append(found.reason)
     return runs, "; ".join(reasons)

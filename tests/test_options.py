@@ -18,7 +18,7 @@ from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:
-    expected = Options(None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, ())
+    expected = Options(None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, None, ())
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
 
@@ -35,10 +35,11 @@ def test_every_option() -> None:
         "exact": True,
         "strict": True,
         "root": "encoder.layer.0",
+        "target": "t4",
         "passes": [custom, "x"],
     }
     expected = Options(
-        "int8", None, "eager", "floor", "stochastic", "channel", True, True, "encoder.layer.0", (custom, "x")
+        "int8", None, "eager", "floor", "stochastic", "channel", True, True, "encoder.layer.0", "t4", (custom, "x")
     )
     assert Options.parse(given_options) == expected
     assert Options.parse(expected) is expected

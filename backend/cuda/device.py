@@ -18,13 +18,14 @@ from typing import Final
 
 import torch
 
+from qsync_fx import devices
 from qsync_fx.backend.cuda import abi, cache, kernels, toolchain
 from qsync_fx.backend.cuda.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.select import Decision, decide, known
 from qsync_fx.backend.cuda.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tuning import TuningError
-from qsync_fx.devices import Kernels, offer, support
+from qsync_fx.devices import Kernels, offer
 from qsync_fx.errors import QSyncError, ToolchainError
 from qsync_fx.files import caches
 from qsync_fx.precision import FORMATS
@@ -66,14 +67,12 @@ def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> 
     """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
     reason = "" if arch is not None else "no kernels are assumed"
     token = _assumed.set((on, Known(arch, reason, table)))
-    support.cache_clear()
-    _decided.cache_clear()
+    devices.forget()
     try:
         yield
     finally:
         _assumed.reset(token)
-        support.cache_clear()
-        _decided.cache_clear()
+        devices.forget()
 
 
 def known_of(device: torch.device) -> Known:
@@ -81,6 +80,10 @@ def known_of(device: torch.device) -> Known:
     assumption = _assumed.get()
     if assumption is not None and assumption[0] == device.type:
         return assumption[1]
+    target = devices.target_of(device)
+    if target is not None:
+        # What was tuned on a device is known there; here the first kernel that serves stands for all.
+        return Known(_BY_CAPABILITY[target], "", None)
     if device.type != "cuda":
         return Known(None, f"{device.type} has no kernels", None)
     # Tensors know their index.
@@ -194,9 +197,10 @@ def _driver() -> str:
 def _kernels(device: torch.device) -> Kernels:
     found, assumption = known_of(device), _assumed.get()
     if found.arch is None:
-        return Kernels(None, found.reason)
+        return Kernels(None, found.reason, capability=devices.target_of(device))
     formats = _multiplied(found.arch)
-    if assumption is None or assumption[0] != device.type:
+    assumed = assumption is not None and assumption[0] == device.type
+    if not assumed and devices.target_of(device) is None:
         return Kernels(found.arch, "", formats)
     number = int(found.arch.strip("sm_a"))
     return Kernels(found.arch, "", formats, (number // 10, number % 10))
@@ -210,4 +214,4 @@ def _multiplied(arch: Arch) -> frozenset[str]:
     return frozenset(name for name, problem in tried.items() if known(problem, arch))
 
 
-offer(_kernels)
+offer(_kernels, _decided.cache_clear)

@@ -23,7 +23,8 @@ from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
 from qsync_fx.backend.cuda.problem_json import shown
 from qsync_fx.backend.operators.gemm import gemm, multiplies
 from qsync_fx.backend.operators.implicit_gemm import conv2d_product
-from qsync_fx.precision import Precision, precision
+from qsync_fx.devices import row_on
+from qsync_fx.precision import FORMATS, Precision
 
 _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
 
@@ -97,7 +98,7 @@ def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype
         gradient: `[M, N]`, not rounded yet.
         xq: the saved activation, `[M, K]`.
     """
-    rounded = precision(row.gradient)
+    rounded = FORMATS[row_on(gradient.device, row).gradient]
     lies = outline(gradient)
     if silent(gradient.device) or not rounded.scaled or lies is None or len(lies.shape) != 2:
         return False

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from qsync_fx.backend.operators import by_kernel, integer_convolution
-from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.live_taps import Geometry, live_taps, may_be_dead
 from qsync_fx.backend.operators.products import (
     backward_operand,
+    carried,
     carrier,
     combined,
+    incoming,
     narrowed,
     result,
     round_gradients,
@@ -136,13 +137,15 @@ def output(
     found = by_kernel.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
     if found is not None:
         return found
-    wide = out_dtype.itemsize > carrier(row).itemsize
+    wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
     product = integer_convolution.sums(xq, wq, geometry, row) if wide else None
     whole = product is not None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
-        dtype = torch.promote_types(carrier(row), out_dtype)
-        product = torch.ops.aten.convolution.default(carry(xq, dtype), carry(wq, dtype), None, *geometry)
+        dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
+        x, x_scale = carried(xq, x_scale, dtype)
+        w, w_scale = carried(wq, w_scale, dtype)
+        product = torch.ops.aten.convolution.default(x, w, None, *geometry)
     added = None if bias is None else bias.reshape(-1, *[1] * (wq.dim() - 2))
     y = scaled(product, combined(x_scale, w_scale), added, out_dtype)
     return y.contiguous() if whole and not (channels_last(xq) or channels_last(wq)) else y
@@ -220,7 +223,7 @@ class _Convolution(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         row, ndim = precision(fmt), wq.dim()
-        dtype, g = summed(carrier(row), gradients), _batched(gradient, ndim)
+        dtype, g = summed(carrier(row, xq.device), gradients), _batched(gradient, ndim)
         # Applied to the weight, its scale takes no pass over the input gradient.
         wc, w_left = backward_operand(wq, w_scale, row, True, gradients)
         xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, False, gradients)
@@ -240,30 +243,33 @@ class _Convolution(torch.autograd.Function):
             grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, summed(weight_dtype, gradients))
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
-        own_bias = need_bias and missing[1] and precision(row.gradient).plain
+        own_bias = need_bias and missing[1] and incoming(row, g.device).plain and rounded["weight"][1] is None
 
-        def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-            found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
-                rounded[role][0].to(dtype), xc.to(dtype), wc.to(dtype), [g.shape[1]], *geometry, needed
+        def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+            """The gradients of input, weight and bias, and the scales that are left for the first two."""
+            incoming_g, left = carried(*rounded[role], dtype, again=True)
+            (x, x_factor), (w, w_factor) = (
+                carried(q, factor, dtype, again=True) for q, factor in ((xc, factors[1]), (wc, factors[0]))
             )
-            return found
+            found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
+                incoming_g, x, w, [g.shape[1]], *geometry, needed
+            )
+            return *found, combined(left, w_factor), combined(left, x_factor)
 
-        to_x = to_weight = None
+        to_x = to_weight = x_rest = w_rest = None
         if all(missing) and rounded["activation"] is rounded["weight"]:
-            to_x, to_weight, grad_bias = products("activation", [True, True, own_bias])
+            to_x, to_weight, grad_bias, x_rest, w_rest = products("activation", [True, True, own_bias])
         else:
             if missing[0]:
-                to_x, _, _ = products("activation", [True, False, False])
+                to_x, _, _, x_rest, _ = products("activation", [True, False, False])
             if missing[1]:
-                _, to_weight, grad_bias = products("weight", [False, True, own_bias])
+                _, to_weight, grad_bias, _, w_rest = products("weight", [False, True, own_bias])
         if to_x is not None:
-            grad_x = scaled(to_x, combined(rounded["activation"][1], factors[0]), None, summed(x_dtype, gradients))
+            grad_x = scaled(to_x, x_rest, None, summed(x_dtype, gradients))
         if to_weight is not None:
             if may_be_dead(to_weight, xc, geometry):
                 to_weight = live_taps(to_weight, xc, geometry)
-            grad_weight = scaled(
-                to_weight, combined(rounded["weight"][1], factors[1]), None, summed(weight_dtype, gradients)
-            )
+            grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
         own = seed, stream
         if grad_x is not None:
             grad_x = result(grad_x, x_dtype, *own, "activation", gradients).view(xq.shape)

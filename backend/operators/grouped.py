@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.products import combined, multiplied_in, round_gradients, scaled, uniform
+from qsync_fx.backend.operators.products import combined, incoming, multiplied_in, round_gradients, scaled, uniform
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
@@ -100,8 +100,8 @@ class _Grouped(torch.autograd.Function):
         fmt, (stream, rounding), (x_dtype, weight_dtype) = ctx.fmt, ctx.how, ctx.dtypes
         need_x, need_weight = ctx.needs_input_grad[:2]
         row = precision(fmt)
-        incoming = precision(row.gradient)
-        dtype = multiplied_in(row, incoming, gradient.device)
+        narrow = incoming(row, gradient.device)
+        dtype = multiplied_in(row, narrow, gradient.device)
         shared = w_scale is None or w_scale.flatten(1).shape[1] == 1
         by_row = _by_row(w_scale, offs, gradient)
         folds: dict[Role, Tensor | None] = {}
@@ -113,11 +113,11 @@ class _Grouped(torch.autograd.Function):
         grad_x = grad_weight = None
         if need_x:
             g, scale = rounded["activation"]
-            product = _multiplied(g, wq.mT, offs, (incoming, row), dtype)
+            product = _multiplied(g, wq.mT, offs, (narrow, row), dtype)
             grad_x = scaled(product, combined(scale, by_row if shared else None), None, x_dtype)
         if need_weight:
             g, scale = rounded["weight"]
-            product = _multiplied(xq.t(), g, offs, (row, incoming), dtype)
+            product = _multiplied(xq.t(), g, offs, (row, narrow), dtype)
             grad_weight = scaled(product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype)
         return grad_x, grad_weight, *[None] * 10
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.operators import by_kernel, integers
-from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import (
     SHARED_STREAM,
+    carried,
     combined,
+    incoming,
     multiplied_in,
     narrowed,
     result,
@@ -151,7 +152,9 @@ def output(
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
-        product = carry(rows, dtype) @ transposed(carry(wq, dtype))
+        left, x_scale = carried(rows, x_scale, dtype)
+        right, w_scale = carried(wq, w_scale, dtype)
+        product = left @ transposed(right)
     return scaled(product, combined(x_scale, w_scale), bias, out_dtype)
 
 
@@ -170,8 +173,10 @@ def input_gradient(
         found = _by_integers(g, wq, scale, w_scale, row, dtype)
     if found is not None:
         return found
-    narrow = summed(multiplied_in(row, precision(row.gradient), g.device), gradients)
-    return scaled(g.to(narrow) @ wq.to(narrow), combined(scale, w_scale), None, dtype)
+    narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
+    w, w_scale = carried(wq, w_scale, narrow, again=True)
+    g, scale = carried(g, scale, narrow, again=True)
+    return scaled(g @ w, combined(scale, w_scale), None, dtype)
 
 
 def weight_gradient(
@@ -189,18 +194,17 @@ def weight_gradient(
 
     `turned` is `g.T` with its rows in memory, if there is such a copy. Where the weight lies by columns, so should its gradient.
     """
-    if precision(row.gradient).kind == "integer" or not by_kernel.silent(g.device):
+    if incoming(row, g.device).kind == "integer" or not by_kernel.silent(g.device):
         by_rows = transposed(g) if turned is None else turned
         found = by_kernel.product(by_rows, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
         if found is None:
             found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if found is not None:
             return found
-    narrow = summed(multiplied_in(row, precision(row.gradient), g.device), gradients)
-    if by_columns:
-        product = transposed(transposed(xq.to(narrow)) @ g.to(narrow))
-    else:
-        product = transposed(g.to(narrow)) @ xq.to(narrow)
+    narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
+    x, x_scale = carried(xq, x_scale, narrow, again=True)
+    g, scale = carried(g, scale, narrow, again=True)
+    product = transposed(transposed(x) @ g) if by_columns else transposed(g) @ x
     return scaled(product, combined(scale, x_scale), None, dtype)
 
 
@@ -208,7 +212,7 @@ def _by_integers(
     a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, row: Precision, dtype: torch.dtype
 ) -> Tensor | None:
     """Returns `a @ b` of a rounded gradient and a saved operand by torch's integer unit; None where it is not to compute it."""
-    rounded = precision(row.gradient)
+    rounded = incoming(row, a.device)
     if rounded.kind != "integer" or not by_kernel.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
         return None
     product = integers.product(a, transposed(b), (rounded, row))

@@ -14,8 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.round import round_to
+from qsync_fx.devices import row_on
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import FORMATS, Precision, precision, precision_of
 
@@ -31,9 +33,34 @@ RESULT_STREAM: Final = 1 << 29
 _STREAMS: Final = {"shared": SHARED_STREAM, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
 
 
-def carrier(row: Precision) -> torch.dtype:
+_DOWN: Final = 2.0**-9
+
+
+def carrier(row: Precision, device: torch.device) -> torch.dtype:
     """Returns the type that products of `row` are computed in. Their results are rounded to it, their sums are FP32."""
-    return FORMATS[row.carrier].dtype
+    return FORMATS[row_on(device, row).carrier].dtype
+
+
+def incoming(row: Precision, device: torch.device) -> Precision:
+    """Returns the format that incoming gradients of operators in `row` are rounded to."""
+    return FORMATS[row_on(device, row).gradient]
+
+
+def short(row: Precision | None) -> bool:
+    """Whether a format's range is less than FP32's, which sums and gradients may leave."""
+    return row is not None and row.plain and row.e_min > FORMATS["fp32"].e_min
+
+
+def carried(q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Returns an operand in the type that a product is computed in, and the scale that its values then have.
+
+    Five products of 127 by 127 are more than FP16 holds. There integers are divided by 512, which is exact, and leaves room for sums of a
+    million products. `again`: what was carried in the forward pass is made anew.
+    """
+    found = q.to(dtype) if again else carry(q, dtype)
+    if scale is None or q.dtype.is_floating_point or not short(precision_of(dtype)):
+        return found, scale
+    return found * _DOWN, scale * (1 / _DOWN)
 
 
 def multiplied_in(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
@@ -42,7 +69,7 @@ def multiplied_in(row: Precision, other: Precision, device: torch.device) -> tor
     On the CPU it is FP32 for integers: the carrier would round where another shape has exact sums.
     """
     exact = row.kind == other.kind == "integer" and device.type == "cpu"
-    return torch.float32 if exact else carrier(row)
+    return torch.float32 if exact else carrier(row, device)
 
 
 def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -80,9 +107,9 @@ def backward_operand(
     2**-9 of a value in BF16, no more than the result of a product is. It is where it varies along the contracted dimension, and where
     `apply` says that the operand is smaller than the result. Where gradients are rounded stochastically the operand stays FP32.
     """
-    if scale is not None and precision(row.gradient).plain and (apply or not uniform(scale)):
+    if scale is not None and incoming(row, q.device).plain and (apply or not uniform(scale)):
         product = q.float() * scale
-        return (product if gradients == "stochastic" else product.to(carrier(row))), None
+        return (product if gradients == "stochastic" else product.to(carrier(row, q.device))), None
     return q, scale
 
 
@@ -112,11 +139,14 @@ def round_gradients(
     Returns:
         The rounded gradient and its scale (None for unscaled formats) for each of `folds`.
     """
-    row = precision(precision(fmt).gradient)
+    row = incoming(precision(fmt), gradient.device)
 
     def rounded(value: Tensor, own: int) -> tuple[Tensor, Tensor | None]:
         if row.scaled:
             return quantize(value, seed, own, row.name, rounding, keep)
+        if short(row) and value.numel():
+            factor = _within(value)
+            return narrowed(value.float() / factor, row.dtype, seed, own, gradients), factor
         if row.plain:
             return narrowed(value, row.dtype, seed, own, gradients), None
         return round_to(value, seed, own, row.name, rounding), None
@@ -127,6 +157,16 @@ def round_gradients(
             found[role] = rounded(gradient.float() * fold, stream + _STREAMS[role])
     unfolded = [role for role, fold in folds.items() if fold is None]
     return found | dict.fromkeys(unfolded, rounded(gradient, stream + _STREAMS["shared"])) if unfolded else found
+
+
+def _within(gradient: Tensor) -> Tensor:
+    """Returns the power of two that a gradient is divided by so that it uses the range of FP16, and sums of a million values stay in it.
+
+    Where it holds no finite largest value, or zeros alone, that is 1: infinities and NaN reach loss scaling.
+    """
+    largest = gradient.detach().abs().amax().float()
+    factor = torch.exp2(torch.ceil(torch.log2(largest)) + 2)
+    return torch.where(factor.isfinite() & (largest > 0), factor, torch.ones_like(factor))
 
 
 def narrowed(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradients: str) -> Tensor:

@@ -21,6 +21,7 @@ from qsync_fx.costs.algebra import Cost
 from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.operator import operator_cost
 from qsync_fx.costs.reads import State
+from qsync_fx.devices import row_on
 from qsync_fx.nodes import source_of
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS, Precision
@@ -87,7 +88,9 @@ def states(site: Site) -> tuple[State, ...]:
         return tuple(
             State(fmt, out)
             for fmt in takes
-            for out in dict.fromkeys([FORMATS[fmt.output], *(wide if fmt.scaled else ())])
+            for out in dict.fromkeys(
+                [FORMATS[row_on(site.graph.context.device, fmt).output], *(wide if fmt.scaled else ())]
+            )
         )
     if note.kind is Kind.DEPENDENT and own is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from qsync_fx.coverage.causes import reason, way_out
 from qsync_fx.coverage.findings import Uncovered
-from qsync_fx.graph import Operator
+from qsync_fx.devices import TARGETS
+from qsync_fx.graph import Context, Operator
 from qsync_fx.ops import Kind
 from qsync_fx.precision import Precision
 from qsync_fx.report.console import AS_LONG_AS_IT_TAKES
@@ -118,7 +119,7 @@ def _notes(explanation: Explanation) -> list[str]:
     if explanation.graphs:
         context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
-        lines.append(f"device {context.device}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
+        lines.append(f"{_device(context)}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
     for name, done in explanation.rewritten.items():
         lines.append(
             f"rewrite {name}: {done.count} place{'s' * (done.count != 1)}"
@@ -130,6 +131,13 @@ def _notes(explanation: Explanation) -> list[str]:
     lines += dict.fromkeys(f"in no graph: {way}" for module in explanation.uncovered if (way := way_out(module.cause)))
     lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
     return lines
+
+
+def _device(context: Context) -> str:
+    target = context.options.target
+    if target is None:
+        return f"device {context.device}"
+    return f"target {target} (compute capability {'.'.join(map(str, TARGETS[target]))}), explained on device {context.device}"
 
 
 def _simulated(explanation: Explanation) -> list[tuple[str, str]]:

@@ -1,0 +1,209 @@
+"""GPUs before Ampere compile no BF16: formats are carried, given out and differentiated in FP16 there, and nothing is skipped in silence.
+
+No such GPU is here. What our passes and operators do for one is done on the CPU; Inductor is made to believe that the CPU is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiers
+import torch
+import torch._inductor.compile_fx as compile_fx
+from small_models import Convolutional, Perceptron, build, gradients, relative_error
+from torch import Tensor, nn
+from torch._dynamo.device_interface import CpuInterface
+from zoo import language, loss_of, resnet
+
+import qsync_fx
+from qsync_fx import FORMATS
+from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
+from qsync_fx.errors import DeviceError, OptionError, PassError
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_a(target: str, kernels: bool = True) -> Iterator[None]:
+    """Lets the CPU count as a GPU, with kernels of ours or without any."""
+    with targeted(target, CPU), contextlib.nullcontext() if kernels else assumed(None, on="cpu"):
+        yield
+
+
+@pytest.fixture
+def believing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes the CPU for a GPU that has no BF16."""
+    monkeypatch.setattr(compile_fx, "is_gpu", lambda device: True)
+    monkeypatch.setattr(type(CpuInterface.get_device_properties()), "name", "a GPU without BF16", raising=False)
+    monkeypatch.setattr(CpuInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: False))
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
+    with on_a(target):
+        old = TARGETS[target] < (8, 0)
+        for name, fmt in FORMATS.items():
+            row = row_on(CPU, fmt)
+            named = {row.carrier, row.output, row.gradient, row.elsewhere}
+            assert ("bf16" not in named) if old else row is fmt, name
+            assert all(compiles(CPU, FORMATS[other]) for other in named if FORMATS[other].plain)
+        int8, fp8 = row_on(CPU, FORMATS["int8"]), row_on(CPU, FORMATS["fp8"])
+        assert (int8.carrier, int8.output, int8.gradient) == (("fp16",) * 3 if old else ("bf16",) * 3)
+        assert fp8.carrier == ("fp32" if old else "bf16")
+    assert row_on(CPU, FORMATS["int8"]) is FORMATS["int8"]
+
+
+def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() -> None:
+    explanation = qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4"})
+    products = [op for op in explanation.operators if op.kind == "adjustable"]
+    assert {str(op.precision) for op in products} == {"fp16"}
+    assert all("nothing compiles bf16 for compute capability 7.5" in op.reason for op in products)
+    with pytest.raises(DeviceError, match="exact=True forbids fp16"):
+        qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4", "exact": True})
+
+
+@pytest.mark.parametrize("target", ["v100", "t4", "a100"])
+def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> None:
+    model, x = Convolutional(), torch.randn(2, 1, 8, 8)
+    explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
+    text, old = explanation.graph("lower"), target != "a100"
+    assert ("bfloat16" not in text and "bf16" not in text) is old
+    assert ("float16)" in text and "f16[" in text) is True
+    assert f"target {target} (compute capability" in str(explanation)
+    assert "INT8" in text or "int8" in text
+    again = explanation.replanned(qsync_fx.Plan.uniform("int8"))
+    assert again.graph("lower") == text
+    states = [
+        state for _, data in explanation.graphs[0].graph.dag().nodes(data=True) for state in data.get("states", ())
+    ]
+    assert (
+        not states or ("bf16" not in {str(state.output) for state in states if str(state.precision) == "int8"}) is old
+    )
+
+
+def test_compiling_for_another_device_than_the_one_at_hand_is_an_error() -> None:
+    model = torch.compile(Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"})
+    with pytest.raises(DeviceError, match=r"runs on cpu, and its target is t4"):
+        model(torch.randn(2, 16))
+    with pytest.raises(OptionError, match="did you mean"):
+        qsync_fx.explain(Perceptron(), torch.randn(2, 16), options={"target": "t5"})
+
+
+def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
+    return build(Perceptron), {"x": torch.randn(8, 16)}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(_perceptron, id="mlp"),
+        pytest.param(language("BertForMaskedLM"), id="bert", marks=tiers.ALL),
+        pytest.param(resnet, id="resnet", marks=tiers.ALL),
+    ],
+)
+@pytest.mark.usefixtures("believing")
+def test_models_train_in_int8_where_inductor_compiles_no_bf16(make: Any, kernels: bool) -> None:
+    model, inputs = make()
+
+    def train(call: Any) -> dict[str, Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        found = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
+        (loss_of(found) if not isinstance(found, Tensor) else found.square().mean()).backward()
+        return gradients(model)
+
+    model.train()
+    plain = train(torch.compile(model, backend="aot_eager"))
+    with on_a("t4", kernels), warnings.catch_warnings():
+        warnings.simplefilter("error")  # Inductor warns of a graph that it skips
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        step = torch.compile(model, backend="qsync", options={"precision": "int8"})
+        ours = train(step)
+    applied = qsync_fx.applied(model)
+    ran = [op for op in applied.operators if op.kind == "adjustable" and str(op.precision) == "int8"]
+    assert ran, str(applied)
+    assert all(gradient.isfinite().all() for gradient in ours.values())
+    assert relative_error(ours, plain) < 0.5
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("precision", ["int8", "int8_grad", "fp8"])
+@pytest.mark.parametrize("layer", ["linear", "convolution"])
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str, kernels: bool) -> None:
+    """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and larger than what it holds."""
+    torch.manual_seed(0)
+    module = nn.Linear(300, 24) if layer == "linear" else nn.Conv2d(33, 24, 3)
+    x = torch.full((40, 300), 0.5) if layer == "linear" else torch.full((2, 33, 7, 5), 0.5)
+    x = (x + 0.01 * torch.randn_like(x)).requires_grad_()
+    with torch.no_grad():
+        module.weight.fill_(0.25)
+        module.weight.add_(0.01 * torch.randn_like(module.weight))
+    incoming = torch.randn_like(module(x)) * 1e-9
+    incoming[0] *= 1e14  # beyond FP16 on either side
+
+    def train(call: Any) -> tuple[Tensor, ...]:
+        y = call(x)
+        return (y, *torch.autograd.grad(y, (x, module.weight, module.bias), incoming))
+
+    options = {"precision": precision, "inner": "aot_eager", "rounding": "nearest", "scaling": scaling}
+    exact, here = train(module), train(torch.compile(module, backend="qsync", options=options))
+    torch._dynamo.reset()
+    with on_a("t4", kernels):
+        there = train(torch.compile(module, backend="qsync", options=options))
+    for found, other, wanted in zip(there, here, exact, strict=True):
+        assert found.isfinite().all()
+        # BF16 carries and rounds more coarsely here.
+        assert (found - wanted).norm() <= 1.1 * (other - wanted).norm() + 0.002 * wanted.norm()
+
+
+def test_infinite_gradients_reach_loss_scaling() -> None:
+    layer = nn.Linear(16, 8)
+    with on_a("t4", kernels=False):
+        step = torch.compile(layer, backend="qsync", options={"precision": "int8", "inner": "aot_eager"})
+        y = step(torch.randn(4, 16))
+        y.backward(torch.full_like(y, float("inf")))
+    assert layer.weight.grad is not None and not layer.weight.grad.isfinite().any()
+    layer.zero_grad()
+    with on_a("t4", kernels=False):
+        step(torch.randn(4, 16)).backward(torch.zeros(4, 8))
+    assert not layer.weight.grad.any()
+
+
+def test_no_format_that_the_device_does_not_compile_is_put_in() -> None:
+    @qsync_fx.graph_pass(after="lower")
+    def narrow(graph: qsync_fx.PrecisionGraph) -> None:
+        output = graph.nodes[-1]
+        (result,) = output.args[0]
+        with graph.graph.inserting_before(output):
+            half = graph.graph.call_function(torch.ops.aten.to.dtype, (result, torch.bfloat16))
+            back = graph.graph.call_function(torch.ops.aten.to.dtype, (half, torch.float32))
+        output.args = ((back,),)
+
+    with pytest.raises(PassError, match="holds no format that the device does not compile"):
+        qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "t4"})
+    qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "a100"})
+
+
+@pytest.mark.usefixtures("believing")
+def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_without() -> None:
+    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    with on_a("t4"):
+        planned = torch.compile(Perceptron().bfloat16(), backend="qsync", options={"precision": "fp32"})
+        with pytest.raises(DeviceError, match=r"inductor does not compile this graph.*without the plan"):
+            planned(x)
+        unplanned = torch.compile(Perceptron().bfloat16(), backend="qsync")
+        with pytest.warns(UserWarning, match="it runs uncompiled"):
+            assert unplanned(x).dtype is torch.bfloat16
+
+
+def test_support_says_in_what_an_old_device_carries() -> None:
+    with on_a("v100"):
+        assert "computed in fp16" in support(CPU, FORMATS["int8"]).reason
+        assert "computed in fp32" in support(CPU, FORMATS["fp8"]).reason
