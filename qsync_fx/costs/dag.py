@@ -22,6 +22,7 @@ from qsync_fx.costs.flow import Flow, Site
 from qsync_fx.costs.operator import operator_cost
 from qsync_fx.costs.reads import State
 from qsync_fx.devices import row_on
+from qsync_fx.graph import Operator
 from qsync_fx.nodes import source_of
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS, Precision
@@ -79,10 +80,11 @@ def states(site: Site) -> tuple[State, ...]:
     """Returns the states that an operator can be in on its graph's device, whatever the plan."""
     note = meta.NOTE[site.node]
     own = format_of(site.graph.value(site.node))
-    context = site.graph.context
+    context, operator = site.graph.context, Operator(site.graph, site.node)
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
         takes = dict.fromkeys(
-            resolve(note.row, fmt, context.device, context.options.exact)[0] for fmt in FORMATS.values()
+            resolve(note.row, fmt, context.device, context.options.exact, operator.held, operator.refused)[0]
+            for fmt in FORMATS.values()
         )
         wide = [own] if own is not None and own.bits >= 32 else []
         return tuple(
