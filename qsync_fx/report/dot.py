@@ -57,7 +57,7 @@ def _edges(graph: PrecisionGraph, at: int) -> list[str]:
     for operator in operators:
         late = str(operator.id) not in dag
         for source in dict.fromkeys(_sources(operator.node)):
-            if late or source not in dag:
+            if source in shown and (late or source not in dag):
                 lines.append(f"  {_name(at, source)} -> {_name(at, str(operator.id))};")
     return lines
 
