@@ -28,7 +28,7 @@ import torch
 
 import qsync_fx
 from qsync_fx import _C
-from qsync_fx.doctor import cpu
+from qsync_fx.cli.machine import cpu
 from qsync_fx.files import write_text
 
 Row = Mapping[str, Any]

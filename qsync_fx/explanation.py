@@ -135,7 +135,7 @@ class Explanation:
         Raises:
             PlanError: the plan does not fit the model.
         """
-        with self._there():
+        with self.there():
             graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
             adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
         found = findings(plan, adjustable, self.uncovered)
@@ -157,8 +157,7 @@ class Explanation:
 
         if kind is not None and kind not in list(Kind):
             raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
-        with self._there():
-            return explanation_text(self, None if kind is None else Kind(kind), width)
+        return explanation_text(self, None if kind is None else Kind(kind), width)
 
     def save_dot(self, path: str | Path) -> None:
         """Writes the operators and what flows between them as a Graphviz file."""
@@ -166,7 +165,8 @@ class Explanation:
 
         write_text(Path(path), dot(self))
 
-    def _there(self) -> contextlib.AbstractContextManager[None]:
+    def there(self) -> contextlib.AbstractContextManager[None]:
+        """Lets what is asked of devices be answered for the option "target", where it was given."""
         return self.graphs[0].graph.context.there() if self.graphs else contextlib.nullcontext()
 
     def _known(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Explanation:
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | None = None, **kwargs: Any
+    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | Options | None = None, **kwargs: Any
 ) -> Explanation:
     """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
 

@@ -48,11 +48,11 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     because = {
         "qsync_fx/precision.py": "the table",
         "qsync_fx/devices.py": "which devices have which units, and what runs when the user asks for nothing",
-        "qsync_fx/doctor.py": "an instruction set of processors is called bf16",
+        "qsync_fx/cli/machine.py": "an instruction set of processors is called bf16",
         "qsync_fx/values.py": "the short name of a torch type in texts of graphs is bf16",
     }
     assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/doctor.py"] == named["qsync_fx/values.py"] == {"bf16"}
+    assert named["qsync_fx/cli/machine.py"] == named["qsync_fx/values.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
@@ -98,7 +98,7 @@ LAYERS = (
     "passes",
     "backend",
     "explanation applied_plan replan report switching",
-    "doctor model_reference kernels_cli tune_cli cli",
+    "cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
 

@@ -16,9 +16,9 @@ import torch
 
 from qsync_fx import __version__
 from qsync_fx.cli import main
+from qsync_fx.cli.reference import load
 from qsync_fx.errors import OptionError
 from qsync_fx.explanation import explain
-from qsync_fx.model_reference import load
 from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind
 from qsync_fx.options import DOCUMENTED

@@ -13,7 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from qsync_fx import _C, doctor as home
+from qsync_fx import _C
+from qsync_fx.cli import machine as home
+from qsync_fx.cli.commands.doctor import render
 from qsync_fx.devices import support
 from qsync_fx.errors import ToolchainError
 from qsync_fx.precision import FORMATS
@@ -29,12 +31,12 @@ flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_b
 
 def shown(report: home.Report, width: int = 140) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(home.render(report))
+    Console(file=out, width=width).print(render(report))
     return out.getvalue()
 
 
 def test_every_format_on_every_device() -> None:
-    report = home.doctor()
+    report = home.look()
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     assert [(row.device, row.precision) for row in report.formats] == [
         (d, f) for d in devices for f in FORMATS.values()
@@ -88,14 +90,14 @@ def executable(path: Path, text: str) -> None:
 def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda home"))
-    found = home.doctor().nvcc
+    found = home.look().nvcc
     assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
 
 
 def test_a_broken_nvcc_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "nvcc", "exit 3")
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "nvcc"))
-    report = home.doctor()
+    report = home.look()
     assert isinstance(report.nvcc, ToolchainError)
     assert isinstance(report.host, ToolchainError)
     text = shown(report, width=400)
@@ -111,19 +113,19 @@ def test_finds_the_headers_of_cutlass(tmp_path: Path, monkeypatch: pytest.Monkey
         "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
     )
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(tmp_path))
-    assert home.doctor().cutlass == home.Tool("4.2.0", include)
+    assert home.look().cutlass == home.Tool("4.2.0", include)
 
 
 def test_counts_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
-    assert home.doctor().kernels == (home.Kernels(tmp_path / "kernels", 0),)
+    assert home.look().kernels == (home.Kernels(tmp_path / "kernels", 0),)
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(tmp_path / "missing"))
-    assert "does not exist" in shown(home.doctor(), width=400)
+    assert "does not exist" in shown(home.look(), width=400)
 
 
 def test_what_is_shown_is_data_not_markup() -> None:
-    report = home.doctor()
+    report = home.look()
     gpu = home.Gpu(torch.device("cuda", 0), "[bold]Card[/] [/nothing]", (9, 0), 80 * 2**30)
     nvcc = home.Tool("13.0.88", Path("/opt/[red]/nvcc"))
     missing = ToolchainError("the headers are [bold]missing[/]")
@@ -135,7 +137,7 @@ def test_what_is_shown_is_data_not_markup() -> None:
 
 
 def test_a_wrong_path_is_reported_not_raised() -> None:
-    code = "from qsync_fx.doctor import *; print(doctor().quantizer.reason)"
+    code = "from qsync_fx.cli.machine import *; print(look().quantizer.reason)"
     environment = os.environ | {"QSYNC_CPU_ISA": "quantum"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False

@@ -129,9 +129,9 @@ def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert "body/tap.relu" in row
     assert "inserted by tap; it was put in after 'insert_casts'" in row
     assert "test_inserted.py:" in row
-    from qsync_fx.cli import _operator_as_json
+    from qsync_fx.cli.commands.inspect import operator_as_json
 
-    (told,) = (_operator_as_json(op) for op in explanation.operators if op.note.by)
+    (told,) = (operator_as_json(op) for op in explanation.operators if op.note.by)
     told = json.loads(json.dumps(told))
     assert told["id"] == "body/tap.relu"
     assert told["reason"].startswith("inserted by tap; ")

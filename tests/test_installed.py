@@ -48,6 +48,19 @@ taken = (Lowering("linear", emit, keep),)
 rowless = (Lowering("softmax", emit, keep), Lowering("no_such", emit, keep))
 """
 
+COMMAND = """
+from qsync_fx.cli import Command, output
+
+def count(arguments):
+    output.show(output.table(("word", "letters"), [(word, str(len(word))) for word in arguments.words]))
+
+def words(parser):
+    parser.add_argument("words", nargs="+")
+
+counting = Command("count letters", count, words)
+number = 3
+"""
+
 Install = Callable[..., None]
 
 
@@ -203,3 +216,57 @@ def test_the_command_tells_it_in_three_lines(
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "model_of_test:make", "--pass", "quiet"]) == 2
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["qsync:", "where:", "do:"]
+
+
+def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("qsync_fx.commands", "counting", name="count", code=COMMAND)
+    assert main(["count", "one", "three"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["word", "letters"],
+        ["one", "3"],
+        ["three", "5"],
+    ]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "count letters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "what"),
+    [
+        ("counting", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
+        ("counting", "from qsync_fx.cli import Command\ncounting = Command('x')", "a command runs, or has actions"),
+        ("missing", COMMAND, "has no attribute 'missing'"),
+        ("number", COMMAND, "offers a value of type int where a qsync_fx.cli.Command is expected"),
+        ("count", COMMAND, "offers a value of type function where a qsync_fx.cli.Command is expected"),
+    ],
+)
+def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
+    value: str, code: str, what: str, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("qsync_fx.commands", value, name="count", code=code)
+    assert main(["count"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("qsync: the installed package quiet-package ")
+    assert what in told
+    assert f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands' in told
+    assert "do:    upgrade quiet-package, or uninstall it" in told
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    assert "cannot be used: the installed package quiet-package" in capsys.readouterr().out
+    assert main(["kernels", "path"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("count", "the package other-package"), ("doctor", "qsync_fx.cli.commands.doctor")]
+)
+def test_two_commands_of_one_name(name: str, where: str, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("qsync_fx.commands", "counting", name=name, code=COMMAND)
+    if name == "count":
+        install("qsync_fx.commands", "counting", name=name, package="other-package", code=COMMAND)
+    assert main([name, "one"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"qsync: several commands are called '{name}'"
+    assert where in told[1] and "the package quiet-package" in told[1]
+    assert main(["kernels", "path"]) == 0

@@ -21,11 +21,13 @@ from qsync_fx.devices import TARGETS
 from qsync_fx.graph import Context, Operator
 from qsync_fx.ops import Kind
 from qsync_fx.precision import Precision
-from qsync_fx.report.console import AS_LONG_AS_IT_TAKES
 from qsync_fx.report.numbers import short
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
+
+# Rich wants a number, and no line is that long.
+AS_LONG_AS_IT_TAKES = 100_000
 
 
 def explanation_text(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> str:
@@ -35,6 +37,11 @@ def explanation_text(explanation: Explanation, kind: Kind | None = None, width: 
 
 def explanation_table(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
+    with explanation.there():
+        return _explanation_table(explanation, kind, width)
+
+
+def _explanation_table(explanation: Explanation, kind: Kind | None, width: int | None) -> RenderableType:
     columns = ("operator", "kind", "precision", "output", "flops", "bytes", "saved", "line", "reason")
     table = table_of(columns)
     every = explanation.operators

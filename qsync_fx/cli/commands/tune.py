@@ -7,18 +7,17 @@ measured, and nothing is kept but in a file that is asked for.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qsync_fx.cli import model, output
+from qsync_fx.cli.command import Command
 from qsync_fx.errors import DeviceError, OptionError
-from qsync_fx.options import DOCUMENTED
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table as Printed
 
     from qsync_fx.backend.cuda.config import Arch
     from qsync_fx.backend.cuda.problem import Problem
@@ -43,29 +42,25 @@ examples:
   qsync tune bert:small --precision int8 --recorded h200.json decide without a GPU"""
 
 
-def add(commands: Any) -> None:
-    """Adds `tune` to the commands of `qsync`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    tune = commands.add_parser(
-        "tune", help="find the fastest kernels for a model", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    model.add(parser)
+    measured = parser.add_argument_group("how to measure")
+    measured.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
+    measured.add_argument("--rounds", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
+    measured.add_argument(
+        "--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU"
     )
-    tune.set_defaults(run=_tune)
-    tune.add_argument("model", metavar="MODULE:CALLABLE", help="what returns (model, args) or (model, args, kwargs)")
-    tune.add_argument("--precision", metavar="NAME", help=DOCUMENTED["precision"])
-    tune.add_argument("--plan", metavar="FILE", help="path of a saved plan, in place of --precision")
-    tune.add_argument("--scaling", metavar="WHAT", help=DOCUMENTED["scaling"])
-    tune.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
-    tune.add_argument("--rounds", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
-    tune.add_argument("--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU")
-    tune.add_argument("--record", metavar="FILE", type=Path, help="also write every timing to this file")
-    tune.add_argument(
+    kept = parser.add_argument_group("what to write")
+    kept.add_argument("--record", metavar="FILE", type=Path, help="also write every timing to this file")
+    kept.add_argument(
         "--output", metavar="FILE", type=Path, help="table to keep results in, in place of the user's own"
     )
-    tune.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
+    kept.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
 
 
 def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda import device, recorded, table
+    from qsync_fx.backend.cuda.problem_json import shown
     from qsync_fx.backend.cuda.select import known, way
     from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, tune_all
 
@@ -98,12 +93,12 @@ def _tune(arguments: argparse.Namespace) -> None:
         return () if isinstance(found, str) else found.configs
 
     skipped: dict[Problem, str] = {}
-    with _progress(len(problems)) as advance:
+    with output.progress("tuning", len(problems)) as advance:
 
         def report(problem: Problem, choice: Choice | None, why: str) -> None:
             if choice is None:
                 skipped[problem] = why
-            advance(problem)
+            advance(shown(problem))
 
         choices = tune_all(problems, candidates, make, rounds, report)
     if arguments.record is not None:
@@ -112,7 +107,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     if path is not None and choices:
         table.save(path, here, choices)
         device.forget()
-        print(f"qsync: wrote {path}", file=sys.stderr)
+        output.wrote(path)
     _show(arguments, here, arch, choices, skipped)
 
 
@@ -144,20 +139,10 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
     """Returns the problems of the model named, which is taken to the GPU if there is one."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     from qsync_fx.backend.cuda.collect import problems_of
-    from qsync_fx.explanation import explain
-    from qsync_fx.model_reference import load
 
-    named = ("precision", "plan", "scaling")
-    options = {name: getattr(arguments, name) for name in named if getattr(arguments, name) is not None}
-    model, args, kwargs = load(arguments.model)
-    if gpu is not None and isinstance(model, torch.nn.Module):
-        model.to(gpu)
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(gpu), (args, kwargs))
-    return problems_of(explain(model, *args, options=options, **kwargs))
+    given = model.read(arguments)
+    return problems_of((given if gpu is None else given.on(gpu)).explain())
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
@@ -193,27 +178,7 @@ def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Ke
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
     recorded.save(path, recorded.Recording(here, arch, timings))
-    print(f"qsync: wrote {path}", file=sys.stderr)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Problem], None]]:
-    """Shows how many problems are done, on a terminal's standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from qsync_fx.backend.cuda.problem_json import shown
-
-    columns = (
-        TextColumn("tuning"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda problem: bar.update(task, advance=1, description=shown(problem))
+    output.wrote(path)
 
 
 def _show(
@@ -227,35 +192,27 @@ def _show(
     if arguments.json:
         left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
         rows = [choice_as_json(choice) for choice in choices]
-        print(json.dumps({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left}, indent=2))
+        output.as_json({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left})
         return
-    from qsync_fx.report.console import console
-
-    console().print(_table(choices))
+    output.show(_table(choices))
     for problem, why in skipped.items():
-        print(f"qsync: not measured: {shown(problem)}: {why}", file=sys.stderr)
+        output.note(f"not measured: {shown(problem)}: {why}")
 
 
-def _table(choices: list[Choice]) -> Any:
-    """Returns a table for a rich console: problem, torch's time, the best kernel and its time, and how they compare."""
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(choices: list[Choice]) -> Printed:
+    """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
     from qsync_fx.backend.cuda.problem_json import shown
 
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for name in ("problem", "torch us", "kernel us", "ratio", "runs", "note"):
-        table.add_column(
-            name, justify="right" if name in ("torch us", "kernel us", "ratio") else "left", overflow="fold"
-        )
+    rows = []
     for choice in choices:
         torch_takes = choice.seconds.get("torch")
         others = {name: seconds for name, seconds in choice.seconds.items() if name != "torch"}
         best = min(others.values(), default=None)
         ratio = "" if torch_takes is None or best is None else f"{torch_takes / best:.2f}"
         cells = shown(choice.problem), _microseconds(torch_takes), _microseconds(best), ratio
-        table.add_row(*map(Text, (*cells, choice.name, _note(choice))))
-    return table
+        rows.append((*cells, choice.name, _note(choice)))
+    numbers = ("torch us", "kernel us", "ratio")
+    return output.table(("problem", *numbers, "runs", "note"), rows, right=numbers)
 
 
 def _note(choice: Choice) -> str:
@@ -268,3 +225,6 @@ def _note(choice: Choice) -> str:
 
 def _microseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+COMMAND = Command("find the fastest kernels for a model", _tune, _arguments, _ABOUT, _EXAMPLES)

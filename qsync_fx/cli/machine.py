@@ -1,7 +1,7 @@
 """What this machine offers to qsync_fx, and how each format would run on it: the values behind `qsync doctor`.
 
 Invariant: it looks and changes nothing, and what cannot be found out is left empty, never guessed. How a format runs is
-`qsync_fx.devices.support`'s answer; doctor only asks.
+`qsync_fx.devices.support`'s answer; this only asks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,10 +21,6 @@ from qsync_fx.backend.cuda import cache, sass, toolchain
 from qsync_fx.devices import Support, support
 from qsync_fx.errors import QSyncError
 from qsync_fx.precision import FORMATS, Precision
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 _FEATURES = {
     "avx2": ("avx2",),
@@ -128,7 +123,7 @@ class Report:
     formats: tuple[FormatSupport, ...]
 
 
-def doctor() -> Report:
+def look() -> Report:
     """Looks this machine over; under a second."""
     gpus = _gpus()
     devices = (torch.device("cpu"), *(gpu.device for gpu in gpus))
@@ -213,70 +208,3 @@ def _kernels() -> tuple[Kernels, ...]:
         entries = [entry for entry in cache.entries(folder) if isinstance(entry, cache.Entry)]
         found.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
     return (*found, *([Kernels(Path(), 0, reason)] if reason else ()))
-
-
-def render(report: Report) -> RenderableType:
-    """Returns the report as something that a `rich.console.Console` prints: what there is, then formats by device."""
-    from rich.console import Group
-
-    return Group(_machine(report), "", _formats(report))
-
-
-def _machine(report: Report) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-
-    def line(name: str, value: str) -> None:
-        # Names of devices and paths are data: nothing in them is markup.
-        table.add_row(name, Text(value))
-
-    cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
-    line("qsync_fx", report.qsync_fx)
-    line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
-    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{report.cpu.threads} threads for this process")
-    line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
-    line("quantizer", _quantizer_text(report.quantizer))
-    for gpu in report.gpus:
-        major, minor = gpu.capability
-        line(str(gpu.device), f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB")
-    if not report.gpus:
-        line("cuda", "no device")
-    line("nvcc", _tool_text(report.nvcc))
-    if isinstance(report.nvcc, Tool):
-        line("host compiler", _tool_text(report.host))
-        line(
-            "disassembler",
-            str(report.disassembler or "no cuobjdump and nvdisasm: kernels are used without a look inside"),
-        )
-    line("CUTLASS", _tool_text(report.cutlass))
-    line("for V100", _tool_text(report.nvrtc) if isinstance(report.nvrtc, Tool) else f"nothing: {report.nvrtc.do}")
-    for kernels in report.kernels:
-        line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
-    return table
-
-
-def _quantizer_text(quantizer: Quantizer) -> str:
-    if quantizer.path is None:
-        return quantizer.reason
-    threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
-    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}"
-
-
-def _tool_text(tool: Tool | QSyncError) -> str:
-    return f"{tool.version} in {tool.path}" if isinstance(tool, Tool) else str(tool)
-
-
-def _formats(report: Report) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("precision", "device", "how", "runs as", "why", header_style="bold", box=None, pad_edge=False)
-    styles = {"native": "green", "simulated": "yellow", "substituted": "magenta"}
-    for row in report.formats:
-        how = Text(row.support.how, styles[row.support.how])
-        table.add_row(row.precision.name, str(row.device), how, row.support.runs_as.name, Text(row.support.reason))
-    return table

@@ -1,0 +1,107 @@
+"""`qsync inspect`: what the backend does to a model, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import model, output
+from qsync_fx.cli.command import Command
+from qsync_fx.errors import QSyncError
+
+if TYPE_CHECKING:
+    from qsync_fx.explanation import Explanation
+    from qsync_fx.graph import Operator
+
+_ABOUT = """\
+Prints every operator of a model: who decides its precision, which one it gets
+and why, the format of its output, the line of the model it comes from, and
+what it costs. Piped, a line is as long as it gets; COLUMNS=100 makes it fit."""
+
+_EXAMPLES = """\
+examples:
+  qsync inspect bert:small --precision int8               the table
+  qsync inspect bert:small --kind adjustable              what a plan decides
+  qsync inspect bert:small --after cascade                the graph after a pass
+  qsync inspect bert:small --diff assign insert_casts     what passes changed
+  qsync inspect bert:small --plan-out plan.json           a plan to edit, for --plan
+  qsync inspect bert:small --json | jq .operators[].id    for programs"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    model.add(parser, looks=True)
+    printed = parser.add_argument_group("what to print")
+    printed.add_argument(
+        "--kind", choices=("adjustable", "dependent", "fixed"), help="in table and JSON only operators of this kind"
+    )
+    show = printed.add_mutually_exclusive_group()
+    show.add_argument("--after", metavar="PASS", help="the graph after this pass, in place of the table")
+    show.add_argument(
+        "--diff", metavar=("A", "B"), nargs=2, help="what changed in the graph from after pass A to after pass B"
+    )
+    show.add_argument("--json", action="store_true", help="everything in the table and more, as one JSON object")
+    write = parser.add_argument_group("files to write")
+    write.add_argument("--dot", metavar="FILE", help="the operators and what flows between them, for Graphviz")
+    write.add_argument(
+        "--plan-out",
+        metavar="FILE",
+        help="a plan that names every adjustable operator in the precision it got: a start for edits",
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.kind and (arguments.after or arguments.diff):
+        raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
+    explanation = model.read(arguments).explain()
+    if arguments.after:
+        print(explanation.graph(arguments.after))
+    elif arguments.diff:
+        output.diff(explanation.diff(*arguments.diff))
+    elif arguments.json:
+        output.as_json(_as_json(explanation, arguments.kind))
+    else:
+        _show(explanation, arguments.kind)
+    for path, save in ((arguments.dot, explanation.save_dot), (arguments.plan_out, explanation.plan().save)):
+        if path:
+            save(path)
+            output.wrote(path)
+
+
+def _show(explanation: Explanation, kind: str | None) -> None:
+    from qsync_fx.ops import Kind
+    from qsync_fx.report.text import explanation_table
+
+    output.show(explanation_table(explanation, Kind(kind) if kind else None, output.width()))
+
+
+def _as_json(explanation: Explanation, kind: str | None) -> Mapping[str, object]:
+    shown = [operator for operator in explanation.operators if kind in (None, operator.kind)]
+    return {
+        "operators": [operator_as_json(operator) for operator in shown],
+        "passes": [{"name": name, "seconds": seconds} for name, seconds in explanation.seconds.items()],
+        "graphs": len(explanation.graphs),
+        "breaks": list(explanation.breaks),
+        "unknown": explanation.unknown,
+        "device": str(explanation.graphs[0].graph.context.device),
+    }
+
+
+def operator_as_json(operator: Operator) -> Mapping[str, object]:
+    """Returns what the table says of an operator, and more, as JSON takes it."""
+    note, source = operator.note, operator.source
+    names = {
+        name: None if value is None else value.name
+        for name, value in (("planned", note.planned), ("precision", note.precision), ("output", note.output))
+    }
+    sizes = {name: _number(getattr(note.cost, name, None)) for name in ("flops", "bytes", "saved_bytes")}
+    place = None if source is None else {"file": source.file, "line": source.line, "code": source.code}
+    return {"id": str(note.id), "kind": str(note.kind), **names, "reason": operator.reason, **sizes, "source": place}
+
+
+def _number(size: Any) -> object:
+    """Returns a size as a number, or as the text of its formula where it depends on symbolic shapes."""
+    return size if size is None or isinstance(size, int | float) else str(size)
+
+
+COMMAND = Command("what the backend does to a model", _inspect, _arguments, _ABOUT, _EXAMPLES)

@@ -1,0 +1,133 @@
+"""What commands print, and the status that `qsync` ends with.
+
+Invariant: results go to standard output and everything else to standard error, so that output can be piped. A terminal gets colours, and
+tables of its width, which whoever sets COLUMNS gets too, as pagers and scripts do. Piped without it, lines are as long as what they say,
+since other programs search them.
+
+What goes wrong in the words of qsync_fx (`QSyncError`) is told in its three lines, with status 2, as argparse does for arguments. What
+the user's own code raises comes with its traceback: that is what it takes to find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from qsync_fx.errors import QSyncError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+_LONGEST = 100_000
+"""Rich wants a width, and no line is that long."""
+
+
+def status_of(run: Callable[[], None]) -> int:
+    """Does what a command does and returns the status that it ends with: 0; 2 where qsync_fx complains."""
+    for stream in (sys.stdout, sys.stderr):
+        # Module names and source lines may hold what a terminal's encoding cannot say.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        run()
+        sys.stdout.flush()
+    except QSyncError as error:
+        note(error)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def note(what: object) -> None:
+    """Says on standard error what is no result: that a file was written, what could not be done."""
+    print(f"qsync: {what}", file=sys.stderr)
+
+
+def wrote(path: str | Path) -> None:
+    """Says that a file was written."""
+    note(f"wrote {path}")
+
+
+def as_json(value: object) -> None:
+    """Prints a value for other programs."""
+    print(json.dumps(value, indent=2))
+
+
+def show(what: RenderableType) -> None:
+    """Prints a table, or whatever else rich prints, as wide as the place that it goes to."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else width() or _LONGEST)
+    with console.capture() as captured:
+        console.print(what)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def width() -> int | None:
+    """Returns how wide standard output is; None where nobody has said it."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        return Console().width
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and text.isascii() and 0 < int(text) < _LONGEST else None
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str | Text]], right: Iterable[str] = ()) -> Table:
+    """Returns a table of texts; `right` names the columns of numbers. What is long wraps: cut off it would be worth nothing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made, numbers = Table(header_style="bold", box=None, pad_edge=False), set(right)
+    for name in columns:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        # Names of devices and paths are data: nothing in them is markup.
+        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return made
+
+
+def diff(text: str) -> None:
+    """Prints a unified diff, coloured on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    console = Console()
+    for line in text.splitlines():
+        if console.is_terminal:
+            console.print(Text(line, style=styles.get(line[:1], "")), soft_wrap=True)
+        else:
+            print(line)
+
+
+@contextmanager
+def progress(doing: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal's standard error how much of something is done; what it gives is called with the name of each part that is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn(doing),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda part: bar.update(task, advance=1, description=part)

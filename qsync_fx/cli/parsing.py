@@ -1,0 +1,89 @@
+"""Arguments of commands.
+
+Invariant: a command line loads the one command that it names; all of them where they are listed. A command of an installed package that
+cannot be loaded is listed with what is wrong with it, and stands in no other one's way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from qsync_fx import __version__
+from qsync_fx.cli import commands
+from qsync_fx.cli.command import Command, Run, literal
+from qsync_fx.errors import QSyncError
+
+_ABOUT = """\
+Trains a model with each operator in a planned precision: torch.compile(model, backend="qsync").
+
+This command shows what that does to a model before anything is trained, and
+what this machine offers. qsync COMMAND --help says more, with examples."""
+
+_EXAMPLES = """\
+to begin with:
+  qsync doctor                                what this machine offers
+  qsync inspect bert:small --precision int8   what becomes of the model that small() in bert.py returns"""
+
+_Raw = argparse.RawDescriptionHelpFormatter
+_RUN: Final = "_run"
+_ANSWERED = ("-h", "--help", "--version")
+"""What is answered without a command, whatever follows."""
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
+    """Returns what a command line asks for, and what it says besides.
+
+    Raises:
+        QSyncError: the command cannot be loaded.
+        SystemExit: argparse has something to complain of, or has printed what was asked for.
+    """
+    parser = argparse.ArgumentParser(
+        prog="qsync", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Raw, allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of qsync_fx, torch and Python")
+    choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    known = commands.names()
+    first = next((word for word in arguments if not word.startswith("-") or word in _ANSWERED), None)
+    if first in known:
+        _add(choices, {first: commands.load(first)})
+    else:
+        for name in known:
+            choices.add_parser(name, help=_in_the_list(name))
+    namespace = parser.parse_args(arguments)
+    return getattr(namespace, _RUN), namespace
+
+
+def _in_the_list(name: str) -> str:
+    try:
+        text = commands.load(name).help
+    except QSyncError as error:
+        text = f"cannot be used: {error.what}"
+    return literal(text)
+
+
+def _add(choices: Any, found: Mapping[str, Command]) -> None:
+    for name, command in found.items():
+        parser = choices.add_parser(
+            name,
+            help=literal(command.help),
+            description=command.about or command.help,
+            epilog=command.examples,
+            formatter_class=_Raw,
+        )
+        if command.arguments is not None:
+            command.arguments(parser)
+        if command.run is not None:
+            parser.set_defaults(**{_RUN: command.run})
+        else:
+            _add(parser.add_subparsers(title="what to do", required=True, metavar="ACTION"), command.actions)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import torch
+
+        print(f"qsync_fx {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        parser.exit()
