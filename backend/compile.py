@@ -29,6 +29,7 @@ from qsync_fx.devices import check_target, support, targeted
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.opid import OpId
 from qsync_fx.options import Options
+from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.frames import Place, compile_for_this_module_only, in_backward_pass, place, warn_at_the_limit
 from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
@@ -60,6 +61,9 @@ def rewrite(
         context = context_for(module, inputs, options, seen)
         fakes = _fake(inputs, context.fake_mode)
         passes = pipeline(options, operators.lowerings(), context.training)
+        if not instruments and not options.passes:
+            # Nobody reads what operators cost when a model is compiled, and counting it takes longer than a pass.
+            passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
         return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
 
 

@@ -35,7 +35,8 @@ def qsync(
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
     """Returns the options in what torch.compile passes on to a backend."""
-    others = sorted(arguments.keys() - {"options"})
+    # From 2.15 on torch hands over the name, too, that logs call the compilation by.
+    others = sorted(arguments.keys() - {"options", "name"})
     if others:
         raise OptionError(
             f"the backend qsync has no {', '.join(others)}",
