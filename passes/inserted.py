@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import fx
 
 from qsync_fx import meta
+from qsync_fx.charging import charge
 from qsync_fx.copies import copied
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
@@ -59,6 +60,8 @@ def take_in(graph: PrecisionGraph, before: Seen, by: str, passed: Sequence[str])
     operators = [operator for operator in graph.operators() if operator.node not in before.notes]
     for operator in operators:
         _decide(operator, passed)
+    for part in parts if Lower.name in passed else ():
+        charge(part)
     if not operators:
         return
     if Classify.name in passed and InsertCasts.name not in passed:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from qsync_fx import meta
+from qsync_fx.charging import charge
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.meta import Part, Purpose
 from qsync_fx.nodes import argument_at, arguments
@@ -37,7 +38,7 @@ class Lower:
         for operator in graph.own_operators():
             self._lower(graph, operator)
         drop_unread_casts(graph)
-        _charge(graph)
+        charge(graph)
         graph.module.recompile()
 
     def _lower(self, graph: PrecisionGraph, operator: Operator) -> None:
@@ -107,19 +108,3 @@ def _unround_others(new: fx.Node, kept: tuple[fx.Node, ...]) -> None:
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)
-
-
-def _charge(graph: PrecisionGraph) -> None:
-    """Says of every node whose time its kernels take: a cast the operator's that it is for, all else that of its reader."""
-    for node in reversed(graph.nodes):
-        cast, note = meta.CAST.get(node), meta.NOTE.get(node)
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if note is not None:
-            meta.charge(node, note.id)
-            continue
-        near = (*node.users, *node.all_input_nodes)
-        owner = cast.owner if cast is not None else None
-        found = owner or next((charged[0] for other in near if (charged := meta.charged(other)) is not None), None)
-        if found is not None:
-            meta.charge(node, found, cast.part if cast is not None else None)

@@ -219,7 +219,8 @@ class _Builder:
             return
         with self.graph.inserting_after(source):
             apart = self.graph.call_function(torch.ops.aten.alias.default, (source,))
-        apart.meta.update(source.meta, qsync_opaque=_HOOKED)
+        apart.meta.update(source.meta)
+        meta.OPAQUE[apart] = _HOOKED
         source.replace_all_uses_with(apart, delete_user_cb=lambda user: user is not apart)
         self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from qsync_fx import meta
 from qsync_fx.bodies import handed_in
+from qsync_fx.charging import charge
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.meta import Part
 from qsync_fx.nodes import argument_at, arguments
@@ -67,6 +68,7 @@ class _Rewriter:
             elif node in meta.NOTE:
                 self._operator(Operator(self.graph, node))
         drop_unread_casts(self.graph)
+        charge(self.graph)
         self.graph.module.recompile()
 
     def _cast(self, node: fx.Node) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from qsync_fx import meta
+from qsync_fx.charging import computes
 from qsync_fx.devices import compiles
 from qsync_fx.errors import PassError
 from qsync_fx.graph import Operator, PrecisionGraph
@@ -245,6 +246,12 @@ def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
             yield fmt
 
 
+def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes if any(graph.own_operators()) else ():
+        if computes(node) and tensors(graph.value(node)) and meta.charged(node) is None:
+            yield node, "no operator is charged with the time that it takes"
+
+
 RULES = (
     Rule("the graph is well formed", "normalize", _is_a_graph),
     Rule("every node has a value", "normalize", _has_values),
@@ -261,6 +268,7 @@ RULES = (
     Rule("losses read FP32", "insert_casts", _losses_are_wide),
     Rule("the graph holds no format that the device does not compile", "lower", _is_compiled),
     Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
+    Rule("every node says whose time it takes", "lower", _is_charged),
     Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
 )
 

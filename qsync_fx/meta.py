@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -64,6 +64,18 @@ class Cast:
     stream: int | None = None
     purpose: Purpose = Purpose.OPERAND
     policy: Policy | None = None
+
+
+class Charge(NamedTuple):
+    """Whose time the kernels of a node take.
+
+    Attributes:
+        owner: the id of an operator of the model, as text: it outlives the process in profiles.
+        part: what the node does of a cast of that operator's; None where it is none.
+    """
+
+    owner: str
+    part: Part | None = None
 
 
 class Key(Generic[T]):
@@ -152,31 +164,28 @@ _CARRIED: Final = "custom"
 
 
 def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
-    """Says to which operator the time of a node's kernels belongs, and as which part of a cast; whoever profiles reads it by `charged`."""
-    _carry(node, {"qsync": str(owner)} | ({"qsync_part": part.value} if part is not None else {}))
+    """Says to which operator the time of a node's kernels belongs, and as which part of a cast. `charging.charges` reads it."""
+    marks = {key: value for key, value in (node.meta.get(_CARRIED) or {}).items() if key != "qsync_part"}
+    node.meta[_CARRIED] = {**marks, "qsync": str(owner), **({"qsync_part": part.value} if part is not None else {})}
 
 
-def charged(node: fx.Node) -> tuple[str, Part | None] | None:
-    """Returns the id of the operator that a node of whichever stage belongs to, and the part if it is one of a cast; None if unknown."""
+def charged(node: fx.Node) -> Charge | None:
+    """Returns what a node of whichever stage says itself of whose time it takes; None if nothing."""
     marks = node.meta.get(_CARRIED) or {}
     if "qsync" not in marks:
         return None
     part = marks.get("qsync_part")
-    return str(marks["qsync"]), Part(part) if part is not None else None
+    return Charge(marks["qsync"], Part(part) if part is not None else None)
 
 
 def mark_as_put_in(node: fx.Node, by: str) -> None:
     """Says that the pass called `by` has put a node into a graph of Dynamo's: retracing forgets all but what is carried on."""
-    _carry(node, {"qsync_by": by})
+    node.meta[_CARRIED] = {**(node.meta.get(_CARRIED) or {}), "qsync_by": by}
 
 
 def put_in_by(node: fx.Node) -> str:
     """Returns the name of the pass that has put a node in; "" for the model's own."""
     return str((node.meta.get(_CARRIED) or {}).get("qsync_by", ""))
-
-
-def _carry(node: fx.Node, marks: dict[str, str]) -> None:
-    node.meta[_CARRIED] = {**(node.meta.get(_CARRIED) or {}), **marks}
 
 
 def take_over(new: fx.Node, old: fx.Node) -> None:
