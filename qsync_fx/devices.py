@@ -160,21 +160,22 @@ def check_target(name: str, device: torch.device) -> None:
     )
 
 
-@functools.cache
 def compiles(device: torch.device, fmt: Precision) -> bool:
     """Whether graphs that hold values of a plain format are compiled for a device; Dynamo runs others as they are, without a plan."""
     return fmt.name not in _COMPILED_SINCE or _capability(device) >= _COMPILED_SINCE[fmt.name]
 
 
-@functools.cache
 def row_on(device: torch.device, fmt: Precision) -> Precision:
     """Returns a format's row as it is on a device: carrier, output, gradient, and what runs elsewhere are formats that it compiles.
 
     On GPUs before Ampere (V100, T4) they are FP16 and not BF16. FP16 holds the values of the 8-bit floats, but not their sums: those are
     carried in FP32 there.
     """
-    if all(compiles(device, precision(name)) for name in _INSTEAD):
-        return fmt
+    return fmt if all(compiles(device, precision(name)) for name in _INSTEAD) else _without(fmt)
+
+
+@functools.cache
+def _without(fmt: Precision) -> Precision:
     wide = fmt.scaled and fmt.kind == "float"
 
     def instead(name: str) -> str:
@@ -189,17 +190,32 @@ def row_on(device: torch.device, fmt: Precision) -> Precision:
     )
 
 
+_ANY = (99, 0)
+"""The capability of a device that is no GPU, and compiles everything."""
+
+
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a CUDA device, or of one that is assumed; what is none compiles everything."""
-    assumed = _Offer.kernels(device).capability
+    """Returns the compute capability of a CUDA device, or the one that a device counts as having."""
+    assumed = target_of(device) or (_Offer.kernels(device).capability if device.type != "meta" else None)
     if assumed is not None:
         return assumed
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (99, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else _ANY
+
+
+@contextlib.contextmanager
+def standing_for(device: torch.device) -> Iterator[None]:
+    """Lets tensors without values (of the type "meta") count as ones of `device`."""
+    token = _target.set(("meta", found)) if (found := _capability(device)) != _ANY else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _target.reset(token)
 
 
 def forget() -> None:
     """Drops what has been answered, of devices that are assumed no longer."""
-    for clear in (support.cache_clear, compiles.cache_clear, row_on.cache_clear, *_Offer.forget):
+    for clear in (support.cache_clear, *_Offer.forget):
         clear()
 
 

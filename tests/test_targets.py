@@ -21,6 +21,7 @@ from zoo import language, loss_of, resnet
 
 import qsync_fx
 from qsync_fx import FORMATS
+from qsync_fx.backend.cuda.collect import problems_of
 from qsync_fx.backend.cuda.device import assumed
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
@@ -201,6 +202,16 @@ def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_witho
         unplanned = torch.compile(Perceptron().bfloat16(), backend="qsync")
         with pytest.warns(UserWarning, match="it runs uncompiled"):
             assert unplanned(x).dtype is torch.bfloat16
+
+
+def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
+    """What a layer asks kernels for is found on tensors without values, which lie on no device of their own."""
+    model, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
+        explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
+        with explanation.there():
+            asked = [(problem.a, problem.b) for problem in problems_of(explanation)]
+        assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
 
 
 def test_support_says_in_what_an_old_device_carries() -> None:

@@ -21,6 +21,7 @@ from qsync_fx.backend.cuda.device import decision, known_of
 from qsync_fx.backend.cuda.operands import format_name, outline
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.devices import standing_for
 from qsync_fx.precision import precision
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
     wanted = [at for at in (0, 1) if _trained(node.args[at])]
     leaves = [arguments[at].requires_grad_() for at in wanted]
     # Whatever is tracing or faking at the moment has nothing to do with these.
-    with _disable_current_modes(), disable_proxy_modes_tracing(), torch.enable_grad(), collected() as found:
+    with (
+        _disable_current_modes(),
+        disable_proxy_modes_tracing(),
+        torch.enable_grad(),
+        standing_for(node.meta["val"].device),
+        collected() as found,
+    ):
         y = node.target(*arguments)  # type: ignore[operator]
         if leaves:
             torch.autograd.grad(y, leaves, torch.empty_like(y))
