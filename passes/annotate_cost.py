@@ -8,6 +8,7 @@ again rather than keep it, is its own affair.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qsync_fx import meta
 from qsync_fx.costs.algebra import Cost, Work
@@ -15,16 +16,17 @@ from qsync_fx.costs.operator import flops_of, size_in
 from qsync_fx.costs.reads import State
 from qsync_fx.costs.total import Costing
 from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.passes.base import Scope
 
 
 @dataclass(frozen=True)
 class AnnotateCost:
-    name: str = "annotate_cost"
+    name: ClassVar[str] = "annotate_cost"
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        if graph.parent is None:
-            for operator, cost in costed(graph, graph.costing):
-                operator.update(cost=cost)
+        for operator, cost in costed(graph, graph.costing):
+            operator.update(cost=cost)
 
 
 def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost]]:

@@ -7,10 +7,12 @@ and the device can run. What the model itself says by autocast gives way to an e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.plan_check import check_plan
 from qsync_fx.precision import FORMATS, Precision, promoted
 from qsync_fx.values import format_of
@@ -18,14 +20,14 @@ from qsync_fx.values import format_of
 
 @dataclass(frozen=True)
 class Assign:
-    name: str = "assign"
+    name: ClassVar[str] = "assign"
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        if graph.parent is None:
-            _check(graph)
-        for operator in graph.own_operators():
+        _check(graph)
+        for operator in graph.operators():
             if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned:
-                _assign(graph, operator)
+                _assign(operator.graph, operator)
 
 
 def _check(graph: PrecisionGraph) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from qsync_fx import meta
 from qsync_fx.autocast_policy import Policy, policy
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.precision import precision_of
 from qsync_fx.values import format_of, is_float
 
@@ -26,7 +28,8 @@ Region = tuple[bool, torch.dtype]
 
 @dataclass(frozen=True)
 class Autocast:
-    name: str = "autocast"
+    name: ClassVar[str] = "autocast"
+    scope: ClassVar[Scope] = Scope.BODY
 
     def __call__(self, graph: PrecisionGraph) -> None:
         device = graph.context.device.type

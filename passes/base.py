@@ -1,17 +1,27 @@
 """What a pass is.
 
-Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its fields are its options, its name is
-what users write, and it keeps nothing between two graphs.
+Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its fields are its options. Its class says its
+name, which is what users write, and its scope, and it keeps nothing between two graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, overload, runtime_checkable
+from enum import Enum
+from typing import Any, ClassVar, Protocol, overload, runtime_checkable
 
 from qsync_fx.errors import OptionError
 from qsync_fx.graph import PrecisionGraph
+
+
+class Scope(Enum):
+    """What a pass is called with."""
+
+    MODEL = "model"
+    """The whole graph, once: it walks into the bodies of higher-order operators itself."""
+    BODY = "body"
+    """The graph, and then each body, depth first, as a graph of its own."""
 
 
 @runtime_checkable
@@ -24,12 +34,20 @@ class Pass(Protocol):
     def __call__(self, graph: PrecisionGraph) -> None: ...
 
 
+def scope(step: Pass) -> Scope:
+    """Returns the scope that a pass declares; one that declares none is called with each body."""
+    declared: Scope = getattr(step, "scope", Scope.BODY)
+    return declared
+
+
 @dataclass(frozen=True)
 class GraphPass:
     """A user's pass: a function on a `PrecisionGraph`, and its place in the pipeline.
 
     Equal when function and place are equal, so that compiled code is reused exactly as long as the passes are the same.
     """
+
+    scope: ClassVar[Scope] = Scope.MODEL
 
     name: str
     function: Callable[[PrecisionGraph], None]

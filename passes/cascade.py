@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.precision import FORMATS, Precision, precision_of, promoted
 from qsync_fx.values import format_of, is_float
 from qsync_fx.writes import in_place, writes
@@ -28,11 +29,12 @@ Formats = dict[fx.Node, Precision | None]
 
 @dataclass(frozen=True)
 class Cascade:
-    name: str = "cascade"
+    name: ClassVar[str] = "cascade"
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
         # A sweep in topological order settles everything but writes in place, whose effect on earlier aliases needs another one.
-        while graph.parent is None and _sweep(graph, {}):
+        while _sweep(graph, {}):
             pass
 
 

@@ -7,25 +7,31 @@ that the table does not know is fixed, FP32 in and FP32 out, and counted in `gra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from qsync_fx import meta
+from qsync_fx.copies import copied
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.nodes import target_name
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.passes.weights import Origins, with_weight
 from qsync_fx.writes import in_place
 
 
 @dataclass(frozen=True)
 class Classify:
-    name: str = "classify"
+    name: ClassVar[str] = "classify"
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        origins = Origins(graph)
-        for operator in graph.own_operators():
-            classify(operator, origins)
+        for part in graph.walk():
+            origins = Origins(part)
+            for operator in part.own_operators():
+                classify(operator, origins)
+        graph.written = copied(graph)
 
 
 def classify(operator: Operator, origins: Origins | None = None) -> None:

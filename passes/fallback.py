@@ -11,13 +11,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qsync_fx.errors import OptionError, PassError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.ops import Kind
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.autocast import Autocast
-from qsync_fx.passes.base import Pass
+from qsync_fx.passes.base import Pass, Scope
 from qsync_fx.passes.classify import Classify
 from qsync_fx.passes.frames import Place
 from qsync_fx.passes.normalize import Normalize
@@ -36,6 +37,8 @@ class LeftOut:
     Attributes:
         because: noted for every operator that a plan decides on, directly or through its inputs; "" notes nothing.
     """
+
+    scope: ClassVar[Scope] = Scope.BODY
 
     name: str
     because: str = ""

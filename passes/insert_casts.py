@@ -12,7 +12,7 @@ import functools
 import operator as py_operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from qsync_fx.modes import is_switch
 from qsync_fx.nodes import arguments, map_arguments
 from qsync_fx.notes import Note
 from qsync_fx.ops import Kind, OperatorRow, Place
+from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casts import Casts, drop_unread_casts, plain_type
 from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.passes.outputs import cast_outputs
@@ -42,14 +43,15 @@ class InsertCasts:
         lowerings: say what per-channel scaling means for an operator.
     """
 
+    name: ClassVar[str] = "insert_casts"
+    scope: ClassVar[Scope] = Scope.MODEL
+
     rounding: str = "stochastic"
     scaling: str = "tensor"
     lowerings: Mapping[str, Lowering] = field(default_factory=dict)
-    name: str = "insert_casts"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        if graph.parent is None:
-            _Inserter(graph, self).run()
+        _Inserter(graph, self).run()
 
 
 class _Inserter:

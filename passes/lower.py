@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -18,6 +19,7 @@ from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.meta import Part, Purpose
 from qsync_fx.nodes import argument_at, arguments
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casts import drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
 
@@ -30,9 +32,11 @@ class Lower:
         rounding: "stochastic", "nearest" or "floor", of incoming gradients.
     """
 
+    name: ClassVar[str] = "lower"
+    scope: ClassVar[Scope] = Scope.BODY
+
     lowerings: Mapping[str, Lowering]
     rounding: str = "stochastic"
-    name: str = "lower"
 
     def __call__(self, graph: PrecisionGraph) -> None:
         for operator in graph.own_operators():

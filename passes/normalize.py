@@ -8,12 +8,13 @@ Dynamo wrote it; a compile never fails for that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
 from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
+from qsync_fx.passes.base import Scope
 from qsync_fx.passes.frames import place
 from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
 from qsync_fx.passes.idle import without_idle_conversions
@@ -27,7 +28,8 @@ _REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint",
 
 @dataclass(frozen=True)
 class Normalize:
-    name: str = "normalize"
+    name: ClassVar[str] = "normalize"
+    scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
         with restored():  # pieces that switch modes are executed while re-tracing

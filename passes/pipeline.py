@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TypeGuard
 
-from qsync_fx.copies import copied
 from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.installed import load, package, unfit
@@ -21,7 +20,7 @@ from qsync_fx.passes import fallback
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.autocast import Autocast
-from qsync_fx.passes.base import GraphPass, Pass
+from qsync_fx.passes.base import GraphPass, Pass, Scope, scope
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify
 from qsync_fx.passes.frames import place
@@ -183,8 +182,6 @@ def _run(
                 take_in(graph, before, step.name, passed)
             for instrument in instruments:
                 instrument.after(step.name, graph)
-            if step.name == Classify.name:
-                graph.written = copied(graph)
             passed = (*passed, step.name)
             if verified:
                 verify(graph, passed)
@@ -220,12 +217,8 @@ def _is_ours(step: Pass) -> bool:
 
 def _call(step: Pass, graph: PrecisionGraph) -> None:
     try:
-        if isinstance(step, (GraphPass, Normalize)):
-            # A user's pass sees the whole graph and walks into bodies as it likes; normalize makes the bodies.
-            _apply(step, step.name, graph)
-        else:
-            for part in graph.walk():
-                _apply(step, step.name, part)
+        for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
+            _apply(step, step.name, part)
     except QSyncError as error:
         error.where = error.where or _line(step, error)
         raise

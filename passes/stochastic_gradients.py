@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.meta import Part
 from qsync_fx.nodes import argument_at, arguments
 from qsync_fx.ops import Kind
+from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casts import drop_unread_casts
 from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering import Lowering, Operands
@@ -42,12 +44,13 @@ class StochasticGradients:
         lowerings: row name -> how it is lowered.
     """
 
+    name: ClassVar[str] = "stochastic_gradients"
+    scope: ClassVar[Scope] = Scope.MODEL
+
     lowerings: Mapping[str, Lowering]
-    name: str = "stochastic_gradients"
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        if graph.parent is None:
-            _Rewriter(graph, self.lowerings).run()
+        _Rewriter(graph, self.lowerings).run()
 
 
 class _Rewriter:

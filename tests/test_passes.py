@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
 from qsync_fx import meta
+from qsync_fx.backend.operators import lowerings
 from qsync_fx.errors import OptionError, PassError
+from qsync_fx.options import Options
+from qsync_fx.passes.base import Scope
+from qsync_fx.passes.pipeline import pipeline
 from qsync_fx.passes.verify import RULES
 
 
@@ -205,6 +210,61 @@ def test_a_pass_that_returns_something_is_told_that_it_would_be_lost(returned: s
         PassError, match=r"'returns' returned .*, which would be lost: passes change the graph in place"
     ):
         explain(returns)
+
+
+class _Counts:
+    """A pass as a package may bring one: what it is called with is noted."""
+
+    name = "counts"
+    after = "cascade"
+
+    def __init__(self) -> None:
+        self.bodies: list[bool] = []
+
+    def __call__(self, graph: qsync_fx.PrecisionGraph) -> None:
+        self.bodies.append(graph.parent is not None)
+
+
+class _Whole(_Counts):
+    name = "whole"
+    scope = Scope.MODEL
+
+
+class _Each(_Counts):
+    name = "each"
+    scope = Scope.BODY
+
+
+@pytest.mark.parametrize(("kind", "bodies"), [(_Whole, [False]), (_Each, [False, True]), (_Counts, [False, True])])
+def test_a_pass_is_called_with_what_its_scope_says(kind: type[_Counts], bodies: list[bool]) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    step = kind()
+    qsync_fx.explain(Checkpointed(), torch.randn(2, 8, requires_grad=True), options={"passes": [step]})
+    assert step.bodies == bodies
+
+
+def test_a_pass_says_its_name_and_its_scope_in_its_class() -> None:
+    for step in pipeline(Options(gradient_rounding="stochastic"), lowerings()):
+        assert {"name", "scope"} <= vars(type(step)).keys(), step
+        assert not {"name", "scope"} & {field.name for field in dataclasses.fields(step)}, step  # type: ignore[arg-type]
+
+
+def test_what_is_put_in_after_lowering_is_charged_to_an_operator() -> None:
+    @qsync_fx.graph_pass(after="annotate_cost")
+    def tap(graph: qsync_fx.PrecisionGraph) -> None:
+        last = graph.operators("adjustable")[-1].node
+        with graph.graph.inserting_after(last):
+            first = graph.graph.call_function(torch.ops.aten.argmax.default, (last,))
+        with graph.graph.inserting_after(first):
+            graph.graph.call_function(torch.ops.aten.neg.default, (first,))
+
+    explanation = explain(tap)
+    known = {str(operator.id) for operator in explanation.operators}
+    put_in = [node for node in explanation.graph_module("tap").graph.nodes if node.target is torch.ops.aten.neg.default]
+    assert [charge.owner in known for node in put_in if (charge := meta.charged(node)) is not None] == [True]
 
 
 def test_every_rule_says_when_it_holds() -> None:
