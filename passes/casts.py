@@ -19,9 +19,10 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.memory import Memory, Places
 from qsync_fx.meta import Cast, Part, Purpose
 from qsync_fx.opid import OpId
-from qsync_fx.passes.seed import Streams, drawn
+from qsync_fx.passes.seed import drawn
 from qsync_fx.precision import Precision, precision_of
 from qsync_fx.sharing import Sharing
+from qsync_fx.stream_layout import Streams
 from qsync_fx.values import is_float, tensors
 
 

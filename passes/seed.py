@@ -17,17 +17,6 @@ from qsync_fx import meta
 from qsync_fx.graph import PrecisionGraph
 
 
-class Streams:
-    """Hands out the numbers that tell the roundings of a graph and of its bodies apart; no two are equal."""
-
-    def __init__(self) -> None:
-        self._taken = 0
-
-    def take(self) -> int:
-        self._taken += 1
-        return self._taken - 1
-
-
 def drawn(graph: PrecisionGraph, rounding: str) -> fx.Node:
     """Returns a new first node that draws the number; one that gives zero where no rounding is random."""
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))

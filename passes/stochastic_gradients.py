@@ -31,10 +31,8 @@ from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering import Lowering, Operands
 from qsync_fx.passes.seed import drawn
 from qsync_fx.precision import FORMATS, precision
+from qsync_fx.stream_layout import GRADIENTS, RESULT, Streams
 from qsync_fx.values import is_float
-
-_FIRST_STREAM = 2**28
-"""Above those of casts and of operators in formats that are not plain."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class _Rewriter:
         self, graph: PrecisionGraph, lowerings: Mapping[str, Lowering], outer: tuple[_Rewriter, fx.Node] | None = None
     ) -> None:
         self.graph, self.lowerings, self.outer = graph, lowerings, outer
-        self.whole: _Rewriter = outer[0].whole if outer is not None else self
-        self.streams = _FIRST_STREAM
+        self.streams: Streams = outer[0].streams if outer is not None else Streams(GRADIENTS, RESULT)
         self._seed: fx.Node | None = None
 
     def run(self) -> None:
@@ -81,7 +78,7 @@ class _Rewriter:
         value = self.graph.value(source)
         if is_float(value) and value.dtype.itemsize == 2 and dtype.itemsize > 2:
             node.target = torch.ops.qsync.widen.default
-            stream = self._stream()
+            stream = self.streams.take()
             node.args = source, self._seed_node(), stream, dtype
             meta.CAST[node] = dataclasses.replace(meta.CAST[node], stream=stream)
 
@@ -126,7 +123,7 @@ class _Rewriter:
         if why is not None:
             return why
         operands = tuple((_original(one), one, None) for one in used)
-        stream = self._stream()
+        stream = self.streams.take()
         how = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
         with self.graph.graph.inserting_before(node):
             new = lowering.emit(node, Operands(operands, *how))  # type: ignore[arg-type]
@@ -137,10 +134,6 @@ class _Rewriter:
         operator.update(stream=stream)
         replace(self.graph, operator, new, kept=tuple(used))
         return ""
-
-    def _stream(self) -> int:
-        self.whole.streams += 1
-        return self.whole.streams
 
     def _seed_node(self) -> fx.Node:
         if self._seed is None:

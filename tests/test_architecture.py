@@ -93,8 +93,8 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files codec installed patterns opid stream seeding precision ops devices resolve plan plan_file plan_check options "
-    "plan_in_force autocast_policy module_tree nodes values notes meta graph charging modes writes bodies memory sharing copies "
+    "errors files codec installed patterns opid stream stream_layout seeding precision ops devices resolve plan plan_file plan_check "
+    "options plan_in_force autocast_policy module_tree nodes values notes meta graph charging modes writes bodies memory sharing copies "
     "costs coverage",
     "passes",
     "backend",

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
+from qsync_fx import meta
 from qsync_fx.backend.operators import reference
 from qsync_fx.backend.operators.products import round_gradients
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.round import gridded_format, round_to
+from qsync_fx.errors import PassError
+from qsync_fx.stream_layout import BACKWARD, GRADIENTS, RESULT, Streams
 
 DRAWS = 250
 SEED = torch.tensor([0])
@@ -295,3 +298,34 @@ def test_widen_is_an_operator_that_torch_accepts() -> None:
     x = torch.randn(4, 5).bfloat16().requires_grad_()
     torch.library.opcheck(torch.ops.qsync.widen.default, (x, SEED, 0, torch.float32))
     assert torch.equal(torch.ops.qsync.widen.default(x, SEED, 0, torch.float32), x.float())
+
+
+def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    plan = qsync_fx.Plan.uniform("bf16").with_precision("2", "int8")
+    options: dict[str, Any] = {"plan": plan, "gradient_rounding": "stochastic"}
+    found = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
+    nodes = found.graph_module("stochastic_gradients").graph.nodes
+    facts = [fact for node in nodes for fact in (meta.CAST.get(node), meta.NOTE.get(node)) if fact is not None]
+    streams = [fact.stream for fact in facts if fact.stream is not None]
+    assert any(stream < GRADIENTS for stream in streams)
+    assert any(GRADIENTS <= stream < RESULT for stream in streams)
+    # What the backward pass of an operator adds to its own stream leads to no other's.
+    drawn = [stream + place + more for stream in streams for place in (0, *BACKWARD.values()) for more in (0, RESULT)]
+    assert len(set(drawn)) == len(drawn)
+    assert max(drawn) < 2**32
+
+    @qsync_fx.graph_pass(after="stochastic_gradients")
+    def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
+        first, second, *_ = (op for op in graph.operators("adjustable") if op.note.stream is not None)
+        second.update(stream=first.note.stream)
+
+    with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
+        qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options={**options, "passes": [draw_alike]})
+
+
+def test_a_graph_that_runs_out_of_streams_is_told() -> None:
+    streams = Streams(4, 6)
+    assert [streams.take(), streams.take()] == [4, 5]
+    with pytest.raises(OverflowError, match="streams"):
+        streams.take()

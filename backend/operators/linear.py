@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsync_fx import stream_layout
 from qsync_fx.backend.operators import by_kernel, integers
 from qsync_fx.backend.operators.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import (
-    SHARED_STREAM,
     carried,
     combined,
     incoming,
@@ -274,7 +274,7 @@ class _Linear(torch.autograd.Function):
         turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
         if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
-            g, turned, scale = quantize_transposed(rows, seed, stream + SHARED_STREAM, row.gradient, rounding)
+            g, turned, scale = quantize_transposed(rows, seed, stream + stream_layout.SHARED, row.gradient, rounding)
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:

@@ -14,24 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qsync_fx import stream_layout
 from qsync_fx.backend.operators.carry import carry
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.round import round_to
 from qsync_fx.devices import row_on
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import FORMATS, Precision, precision, precision_of
-
-BACKWARD_STREAMS: Final = 1 << 30
-"""Streams of the backward pass lie above this, so the streams that a graph hands out lie below."""
-
-SHARED_STREAM: Final = BACKWARD_STREAMS
-"""Added to an operator's own stream for a gradient that is rounded once for all products."""
-
-RESULT_STREAM: Final = 1 << 29
-"""Added on top of that for the result of a product, where it is rounded stochastically."""
-
-_STREAMS: Final = {"shared": SHARED_STREAM, "activation": 2 * BACKWARD_STREAMS, "weight": 3 * BACKWARD_STREAMS}
-
 
 _DOWN: Final = 2.0**-9
 
@@ -154,9 +143,9 @@ def round_gradients(
     found: dict[Role, tuple[Tensor, Tensor | None]] = {}
     for role, fold in folds.items():
         if fold is not None:
-            found[role] = rounded(gradient.float() * fold, stream + _STREAMS[role])
+            found[role] = rounded(gradient.float() * fold, stream + stream_layout.BACKWARD[role])
     unfolded = [role for role, fold in folds.items() if fold is None]
-    return found | dict.fromkeys(unfolded, rounded(gradient, stream + _STREAMS["shared"])) if unfolded else found
+    return found | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED)) if unfolded else found
 
 
 def _within(gradient: Tensor) -> Tensor:
@@ -179,7 +168,7 @@ def narrowed(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradi
 
 def result(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str) -> Tensor:
     """Returns the gradient of the input in `role`, computed in FP32 where `gradients` is "stochastic", as `dtype`; see `narrowed`."""
-    return narrowed(value, dtype, seed, stream + _STREAMS[role] + RESULT_STREAM, gradients)
+    return narrowed(value, dtype, seed, stream + stream_layout.BACKWARD[role] + stream_layout.RESULT, gradients)
 
 
 def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
