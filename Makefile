@@ -83,7 +83,7 @@ test-all: setup lint ## all tests, in 45 minutes: each model in each format, ker
 	done
 	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --tier all $(PYTEST_FLAGS)
 
-test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/test_models.py')
+test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/models/test_models.py')
 	@[ -n '$(VERSION)' ] || { echo "test-torch: say which torch, as in: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.qsync-installed
 	@$(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS) $(TESTS)
@@ -102,7 +102,7 @@ test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.
 
 test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
 	@mkdir -p runs
-	@$(PYTHON) tests/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
+	@$(PYTHON) tests/support/cuda/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
 test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compute-sanitizer (GPU_PARTS='kernels numerics' for less); see docs/kernels.md
 	@$(GPU_VENV)/bin/python tests/gpu/run.py --out '$(GPU_OUT)' --seconds $(GPU_SECONDS) $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) --parts $(GPU_PARTS)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import decompositions, operators, tuned
-from qsync_fx.backend.cuda.collect import prepare
+from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
 from qsync_fx.backend.shared_code import tell_of_shared_code
@@ -27,12 +27,18 @@ from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
 from qsync_fx.devices import check_target, support, targeted
 from qsync_fx.graph import Context, PrecisionGraph
-from qsync_fx.opid import OpId
 from qsync_fx.options import Options
 from qsync_fx.passes.annotate_cost import AnnotateCost
-from qsync_fx.passes.frames import Place, compile_for_this_module_only, in_backward_pass, place, warn_at_the_limit
-from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
+from qsync_fx.passes.running.instruments import Instrument
+from qsync_fx.passes.tracing.frames import (
+    Place,
+    compile_for_this_module_only,
+    in_backward_pass,
+    place,
+    warn_at_the_limit,
+)
+from qsync_fx.plan.opid import OpId
 from qsync_fx.plan_in_force import plan_in_force
 from qsync_fx.precision import FORMATS
 

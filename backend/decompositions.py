@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from qsync_fx.backend.operators.max_pool import max_pool2d_gradient
+from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
 from qsync_fx.backend.relu import threshold_backward
 
 aten = torch.ops.aten

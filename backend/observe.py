@@ -30,7 +30,7 @@ from qsync_fx.coverage.log import Frame, Log, Outcome, converting, log_of
 from qsync_fx.coverage.settle import settle_packed, wait_for_a_step
 from qsync_fx.module_tree import own_parameters, paths, unwrapped
 from qsync_fx.options import Options
-from qsync_fx.passes.frames import Calls, calls, given_to_compile, modules_in_reach
+from qsync_fx.passes.tracing.frames import Calls, calls, given_to_compile, modules_in_reach
 
 _REASONS = ("graph_break", "unimplemented")
 """Where Dynamo counts its reasons: a break that leaves a whole frame to Python is none of the first kind."""

@@ -16,7 +16,7 @@ from qsync_fx.coverage.log import Ran, below, log_of, note_graph
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.module_tree import own_parameters, paths, unwrapped
 from qsync_fx.options import Options
-from qsync_fx.passes.frames import Place, translator
+from qsync_fx.passes.tracing.frames import Place, translator
 
 
 def record(graph: PrecisionGraph, here: Place, options: Options, module: fx.GraphModule, alone: bool) -> None:

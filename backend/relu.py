@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from qsync_fx.backend.operators.gate import gate
+from qsync_fx.backend.operators.gradients.gate import gate
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

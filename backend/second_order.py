@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.derivatives import WAY_OUT, placed, refuse
+from qsync_fx.backend.operators.gradients.derivatives import WAY_OUT, placed, refuse
 from qsync_fx.errors import QSyncError
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.nodes import arguments
-from qsync_fx.values import tensors
+from qsync_fx.graph.nodes import arguments
+from qsync_fx.graph.values import tensors
 
 Compiled = Callable[..., Any]
 

@@ -14,10 +14,10 @@ from qsync_fx.coverage.log import below, shape_of
 from qsync_fx.errors import PlanError, PlanWarning
 from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.module_tree import joined, paths
-from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
-from qsync_fx.passes.frames import Place
+from qsync_fx.passes.tracing.frames import Place
+from qsync_fx.plan.opid import OpId
 
 
 def tell_of_shared_code(graph: PrecisionGraph, here: Place, options: Options) -> None:

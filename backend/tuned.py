@@ -80,7 +80,8 @@ def _revision() -> str:
     """
     here = Path(__file__).parent
     names = "tuned", "decompositions", "relu"
-    files = (*(here / f"{name}.py" for name in names), *sorted((here / "operators").glob("*.py")))
+    operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
+    files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -20,12 +20,12 @@ import torch._dynamo
 from _harness import Row, Times, arguments, measure as measure_on_cpu, show, write_json
 from torch import Tensor
 
-from qsync_fx.backend.cuda.config import KernelConfig
-from qsync_fx.backend.cuda.device import environment, known_of
-from qsync_fx.backend.cuda.event_timer import call_of
-from qsync_fx.backend.cuda.peers import Operands
+from qsync_fx.backend.cuda.choose.select import known, way
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.select import known, way
+from qsync_fx.backend.cuda.run.device import environment, known_of
+from qsync_fx.backend.cuda.run.event_timer import call_of
+from qsync_fx.backend.cuda.run.peers import Operands
 
 Call = Callable[[], object]
 

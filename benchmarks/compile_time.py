@@ -17,7 +17,7 @@ from torch import fx
 
 from qsync_fx.backend import compile as backend
 from qsync_fx.options import Options
-from qsync_fx.passes.instruments import Timing
+from qsync_fx.passes.running.instruments import Timing
 
 
 def measure_compile(case: Case, precision: str) -> dict[str, float]:

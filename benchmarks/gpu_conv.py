@@ -15,13 +15,13 @@ from _gpu import GATE, Call, Rows, by_kernel, errors, measure, read, tuned
 from _harness import Row
 from torch.utils._pytree import tree_map_only
 
-from qsync_fx.backend.cuda.collect import problems_of
-from qsync_fx.backend.cuda.operands import type_of
-from qsync_fx.backend.cuda.peers import Operands, operands, peer
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.problem_json import shown
-from qsync_fx.backend.cuda.tuning import work
-from qsync_fx.backend.operators.implicit_gemm import conv2d_product
+from qsync_fx.backend.cuda.problem.operands import type_of
+from qsync_fx.backend.cuda.run.peers import Operands, operands, peer
+from qsync_fx.backend.cuda.tune.problem_json import shown
+from qsync_fx.backend.cuda.tune.tuning import work
+from qsync_fx.backend.operators.multiplying.collect import problems_of
+from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 from qsync_fx.explanation import explain
 
 BF16 = torch.bfloat16

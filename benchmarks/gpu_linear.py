@@ -20,10 +20,10 @@ from _harness import Row, Times
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda.operands import gemm_problem
-from qsync_fx.backend.cuda.peers import Operands
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.backend.cuda.problem.operands import gemm_problem
+from qsync_fx.backend.cuda.run.peers import Operands
+from qsync_fx.backend.operators.multiplying.gemm import gemm
 
 BF16 = torch.bfloat16
 LARGE = "8192^3"

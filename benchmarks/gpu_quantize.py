@@ -18,10 +18,10 @@ from _gpu import Call, Rows, Target, errors, measure, read
 from _harness import Row
 from torch import Tensor
 
-from qsync_fx.backend.cuda.padding import laid_out
-from qsync_fx.backend.operators.convert import convert
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
+from qsync_fx.backend.cuda.problem.padding import laid_out
+from qsync_fx.backend.operators.casts.convert import convert
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
 from qsync_fx.precision import precision
 
 BANDWIDTH = Target(">= 0.85 of copy bandwidth", least=0.85)

@@ -17,11 +17,12 @@ import torch
 from _gpu import Target
 from _harness import Row, arguments, finish
 
-from qsync_fx.backend.cuda import ahead, compiler, library
-from qsync_fx.backend.cuda.collect import problems_of
-from qsync_fx.backend.cuda.config import Arch
-from qsync_fx.backend.cuda.device import assumed
-from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.backend.cuda.choose import ahead
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.libraries import compiler, library
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.operators.multiplying.collect import problems_of
 from qsync_fx.errors import QSyncError
 from qsync_fx.explanation import explain
 

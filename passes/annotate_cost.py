@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qsync_fx import meta
-from qsync_fx.costs.algebra import Cost, Work
-from qsync_fx.costs.operator import flops_of, size_in
-from qsync_fx.costs.reads import State
-from qsync_fx.costs.total import Costing
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.algebra import Cost, Work
+from qsync_fx.graph.costs.operator import flops_of, size_in
+from qsync_fx.graph.costs.reads import State
+from qsync_fx.graph.costs.total import Costing
 from qsync_fx.passes.base import Scope
 
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
-from qsync_fx.plan_check import check_plan
+from qsync_fx.plan.plan_check import check_plan
 from qsync_fx.precision import FORMATS, Precision, promoted
-from qsync_fx.values import format_of
 
 
 @dataclass(frozen=True)

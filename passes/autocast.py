@@ -15,13 +15,12 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from qsync_fx import meta
 from qsync_fx.autocast_policy import Policy, policy
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.precision import precision_of
-from qsync_fx.values import format_of, is_float
 
 Region = tuple[bool, torch.dtype]
 

@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.bodies import operands, readers, result_of
 from qsync_fx.devices import row_on
-from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.notes import Note
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.effects.bodies import operands, readers, result_of
+from qsync_fx.graph.effects.writes import in_place, writes
+from qsync_fx.graph.notes import Note
+from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.precision import FORMATS, Precision, precision_of, promoted
-from qsync_fx.values import format_of, is_float
-from qsync_fx.writes import in_place, writes
 
 Formats = dict[fx.Node, Precision | None]
 

@@ -11,14 +11,13 @@ from typing import ClassVar
 
 import torch
 
-from qsync_fx import meta
-from qsync_fx.copies import copied
-from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.nodes import target_name
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.copies import copied
+from qsync_fx.graph.effects.writes import in_place
+from qsync_fx.graph.nodes import target_name
+from qsync_fx.graph.weights import Origins, with_weight
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.weights import Origins, with_weight
-from qsync_fx.writes import in_place
 
 
 @dataclass(frozen=True)

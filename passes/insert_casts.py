@@ -17,21 +17,20 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.bodies import operands, results
-from qsync_fx.graph import PrecisionGraph
-from qsync_fx.meta import Cast, Part, Purpose
-from qsync_fx.modes import is_switch
-from qsync_fx.nodes import arguments, map_arguments
-from qsync_fx.notes import Note
+from qsync_fx.graph import PrecisionGraph, meta
+from qsync_fx.graph.effects.bodies import operands, results
+from qsync_fx.graph.effects.modes import is_switch
+from qsync_fx.graph.effects.writes import in_place, writes
+from qsync_fx.graph.meta import Cast, Part, Purpose
+from qsync_fx.graph.nodes import arguments, map_arguments
+from qsync_fx.graph.notes import Note
+from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.ops import Kind, OperatorRow, Place
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casts import Casts, drop_unread_casts, plain_type
+from qsync_fx.passes.casting.casts import Casts, drop_unread_casts, plain_type
+from qsync_fx.passes.casting.outputs import cast_outputs
 from qsync_fx.passes.lowering import Lowering, Role
-from qsync_fx.passes.outputs import cast_outputs
 from qsync_fx.precision import Precision
-from qsync_fx.values import format_of, is_float
-from qsync_fx.writes import in_place, writes
 
 
 @dataclass(frozen=True)

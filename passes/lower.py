@@ -13,14 +13,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.charging import charge
-from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.meta import Part, Purpose
-from qsync_fx.nodes import argument_at, arguments
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.charging import charge
+from qsync_fx.graph.meta import Part, Purpose
+from qsync_fx.graph.nodes import argument_at, arguments
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casts import drop_unread_casts
+from qsync_fx.passes.casting.casts import drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
 
 

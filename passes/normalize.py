@@ -12,15 +12,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.graph import PrecisionGraph
+from qsync_fx.graph import PrecisionGraph, meta
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.frames import place
-from qsync_fx.passes.identity import identify, name_inputs, numbering, remember_break
-from qsync_fx.passes.idle import without_idle_conversions
-from qsync_fx.passes.in_force import restored
-from qsync_fx.passes.inplace import without_needless_writes
-from qsync_fx.passes.retrace import current, rebuild
+from qsync_fx.passes.tracing.frames import place
+from qsync_fx.passes.tracing.identity import identify, name_inputs, numbering, remember_break
+from qsync_fx.passes.tracing.idle import without_idle_conversions
+from qsync_fx.passes.tracing.in_force import restored
+from qsync_fx.passes.tracing.inplace import without_needless_writes
+from qsync_fx.passes.tracing.retrace import current, rebuild
 
 _REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "checkpoint")
 """Higher-order operators that just call their body: the other passes rewrite it as if it stood in the graph."""

@@ -16,24 +16,24 @@ from qsync_fx.errors import OptionError, PassError, QSyncError, nearest
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.installed import load, package, unfit
 from qsync_fx.options import Options
-from qsync_fx.passes import fallback
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.autocast import Autocast
 from qsync_fx.passes.base import GraphPass, Pass, Scope, scope
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify
-from qsync_fx.passes.frames import place
-from qsync_fx.passes.identity import numbering_now
+from qsync_fx.passes.custom.inserted import take_in
+from qsync_fx.passes.custom.watch import look, only_decided
 from qsync_fx.passes.insert_casts import InsertCasts
-from qsync_fx.passes.inserted import take_in
-from qsync_fx.passes.instruments import Instrument
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.lowering import Lowering
 from qsync_fx.passes.normalize import Normalize
+from qsync_fx.passes.running import fallback
+from qsync_fx.passes.running.instruments import Instrument
 from qsync_fx.passes.stochastic_gradients import StochasticGradients
+from qsync_fx.passes.tracing.frames import place
+from qsync_fx.passes.tracing.identity import numbering_now
 from qsync_fx.passes.verify import verify
-from qsync_fx.passes.watch import look, only_decided
 
 
 def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool = True) -> tuple[Pass, ...]:

@@ -18,21 +18,20 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.bodies import handed_in
-from qsync_fx.charging import charge
-from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.meta import Part
-from qsync_fx.nodes import argument_at, arguments
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.charging import charge
+from qsync_fx.graph.effects.bodies import handed_in
+from qsync_fx.graph.meta import Part
+from qsync_fx.graph.nodes import argument_at, arguments
+from qsync_fx.graph.values import is_float
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casts import drop_unread_casts
+from qsync_fx.passes.casting.casts import drop_unread_casts
+from qsync_fx.passes.casting.seed import drawn
 from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering import Lowering, Operands
-from qsync_fx.passes.seed import drawn
 from qsync_fx.precision import FORMATS, precision
-from qsync_fx.stream_layout import GRADIENTS, RESULT, Streams
-from qsync_fx.values import is_float
+from qsync_fx.rounding.layout import GRADIENTS, RESULT, Streams
 
 
 @dataclass(frozen=True)

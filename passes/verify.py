@@ -13,18 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.charging import computes
 from qsync_fx.devices import compiles
 from qsync_fx.errors import PassError
-from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.nodes import arguments, nodes_in
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.charging import computes
+from qsync_fx.graph.effects.sharing import Sharing
+from qsync_fx.graph.effects.writes import in_place
+from qsync_fx.graph.nodes import arguments, nodes_in
+from qsync_fx.graph.values import describe, is_float, tensors
 from qsync_fx.ops import Kind
-from qsync_fx.passes.text import graph_text
+from qsync_fx.passes.running.text import graph_text
 from qsync_fx.precision import Precision, precision_of
-from qsync_fx.sharing import Sharing
-from qsync_fx.values import describe, is_float, tensors
-from qsync_fx.writes import in_place
 
 Broken = tuple[fx.Node | None, str]
 

@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx.applied_plan import Applied as Applied, applied as applied
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
         QSyncError as QSyncError,
     )
     from qsync_fx.explanation import Explanation as Explanation, explain as explain
+    from qsync_fx.explanation.applied_plan import Applied as Applied, applied as applied
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
-    from qsync_fx.opid import OpId as OpId
     from qsync_fx.options import Options as Options
     from qsync_fx.passes.base import graph_pass as graph_pass
     from qsync_fx.passes.rewriting.found import Match as Match
-    from qsync_fx.passes.rewriting.rewrite import rewrite as rewrite
+    from qsync_fx.passes.rewriting.rewrite_pass import rewrite as rewrite
     from qsync_fx.plan import Plan as Plan
+    from qsync_fx.plan.opid import OpId as OpId
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
-    from qsync_fx.stream import rounding_stream as rounding_stream
+    from qsync_fx.rounding.stream import rounding_stream as rounding_stream
     from qsync_fx.switching import switch as switch
 
 __version__ = "0.1.0"
@@ -41,17 +41,17 @@ _HOMES = {
         ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PlanWarning", "PassError", "DeviceError"),
         "qsync_fx.errors",
     ),
-    **dict.fromkeys(("applied", "Applied"), "qsync_fx.applied_plan"),
+    **dict.fromkeys(("applied", "Applied"), "qsync_fx.explanation.applied_plan"),
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
     "Match": "qsync_fx.passes.rewriting.found",
-    "OpId": "qsync_fx.opid",
+    "OpId": "qsync_fx.plan.opid",
     "Options": "qsync_fx.options",
     "Plan": "qsync_fx.plan",
     "graph_pass": "qsync_fx.passes.base",
-    "rounding_stream": "qsync_fx.stream",
-    "rewrite": "qsync_fx.passes.rewriting.rewrite",
+    "rounding_stream": "qsync_fx.rounding.stream",
+    "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
     "switch": "qsync_fx.switching",
 }
 

@@ -9,6 +9,7 @@ import ast
 import pkgutil
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import qsync_fx
@@ -49,10 +50,10 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
         "qsync_fx/precision.py": "the table",
         "qsync_fx/devices.py": "which devices have which units, and what runs when the user asks for nothing",
         "qsync_fx/cli/machine.py": "an instruction set of processors is called bf16",
-        "qsync_fx/values.py": "the short name of a torch type in texts of graphs is bf16",
+        "qsync_fx/graph/values.py": "the short name of a torch type in texts of graphs is bf16",
     }
     assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/cli/machine.py"] == named["qsync_fx/values.py"] == {"bf16"}
+    assert named["qsync_fx/cli/machine.py"] == named["qsync_fx/graph/values.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
@@ -62,9 +63,9 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
     }
     because = {
         "qsync_fx/precision.py": "the table",
-        "qsync_fx/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
-        "backend/operators/native.py": "what the kernels of the native module take",
-        "backend/operators/integers.py": "what torch's integer product takes",
+        "qsync_fx/graph/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
+        "backend/numerics/native.py": "what the kernels of the native module take",
+        "backend/operators/multiplying/integers.py": "what torch's integer product takes",
         "backend/relu.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
@@ -93,12 +94,11 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files codec installed patterns opid stream stream_layout seeding precision ops devices resolve plan plan_file plan_check "
-    "options plan_in_force autocast_policy module_tree nodes values notes meta graph charging modes writes bodies memory sharing copies "
-    "costs coverage",
+    "errors files codec installed plan rounding precision ops devices resolve options plan_in_force "
+    "autocast_policy module_tree graph coverage",
     "passes",
     "backend",
-    "explanation applied_plan replan report switching",
+    "explanation report switching",
     "cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
@@ -122,18 +122,39 @@ def test_imports_run_one_way() -> None:
             assert layer(imported) <= layer(module), f"{name} imports {imported}, which stands above it"
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+def imports(tree: ast.Module, functions: bool = True) -> Iterator[str]:
     """Yields the modules of ours that a module imports, also inside of functions, but not for type checkers alone."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
+        if isinstance(node, ast.FunctionDef) and not functions:
+            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "qsync_fx":
             yield from (f"{node.module}.{alias.name}" for alias in node.names if not alias.name.startswith("_"))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("qsync_fx."))
         todo += ast.iter_child_nodes(node)
+
+
+def test_siblings_are_loaded_without_cycles() -> None:
+    """Of the files and folders in one folder, none imports another that imports it, but within functions."""
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for name, path in SOURCES.items()
+    }
+    modules = {name if name.startswith("qsync_fx") else f"qsync_fx.{name}": path for name, path in modules.items()}
+    beside: dict[str, dict[str, set[str]]] = {}
+    for module, path in modules.items():
+        for imported in imports(ast.parse(path.read_text()), functions=False):
+            target = imported if imported in modules else imported.rpartition(".")[0]
+            ours, theirs = module.split("."), target.split(".")
+            at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            if at is not None:
+                beside.setdefault(".".join(ours[:at]), {}).setdefault(ours[at], set()).add(theirs[at])
+    assert {"qsync_fx", "qsync_fx.passes", "qsync_fx.backend.cuda"} <= beside.keys()
+    for siblings in beside.values():
+        TopologicalSorter(siblings).prepare()
 
 
 def test_the_page_on_architecture_tells_the_layers() -> None:
@@ -146,3 +167,4 @@ def test_no_module_hides_a_name_of_the_package() -> None:
     """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
     modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
     assert not modules & set(qsync_fx.__all__)
+    assert not {path.stem for path in SOURCES.values()} & set(qsync_fx.__all__)

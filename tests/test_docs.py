@@ -22,8 +22,8 @@ import pages
 import pytest
 import torch
 
-from qsync_fx.backend.cuda.config import Arch
-from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.devices import Support, support
 from qsync_fx.options import DOCUMENTED, Options
 from qsync_fx.precision import FORMATS, Precision

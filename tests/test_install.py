@@ -13,7 +13,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 import qsync_fx
-from qsync_fx.backend.cuda.toolchain import toolchain
+from qsync_fx.backend.cuda.tools.toolchain import toolchain
 from qsync_fx.errors import ToolchainError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,8 +139,8 @@ def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkey
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "a cache"))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     code = (
-        f"sys.path.append({str(ROOT / 'tests')!r}); from small_units import small_unit; "
-        "from qsync_fx.backend.cuda import compiler, keys, library; unit = small_unit(); "
+        f"sys.path.append({str(ROOT / 'tests/support/cuda')!r}); from small_units import small_unit; "
+        "from qsync_fx.backend.cuda.libraries import compiler, keys, library; unit = small_unit(); "
         "path = compiler.build([unit])[unit]; "
         "print(keys.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
     )

@@ -21,8 +21,8 @@ from zoo import language, loss_of, resnet
 
 import qsync_fx
 from qsync_fx import FORMATS
-from qsync_fx.backend.cuda.collect import problems_of
-from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.operators.multiplying.collect import problems_of
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
 

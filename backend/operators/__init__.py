@@ -16,14 +16,14 @@ from collections.abc import Mapping
 
 from qsync_fx.backend.operators.products import round_gradients
 from qsync_fx.errors import QSyncError
+from qsync_fx.graph.nodes import arguments
 from qsync_fx.installed import tuples
-from qsync_fx.nodes import arguments
 from qsync_fx.ops import table
 from qsync_fx.passes.lowering import Lowering, Operands, Role
 
 __all__ = ["Lowering", "Operands", "Role", "arguments", "lowerings", "round_gradients"]
 
-_MODULES = tuple(importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+_MODULES = tuple(importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}."))
 
 
 @functools.cache

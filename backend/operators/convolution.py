@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from qsync_fx.backend.operators import by_kernel, integer_convolution
-from qsync_fx.backend.operators.derivatives import first_only, link, place
+from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
+from qsync_fx.backend.operators.gradients.live_taps import Geometry, live_taps, may_be_dead
 from qsync_fx.backend.operators.library import define
-from qsync_fx.backend.operators.live_taps import Geometry, live_taps, may_be_dead
+from qsync_fx.backend.operators.multiplying import by_kernel, integer_convolution
 from qsync_fx.backend.operators.products import (
     backward_operand,
     carried,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.backend.cuda.collect import computed
-from qsync_fx.backend.operators.live_taps import Geometry, may_be_dead
-from qsync_fx.nodes import arguments, map_arguments
+from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
+from qsync_fx.backend.operators.multiplying.collect import computed
+from qsync_fx.graph.nodes import arguments, map_arguments
 from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
 
 

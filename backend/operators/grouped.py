@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.derivatives import first_only, link, place
+from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import combined, incoming, multiplied_in, round_gradients, scaled, uniform
 from qsync_fx.passes.lowering import Role

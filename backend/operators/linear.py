@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx import stream_layout
-from qsync_fx.backend.operators import by_kernel, integers
-from qsync_fx.backend.operators.derivatives import first_only, link, place
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
+from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
 from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.multiplying import by_kernel, integers
 from qsync_fx.backend.operators.products import (
     carried,
     combined,
@@ -32,9 +32,9 @@ from qsync_fx.backend.operators.products import (
     transposed,
     uniform,
 )
-from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
+from qsync_fx.rounding import layout as stream_layout
 
 
 def linear(

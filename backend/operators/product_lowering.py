@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qsync_fx import meta
-from qsync_fx.backend.cuda.collect import computed
-from qsync_fx.nodes import arguments
+from qsync_fx.backend.operators.multiplying.collect import computed
+from qsync_fx.graph import meta
+from qsync_fx.graph.nodes import arguments
 from qsync_fx.ops import OperatorRow, row_for
 from qsync_fx.ops.contraction import Contraction
 from qsync_fx.passes.lowering import Lowering, Operands, Role

@@ -14,13 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx import stream_layout
-from qsync_fx.backend.operators.carry import carry
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.round import round_to
+from qsync_fx.backend.operators.casts.carry import carry
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.casts.round import round_to
 from qsync_fx.devices import row_on
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import FORMATS, Precision, precision, precision_of
+from qsync_fx.rounding import layout as stream_layout
 
 _DOWN: Final = 2.0**-9
 

@@ -2,7 +2,7 @@
 //
 // Invariant: the same roundings in the same order on every architecture, written with intrinsics so that no compiler flag changes them:
 //     y = fma(float(sum) * a_scale, b_scale, bias), each of the two rounded to FP32; then the activation in FP32; then one rounding.
-// tests/cuda_emulation.py computes the same on the CPU.
+// tests/support/cuda/cuda_emulation.py computes the same on the CPU.
 #pragma once
 
 #include "cutlass/array.h"

@@ -1,5 +1,5 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
-// backend/operators/philox.py computes the same numbers in torch.
+// backend/numerics/philox.py computes the same numbers in torch.
 //
 // One block serves eight elements, sixteen bits each: counter (place / 8, low and high word; stream; 0), key the seed. The number of
 // element i of the eight is (bits + 1/2) * 2^-16, bits the low half of word i / 2 for even i, else the high half. So it lies strictly

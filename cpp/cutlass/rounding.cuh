@@ -1,4 +1,4 @@
-// Rounding one value to INT8 or FP8: the arithmetic of backend/operators/reference.py to the last bit, in few instructions.
+// Rounding one value to INT8 or FP8: the arithmetic of backend/numerics/reference.py to the last bit, in few instructions.
 // Compiles for the host too, where a test holds every function against the reference.
 #pragma once
 

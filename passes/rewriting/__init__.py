@@ -1,0 +1,1 @@
+"""Passes that find and replace: what users write with `@qsync_fx.rewrite`."""

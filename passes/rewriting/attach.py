@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 
-from qsync_fx import meta
-from qsync_fx.bodies import handed_in, operands
-from qsync_fx.graph import PrecisionGraph
+from qsync_fx.graph import PrecisionGraph, meta
+from qsync_fx.graph.effects.bodies import handed_in, operands
 
 
 def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:

@@ -21,10 +21,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.in_force import Modes, restored
+from qsync_fx.graph.values import describe, tensors
 from qsync_fx.passes.rewriting.pattern import Pattern, Shape, operands, same
 from qsync_fx.passes.rewriting.trace import Traced, Untraceable
-from qsync_fx.values import describe, tensors
+from qsync_fx.passes.tracing.in_force import Modes, restored
 
 _Bound = dict[fx.Node, Any]
 

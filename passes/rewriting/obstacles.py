@@ -9,12 +9,11 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.graph import PrecisionGraph
-from qsync_fx.memory import Memory, may_write
-from qsync_fx.passes.in_force import Modes
+from qsync_fx.graph import PrecisionGraph, meta
+from qsync_fx.graph.effects.memory import Memory, may_write
+from qsync_fx.graph.values import tensors
 from qsync_fx.passes.rewriting.match import Site
-from qsync_fx.values import tensors
+from qsync_fx.passes.tracing.in_force import Modes
 
 
 def obstacle(graph: PrecisionGraph, site: Site, modes: Mapping[fx.Node, Modes]) -> str:

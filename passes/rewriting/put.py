@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.identity import identify_new
-from qsync_fx.passes.in_force import Modes, restored
+from qsync_fx.graph.values import describe
 from qsync_fx.passes.rewriting.found import Match
 from qsync_fx.passes.rewriting.inline import OF_THE_MODEL, inlined
 from qsync_fx.passes.rewriting.match import Site
 from qsync_fx.passes.rewriting.trace import Traced, Untraceable, trace_call
-from qsync_fx.values import describe
+from qsync_fx.passes.tracing.identity import identify_new
+from qsync_fx.passes.tracing.in_force import Modes, restored
 
 
 def put(

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-import qsync_fx.backend.cuda.device  # noqa: F401  what `support` says of CUDA devices comes from there
+import qsync_fx.backend.cuda.run.device  # noqa: F401  what `support` says of CUDA devices comes from there
 from qsync_fx import _C, __version__
-from qsync_fx.backend.cuda import cache, sass, toolchain
+from qsync_fx.backend.cuda.libraries import cache, sass
+from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.devices import Support, support
 from qsync_fx.errors import QSyncError
 from qsync_fx.precision import FORMATS, Precision

@@ -22,9 +22,9 @@ import torch._dynamo
 from torch import nn
 
 from qsync_fx.module_tree import paths
-from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
+from qsync_fx.plan.opid import OpId
 from qsync_fx.precision import Precision
 
 _TORCH = str(Path(torch._dynamo.__file__).parent)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from qsync_fx.coverage.causes import reason, way_out
 from qsync_fx.coverage.findings import Findings, Uncovered, Unused
 from qsync_fx.errors import PlanError, shown
-from qsync_fx.opid import OpId
+from qsync_fx.plan.opid import OpId
 
 _SHOWN = 6
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from qsync_fx.coverage.log import Frame, Log, Outcome, Ran, below, shape_of
 from qsync_fx.module_tree import joined, own_parameters, paths, unwrapped
-from qsync_fx.opid import OpId
 from qsync_fx.ops import Kind
 from qsync_fx.plan import Plan
+from qsync_fx.plan.opid import OpId
 from qsync_fx.plan_in_force import plan_in_force
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from qsync_fx import meta
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.precision import Precision
 
 if TYPE_CHECKING:

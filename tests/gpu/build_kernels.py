@@ -21,12 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / place) for place in (".", "support", "support/cuda"))
 
 from gpu import kit, models, test_gemm, test_memory, test_wrapper
-from qsync_fx.backend.cuda import ahead, candidates, compiler, kernels
-from qsync_fx.backend.cuda.config import ARCHITECTURES, Arch, KernelConfig
-from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.backend.cuda.choose import ahead, candidates
+from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch, KernelConfig
+from qsync_fx.backend.cuda.libraries import compiler, kernels
+from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.files import write_text
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qsync_fx.backend.cuda import serving
-from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.choose import serving
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
 
 Pair = tuple[int, int]

@@ -16,14 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda import cache, calls, candidates, fallback, kernels
-from qsync_fx.backend.cuda.abi import GemmArguments
-from qsync_fx.backend.cuda.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.device import known_of
-from qsync_fx.backend.cuda.keys import content_key
-from qsync_fx.backend.cuda.library import Library
-from qsync_fx.backend.cuda.problem import Activation, ConvProblem
-from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.backend.cuda.choose import candidates
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.libraries import cache, kernels
+from qsync_fx.backend.cuda.libraries.abi import GemmArguments
+from qsync_fx.backend.cuda.libraries.keys import content_key
+from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.problem import Activation, ConvProblem, fallback
+from qsync_fx.backend.cuda.run import calls
+from qsync_fx.backend.cuda.run.device import known_of
+from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.precision import FORMATS
 
 AVAILABLE = torch.cuda.is_available()

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda import device as known_devices, kernels, table
-from qsync_fx.backend.cuda.ahead import of_problems
-from qsync_fx.backend.cuda.collect import problems_of
-from qsync_fx.backend.cuda.config import Arch
-from qsync_fx.backend.cuda.device import assumed
+from qsync_fx.backend.cuda.choose.ahead import of_problems
+from qsync_fx.backend.cuda.choose.select import known, way
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.select import known, way
-from qsync_fx.backend.cuda.table import Table
-from qsync_fx.backend.cuda.tuning import Choice
-from qsync_fx.backend.cuda.unit import Unit
+from qsync_fx.backend.cuda.run import device as known_devices
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.cuda.tune import table
+from qsync_fx.backend.cuda.tune.table import Table
+from qsync_fx.backend.cuda.tune.tuning import Choice
+from qsync_fx.backend.operators.multiplying.collect import problems_of
 from qsync_fx.explanation import explain
 
 

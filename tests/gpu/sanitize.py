@@ -18,16 +18,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / place) for place in (".", "support", "support/cuda"))
 
 import torch
 
 from gpu import geometries, kit, test_conv, test_gemm
-from qsync_fx.backend.cuda import kernels, quantizer_source
-from qsync_fx.backend.cuda.config import KernelConfig
-from qsync_fx.backend.operators.convert import convert
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.source import quantizer_source
+from qsync_fx.backend.operators.casts.convert import convert
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
 from qsync_fx.files import write_text
 
 FOUND = 9

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gpu import kit
 from gpu.geometries import problems
-from qsync_fx.backend.cuda import kernels, launch
-from qsync_fx.backend.cuda.config import KernelConfig
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.operators.implicit_gemm import conv2d_product
+from qsync_fx.backend.cuda.run import launch
+from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 
 CONFIGS = kit.configs("fprop", "dgrad", "wgrad")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

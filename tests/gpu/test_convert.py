@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from gpu import kit
-from qsync_fx.backend.cuda import converting, kernels, padding, reasons
-from qsync_fx.backend.cuda.convert_source import NUMBERS
-from qsync_fx.backend.operators.convert import FLOATS, TYPES, convert
+from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.problem import padding
+from qsync_fx.backend.cuda.run import converting, reasons
+from qsync_fx.backend.cuda.source.convert_source import NUMBERS
+from qsync_fx.backend.operators.casts.convert import FLOATS, TYPES, convert
 
 SHAPES = ((1, 1), (1, 7), (7, 1), (33, 5), (64, 256), (129, 1030), (1000, 777), (3, 100_003), (2048, 4096))
 LAYOUTS = ("rows", "columns", "sliced", "shifted")

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gpu import kit
-from qsync_fx.backend.cuda import kernels, launch, peers, reasons
-from qsync_fx.backend.cuda.config import KernelConfig
-from qsync_fx.backend.cuda.gemm_source import LARGEST_K
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.problem import GemmProblem
+from qsync_fx.backend.cuda.run import launch, peers, reasons
+from qsync_fx.backend.cuda.source.gemm_source import LARGEST_K
 
 CONFIGS = kit.configs("gemm")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -123,7 +124,7 @@ def asked() -> list[GemmProblem]:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_operator_takes_any_size(fmt: str, size: tuple[int, int, int]) -> None:
     """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it says what is right."""
-    from qsync_fx.backend.operators.gemm import gemm
+    from qsync_fx.backend.operators.multiplying.gemm import gemm
 
     m, n, k = size
     kind = dataclasses.replace(CONFIGS[0], a=fmt, b=fmt)

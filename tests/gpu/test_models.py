@@ -13,7 +13,7 @@ from small_models import Perceptron, gradients, relative_error
 from torch import Tensor, nn
 
 from gpu import kit, models
-from qsync_fx.backend.cuda import reasons
+from qsync_fx.backend.cuda.run import reasons
 
 GRADIENTS = {
     "bert": {"bf16": 0.012, "fp16": 0.012, "int8": 0.045, "int8_grad": 0.055, "fp8": 0.17},

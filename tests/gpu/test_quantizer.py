@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gpu import kit
-from qsync_fx.backend.cuda import reasons
-from qsync_fx.backend.operators import philox, reference
-from qsync_fx.backend.operators.quantize import quantize
-from qsync_fx.backend.operators.quantize_transposed import quantize_transposed
+from qsync_fx.backend.cuda.run import reasons
+from qsync_fx.backend.numerics import philox, reference
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
 from qsync_fx.precision import precision
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gpu import kit, models
-from qsync_fx.backend.cuda import reasons
-from qsync_fx.backend.cuda.operands import gemm_problem
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.operators.gemm import gemm
-from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.backend.cuda.problem.operands import gemm_problem
+from qsync_fx.backend.cuda.run import reasons
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.multiplying.gemm import gemm
 
 FORMATS = ("int8", "fp8", "bf16", "tf32")
 SIZES = ((256, 384, 512), (130, 250, 100), (64, 40, 72))
@@ -142,7 +142,7 @@ def test_captured_in_a_cuda_graph(fmt: str, tmp_path: Path) -> None:
 def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qsync_fx.backend.cuda import kernels
+    from qsync_fx.backend.cuda.libraries import kernels
 
     given = operands("bf16", LATE)
     with models.kernels_win([problem("bf16", *given)], kit.arch(), tmp_path):

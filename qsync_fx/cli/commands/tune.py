@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table as Printed
 
-    from qsync_fx.backend.cuda.config import Arch
+    from qsync_fx.backend.cuda.kernel.config import Arch
     from qsync_fx.backend.cuda.problem import Problem
-    from qsync_fx.backend.cuda.recorded import Keeper
-    from qsync_fx.backend.cuda.table import Environment
-    from qsync_fx.backend.cuda.tuning import Choice, Timer
+    from qsync_fx.backend.cuda.tune.recorded import Keeper
+    from qsync_fx.backend.cuda.tune.table import Environment
+    from qsync_fx.backend.cuda.tune.tuning import Choice, Timer
 
 _ABOUT = """\
 Measures torch's own product and each kernel that serves for every matrix
@@ -59,10 +59,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda import device, recorded, table
-    from qsync_fx.backend.cuda.problem_json import shown
-    from qsync_fx.backend.cuda.select import known, way
-    from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, tune_all
+    from qsync_fx.backend.cuda.choose.select import known, way
+    from qsync_fx.backend.cuda.run import device
+    from qsync_fx.backend.cuda.tune import recorded, table
+    from qsync_fx.backend.cuda.tune.problem_json import shown
+    from qsync_fx.backend.cuda.tune.tuning import ROUNDS, buckets, tune_all
 
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     if rounds < 1:
@@ -115,7 +116,7 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
     """Returns the device called `name` and what kernels are compiled for on it."""
     import torch
 
-    from qsync_fx.backend.cuda import device
+    from qsync_fx.backend.cuda.run import device
 
     try:
         gpu = torch.device(name)
@@ -139,7 +140,7 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
     """Returns the problems of the model named, which is taken to the GPU if there is one."""
-    from qsync_fx.backend.cuda.collect import problems_of
+    from qsync_fx.backend.operators.multiplying.collect import problems_of
 
     given = model.read(arguments)
     return problems_of((given if gpu is None else given.on(gpu)).explain())
@@ -147,8 +148,8 @@ def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[P
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     """Compiles all candidates side by side. What fails is told by the table, as a candidate that failed."""
-    from qsync_fx.backend.cuda import kernels
-    from qsync_fx.backend.cuda.select import known, way
+    from qsync_fx.backend.cuda.choose.select import known, way
+    from qsync_fx.backend.cuda.libraries import kernels
 
     ways = [way(problem, arch, known) for problem in problems]
     kernels.prepare(kernels.unit_of(config) for found in ways if not isinstance(found, str) for config in found.configs)
@@ -156,9 +157,9 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
 
 def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keeper], dict[Problem, Keeper]]:
     """Returns what makes timers on a GPU, and what they will have measured."""
-    from qsync_fx.backend.cuda.event_timer import EventTimer
-    from qsync_fx.backend.cuda.recorded import Keeper
-    from qsync_fx.backend.cuda.select import known, way
+    from qsync_fx.backend.cuda.choose.select import known, way
+    from qsync_fx.backend.cuda.run.event_timer import EventTimer
+    from qsync_fx.backend.cuda.tune.recorded import Keeper
 
     keepers: dict[Problem, Keeper] = {}
 
@@ -174,7 +175,7 @@ def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keepe
 
 
 def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Keeper]) -> None:
-    from qsync_fx.backend.cuda import recorded
+    from qsync_fx.backend.cuda.tune import recorded
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
     recorded.save(path, recorded.Recording(here, arch, timings))
@@ -186,8 +187,8 @@ def _show(
 ) -> None:
     from dataclasses import asdict
 
-    from qsync_fx.backend.cuda.problem_json import problem_as_json, shown
-    from qsync_fx.backend.cuda.table import choice_as_json
+    from qsync_fx.backend.cuda.tune.problem_json import problem_as_json, shown
+    from qsync_fx.backend.cuda.tune.table import choice_as_json
 
     if arguments.json:
         left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
@@ -201,7 +202,7 @@ def _show(
 
 def _table(choices: list[Choice]) -> Printed:
     """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
-    from qsync_fx.backend.cuda.problem_json import shown
+    from qsync_fx.backend.cuda.tune.problem_json import shown
 
     rows = []
     for choice in choices:

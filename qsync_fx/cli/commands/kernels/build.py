@@ -1,6 +1,6 @@
 """`qsync kernels build`: kernels are compiled before they are needed.
 
-Invariant: what this prints is what `qsync_fx.backend.cuda.cache` would load.
+Invariant: what this prints is what `qsync_fx.backend.cuda.libraries.cache` would load.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from qsync_fx.cli.commands.kernels.kept import table_of
 from qsync_fx.errors import KernelError, OptionError, nearest
 
 if TYPE_CHECKING:
-    from qsync_fx.backend.cuda.config import Arch
-    from qsync_fx.backend.cuda.unit import Unit
+    from qsync_fx.backend.cuda.kernel.config import Arch
+    from qsync_fx.backend.cuda.source.unit import Unit
 
 _ABOUT = """\
 Compiles CUDA kernels. No GPU is needed.
@@ -48,7 +48,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda import cache, compiler
+    from qsync_fx.backend.cuda.libraries import cache, compiler
 
     architectures = [_arch(name) for name in arguments.arch] if arguments.arch else _own_architectures()
     folder = None if arguments.output is None else cache.prepare(arguments.output.absolute())
@@ -81,7 +81,7 @@ def _failed(failures: Sequence[KernelError], total: int) -> KernelError:
 
 
 def _arch(name: str) -> Arch:
-    from qsync_fx.backend.cuda.config import ARCHITECTURES
+    from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES
 
     for arch in ARCHITECTURES:
         if arch == name:
@@ -94,7 +94,7 @@ def _arch(name: str) -> Arch:
 def _own_architectures() -> list[Arch]:
     import torch
 
-    from qsync_fx.backend.cuda.device import known_of
+    from qsync_fx.backend.cuda.run.device import known_of
 
     found = [known_of(torch.device("cuda", index)).arch for index in range(torch.cuda.device_count())]
     known = [arch for arch in dict.fromkeys(found) if arch is not None]
@@ -108,7 +108,7 @@ def _own_architectures() -> list[Arch]:
 
 
 def _units(arch: Arch, arguments: argparse.Namespace) -> list[Unit]:
-    from qsync_fx.backend.cuda import ahead
+    from qsync_fx.backend.cuda.choose import ahead
 
     if arguments.model is None:
         for option in model.given(arguments):
@@ -116,8 +116,8 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[Unit]:
                 "without a model there is nothing to train so", where=model.flag(option), do="name one with --model"
             )
         return ahead.of_all(arch)
-    from qsync_fx.backend.cuda.collect import problems_of
-    from qsync_fx.backend.cuda.device import assumed
+    from qsync_fx.backend.cuda.run.device import assumed
+    from qsync_fx.backend.operators.multiplying.collect import problems_of
 
     given = model.read(arguments)
     # Wherever the model lies, what decides is the device that the kernels are for.

@@ -1,6 +1,6 @@
 """`qsync kernels list`, `clear` and `path`: the kernels that are kept.
 
-Invariant: what is listed is what `qsync_fx.backend.cuda.cache` would load. Nothing is removed outside of the cache.
+Invariant: what is listed is what `qsync_fx.backend.cuda.libraries.cache` would load. Nothing is removed outside of the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsync_fx.errors import OptionError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qsync_fx.backend.cuda.cache import Entry
+    from qsync_fx.backend.cuda.libraries.cache import Entry
 
 _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -37,7 +37,7 @@ def _what_to_list(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda import cache
+    from qsync_fx.backend.cuda.libraries import cache
 
     folders = [arguments.folder] if arguments.folder else [cache.root(), *cache.ahead_of_time()]
     if arguments.folder and not arguments.folder.is_dir():
@@ -81,7 +81,7 @@ def _what_to_clear(parser: argparse.ArgumentParser) -> None:
 
 
 def _clear(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda import cache
+    from qsync_fx.backend.cuda.libraries import cache
 
     seconds = _seconds(arguments.older_than)
     folder = cache.root()
@@ -104,7 +104,7 @@ def _seconds(age: str | None) -> float:
 
 
 def _path(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda import cache
+    from qsync_fx.backend.cuda.libraries import cache
 
     print(cache.root())
 

@@ -1,0 +1,1 @@
+"""A kernel as data: a frozen `KernelConfig`, and what each architecture has."""

@@ -1,0 +1,131 @@
+"""From configurations to libraries that can be called.
+
+Invariant: a kernel that could not be had once is not asked for again in this process: the same call takes the same way every time, and a
+compiler that fails does so once, not at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.errors import KernelError, QSyncError
+
+_lock: Final = threading.Lock()
+_had: Final[dict[Unit, Library | QSyncError]] = {}
+
+
+def unit_of(config: KernelConfig) -> Unit:
+    """Returns what is compiled for a configuration."""
+    return _source(config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(config: KernelConfig) -> Unit:
+    if config.operation == "gemm":
+        from qsync_fx.backend.cuda.source import gemm_source
+
+        return gemm_source.source(config)
+    from qsync_fx.backend.cuda.source import conv_source
+
+    return conv_source.source(config)
+
+
+@functools.lru_cache(maxsize=64)
+def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+    """Returns the quantizer of an architecture that reads values in the format `x` and writes `fmt`."""
+    from qsync_fx.backend.cuda.source import quantizer_source
+
+    return quantizer_source.quantizer(arch, x, fmt)
+
+
+def copiers(arch: Arch) -> list[Unit]:
+    """Returns what copies operands on an architecture, if anything does: what compiles for sm_70 takes products alone."""
+    return [] if arch == "sm_70" else [copier(arch)]
+
+
+@functools.lru_cache(maxsize=64)
+def copier(arch: Arch) -> Unit:
+    """Returns what copies matrices as they are on an architecture."""
+    from qsync_fx.backend.cuda.source import convert_source
+
+    return convert_source.copier(arch)
+
+
+@functools.lru_cache(maxsize=64)
+def converter(arch: Arch, x: str) -> Unit:
+    """Returns what converts numbers in the format `x` to floats on an architecture."""
+    from qsync_fx.backend.cuda.source import convert_source
+
+    return convert_source.converter(arch, x)
+
+
+def converters(arch: Arch) -> list[Unit]:
+    """Returns all that converts numbers on an architecture; see `copiers`."""
+    from qsync_fx.backend.cuda.source.convert_source import NUMBERS
+
+    return [] if arch == "sm_70" else [converter(arch, x) for x in NUMBERS]
+
+
+def library(unit: Unit, *, wait: bool = True) -> Library | None:
+    """Returns the library of a unit, and compiles it where it is not in the cache.
+
+    Args:
+        wait: False where nothing may be compiled now, as while a CUDA graph is captured; None is returned where that would be needed.
+
+    Raises:
+        QSyncError: it cannot be compiled or loaded, now or the first time it was asked for.
+    """
+    found = _had.get(unit)
+    if found is None:
+        if not wait:
+            return None
+        prepare([unit])
+        found = _had[unit]
+    if isinstance(found, QSyncError):
+        raise found
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def stored(unit: Unit) -> bool:
+    """Whether a unit's library is in the cache or among kernels built ahead of time, where nothing can be compiled."""
+    from qsync_fx.backend.cuda.libraries import compiler
+
+    try:
+        return unit in compiler.attempt([unit], progress=False).libraries
+    except QSyncError:
+        return False
+
+
+def failure(unit: Unit) -> QSyncError | None:
+    """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
+    found = _had.get(unit)
+    return found if isinstance(found, QSyncError) else None
+
+
+def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:
+    """Compiles what is not in the cache, side by side, and loads it all; returns what failed, which torch will compute."""
+    from qsync_fx.backend.cuda.libraries import compiler
+    from qsync_fx.backend.cuda.libraries.library import load
+
+    with _lock:
+        missing = [unit for unit in dict.fromkeys(units) if unit not in _had]
+        if missing:
+            try:
+                built = compiler.attempt(missing)
+            except QSyncError as error:
+                _had.update(dict.fromkeys(missing, error))
+                return [error]
+            for unit in missing:
+                try:
+                    failed = built.failures.get(unit)
+                    _had[unit] = failed if failed is not None else load(built.libraries[unit], unit)
+                except KernelError as error:
+                    _had[unit] = error
+        return [had for unit in missing if isinstance(had := _had[unit], QSyncError)]

@@ -1,0 +1,196 @@
+"""A compiled library, loaded.
+
+Invariant: a Library answers for the unit that it was loaded as: it speaks this version of the C interface and tells that unit's name.
+Functions take the argument structure of its interface and nothing else. No symbol of it is visible to other libraries. What is loaded is a
+copy in memory, so its code stays as it is whatever becomes of the file: pages of a mapped file that is truncated or copied over are gone,
+those that the loader has written to as well, and the process dies at the next call or at exit.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from qsync_fx.backend.cuda.libraries import abi
+from qsync_fx.backend.cuda.libraries.abi import ConvArguments, ConvertArguments, GemmArguments, QuantizeArguments
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.errors import KernelError, ToolchainError
+
+Arguments = GemmArguments | ConvArguments | QuantizeArguments | ConvertArguments
+
+_STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
+    "gemm": GemmArguments,
+    "conv": ConvArguments,
+    "quantize": QuantizeArguments,
+    "convert": ConvertArguments,
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The functions of one library, see `abi`. Loading the same file twice gives equal code twice; `load` remembers."""
+
+    unit: Unit
+    path: Path
+    _handle: ctypes.CDLL
+
+    def can_implement(self, arguments: Arguments) -> str | None:
+        """Returns None where the kernel can compute this, else why not, in CUTLASS's words."""
+        status: int = self._handle.qsync_can_implement(ctypes.byref(arguments))
+        return None if status == 0 else self.error(status)
+
+    def workspace(self, arguments: Arguments) -> int:
+        """Returns how many bytes of device memory `run` needs."""
+        size: int = self._handle.qsync_workspace(ctypes.byref(arguments))
+        if size < 0:
+            raise KernelError(f"the kernel tells a workspace of {size} bytes", where=self.unit.name)
+        return size
+
+    def run(self, arguments: Arguments, workspace: int, stream: int) -> None:
+        """Queues the kernel.
+
+        Args:
+            workspace: address in device memory, aligned to 16 bytes; 0 where none is needed.
+            stream: of CUDA, as `torch.cuda.Stream.cuda_stream` tells it.
+
+        Raises:
+            KernelError: it could not be queued. What fails later, on the device, CUDA tells at the next call.
+        """
+        status = self._handle.qsync_run(ctypes.byref(arguments), workspace, stream)
+        if status:
+            raise KernelError(
+                f"the kernel cannot be started: {self.error(status)}",
+                where=self.unit.name,
+                do="see qsync doctor for the device and its driver",
+            )
+
+    def shared_memory(self) -> int:
+        """Returns how many bytes of shared memory a threadblock takes."""
+        size: int = self._handle.qsync_shared_memory()
+        return size
+
+    def error(self, status: int) -> str:
+        """Returns what a status means."""
+        text: bytes | None = self._handle.qsync_error(status)
+        return text.decode("utf-8", errors="replace") if text else f"status {status}"
+
+
+@functools.cache
+def load(path: Path, unit: Unit) -> Library:
+    """Returns the library at `path`, as `compiler.build` made it for `unit`.
+
+    Raises:
+        KernelError: it cannot be loaded, or is not of this unit.
+    """
+    handle = _opened(path)
+    _declare(handle, path, _STRUCTURES[unit.interface])
+    version = handle.qsync_abi()
+    if version != abi.VERSION:
+        raise _foreign(path, f"it speaks version {version} of the interface, not {abi.VERSION}")
+    name = (handle.qsync_name() or b"").decode("utf-8", errors="replace")
+    if name != unit.name:
+        raise _foreign(path, f"it is {name!r}, not {unit.name!r}")
+    return Library(unit, path, handle)
+
+
+def shared_memory(path: Path) -> int:
+    """Returns how many bytes of shared memory a threadblock of the kernel at `path` takes, which its machine code does not say.
+
+    Raises:
+        KernelError: the library cannot be loaded, or has not the functions that it should have.
+    """
+    handle = _opened(path)
+    try:
+        _declare(handle, path, GemmArguments)
+        size: int = handle.qsync_shared_memory()
+        return size
+    finally:
+        # Whoever compiles many kernels does not keep a copy of each.
+        _ctypes.dlclose(handle._handle)
+
+
+def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
+    pointer = ctypes.POINTER(structure)
+    functions: tuple[tuple[str, type | None, tuple[type, ...]], ...] = (
+        ("qsync_abi", ctypes.c_int, ()),
+        ("qsync_name", ctypes.c_char_p, ()),
+        ("qsync_can_implement", ctypes.c_int, (pointer,)),
+        ("qsync_workspace", ctypes.c_int64, (pointer,)),
+        ("qsync_run", ctypes.c_int, (pointer, ctypes.c_void_p, ctypes.c_void_p)),
+        ("qsync_shared_memory", ctypes.c_int, ()),
+        ("qsync_error", ctypes.c_char_p, (ctypes.c_int,)),
+    )
+    for name, result, arguments in functions:
+        try:
+            function = getattr(handle, name)
+        except AttributeError:
+            raise _foreign(path, f"it has no function {name}") from None
+        function.restype, function.argtypes = result, arguments
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """Opens a library; where it wants a CUDA runtime that is not loaded, that one first."""
+    try:
+        return _private(path)
+    except OSError as error:
+        missing = re.match(r"(libcudart\.so\.\d+):", str(error))
+        if missing is None:
+            raise _foreign(path, f"the system cannot load it: {error}") from error
+        for candidate in _runtimes(missing[1]):
+            with contextlib.suppress(OSError):
+                # Libraries that are opened later find it by its name among those that are loaded.
+                ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
+                return _private(path)
+    raise KernelError(
+        f"the kernel needs CUDA's runtime {missing[1]}, and it is nowhere to be found",
+        where=str(path),
+        do=f"use a torch that brings CUDA {missing[1].rpartition('.')[2]}, install that toolkit, or put its lib folder in LD_LIBRARY_PATH",
+    )
+
+
+def _private(path: Path) -> ctypes.CDLL:
+    """Opens a copy of a library that no file on disk stands behind; raises `OSError`."""
+    # Called here, as a Python that was built against an old C library has no os.memfd_create.
+    system = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = system.memfd_create(path.name.encode(), 0)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"a copy of {path.name} in memory")
+    # The loader takes equal names for one library, and descriptors are numbered anew: each copy gets a name of its own.
+    with open(descriptor, "wb") as copy, open(path, "rb") as file, tempfile.TemporaryDirectory() as folder:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        name = Path(folder) / path.name
+        name.symlink_to(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(str(name), mode=ctypes.RTLD_LOCAL)
+
+
+def _runtimes(name: str) -> Iterator[Path]:
+    """Yields where a CUDA runtime may lie: beside torch, in pip wheels, with nvcc."""
+    torch_folders = [place / "lib" for place in toolchain.package_folders("torch")]
+    for folder in (*torch_folders, *toolchain.wheel_folders("lib"), Path("/usr/local/cuda/lib64")):
+        if (folder / name).is_file():
+            yield folder / name
+    with contextlib.suppress(ToolchainError):
+        for folder in toolchain.library_folders(toolchain.nvcc().path):
+            if (folder / name).is_file():
+                yield folder / name
+
+
+def _foreign(path: Path, why: str) -> KernelError:
+    return KernelError(
+        f"this is no library of kernels that can be used: {why}",
+        where=str(path),
+        do="qsync kernels clear, and build it again; one that was built elsewhere must be built for this system",
+    )

@@ -1,0 +1,19 @@
+"""What is to be computed: `problem` (formats, layouts, sizes), from tensors by `operands`.
+
+`conv_mapping` and `padding` say how it may be computed as another problem, and `fallback` is what torch computes: on the CPU, what it
+means.
+"""
+
+from __future__ import annotations
+
+from qsync_fx.backend.cuda.problem.problem import (
+    Activation,
+    ConvOperation,
+    ConvProblem,
+    GemmProblem,
+    Major,
+    Problem,
+    Scale,
+)
+
+__all__ = ["Activation", "ConvOperation", "ConvProblem", "GemmProblem", "Major", "Problem", "Scale"]

@@ -1,0 +1,178 @@
+"""Problems that kernels take in another shape: sizes filled up with zeros, operands laid out anew.
+
+Tensor cores are fed 16 bytes at a time, so sizes along memory are multiples of that, and integer and FP8 ones want both operands
+contiguous along k. An operand that is not so can be copied; whether that pays is a question of bytes, since a copy does nothing but move
+them: what the kernel's way moves must not be more than what torch's way moves, and zeros must not double the work.
+
+Invariant: a padded problem has the values of the original one where the original one has values. Zeros add nothing to a sum over k, and
+rows and columns beyond m and n are cut off again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.problem import fallback
+from qsync_fx.backend.cuda.problem.operands import type_of
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Major, Problem
+
+VECTOR: Final = 16
+"""Bytes that are loaded at a time."""
+
+MOST_WORK: Final = 2.0
+"""How much larger the padded product may be: narrow formats are about twice as fast as BF16, so beyond that nothing can be gained."""
+
+
+def alternatives(problem: Problem) -> list[Problem]:
+    """Returns the problem as kernels may take it: as it is, filled up, contiguous along k, and both; each once."""
+    if isinstance(problem, ConvProblem):
+        return list(dict.fromkeys([problem, filled(problem)]))
+    along_k = replace(problem, a_major="row", b_major="column")
+    return list(dict.fromkeys([problem, filled(problem), along_k, filled(along_k)]))
+
+
+def filled(problem: Problem) -> Problem:
+    """Returns the problem with its sizes along memory at multiples of 16 bytes, those of `d` included."""
+    if isinstance(problem, ConvProblem):
+        # Both kinds of channels lie last in two of the three tensors.
+        step = VECTOR // min(type_of(fmt).itemsize for fmt in (problem.a, problem.b, problem.out))
+        return replace(problem, c=_up(problem.c, step), k=_up(problem.k, step))
+    inner_a, inner_b = "k" if problem.a_major == "row" else "m", "k" if problem.b_major == "column" else "n"
+    steps = {"m": 1, "n": VECTOR // type_of(problem.out).itemsize, "k": 1}
+    for name, fmt in ((inner_a, problem.a), (inner_b, problem.b)):
+        steps[name] = max(steps[name], VECTOR // type_of(fmt).itemsize)
+    return replace(problem, m=_up(problem.m, steps["m"]), n=_up(problem.n, steps["n"]), k=_up(problem.k, steps["k"]))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def pays(problem: Problem, taken: Problem) -> bool:
+    """Whether a kernel may take `problem` as `taken`: it moves no more bytes than torch would, for at most twice the work."""
+    if problem == taken:
+        return True
+    return moved(problem, taken) <= moved_by_torch(problem) and taken.flops <= MOST_WORK * problem.flops
+
+
+def moved(problem: Problem, taken: Problem) -> int:
+    """Returns the bytes that are read and written when a kernel takes `problem` as `taken`, copies included.
+
+    A copy reads what there is and writes what is taken, zeros too, in one pass, turned or not (see `converting`).
+    """
+    total = 0
+    for before, after, copy in zip(_operands(problem), _operands(taken), copied(problem, taken), strict=True):
+        total += before + 2 * after if copy else after
+    before, after = _output(problem), _output(taken)
+    return total + after + (0 if before == after else 2 * before)
+
+
+def copied(problem: Problem, taken: Problem) -> tuple[bool, bool]:
+    """Whether `a` and `b` have to be copied for a kernel that takes `problem` as `taken`."""
+    if isinstance(problem, GemmProblem) and isinstance(taken, GemmProblem):
+        a = (problem.m, problem.k, problem.a_major) != (taken.m, taken.k, taken.a_major)
+        return a, (problem.k, problem.n, problem.b_major) != (taken.k, taken.n, taken.b_major)
+    first, second = (size != other for size, other in zip(_operands(problem), _operands(taken), strict=True))
+    return first, second
+
+
+def moved_by_torch(problem: Problem) -> int:
+    """Returns the bytes that torch's own product moves: conversions to BF16 where it has no unit, or copies, and an epilogue of its own."""
+    size, out = _output(problem), type_of(problem.out).itemsize
+    scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
+    bare = not (scaled or problem.bias or problem.activation != "none" or problem.out != problem.a)
+    # The FP32 product is written, and read again by what applies scales and bias.
+    total = size if bare else size // out * 8 + size
+    lying = _along_k(problem)
+    for bytes_, fmt, along_k in zip(_operands(problem), (problem.a, problem.b), lying, strict=True):
+        if type_of(fmt).itemsize > 1:
+            total += bytes_
+        elif not _has_unit(problem):
+            # One byte is read, two are written and read again.
+            total += 5 * bytes_
+        else:
+            # Integers that do not lie along k are copied for torch as for a kernel.
+            total += bytes_ if along_k else 3 * bytes_
+    return total
+
+
+def _along_k(problem: Problem) -> tuple[bool, bool]:
+    if isinstance(problem, ConvProblem):
+        return True, True
+    return problem.a_major == "row", problem.b_major == "column"
+
+
+def _has_unit(problem: Problem) -> bool:
+    """Whether torch multiplies operands of one byte as they are."""
+    if isinstance(problem, ConvProblem):
+        return False
+    if problem.a == "int8":
+        return fallback.takes_integers(problem.m, problem.n, problem.k)
+    return all(_along_k(problem)) and problem.n % VECTOR == 0 and problem.k % VECTOR == 0
+
+
+def _operands(problem: Problem) -> tuple[int, int]:
+    """Returns the bytes of `a` and `b`."""
+    if isinstance(problem, GemmProblem):
+        sizes = problem.m * problem.k, problem.k * problem.n
+    else:
+        x, weight, y = _elements(problem)
+        sizes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[problem.operation]
+    return sizes[0] * type_of(problem.a).itemsize, sizes[1] * type_of(problem.b).itemsize
+
+
+def _output(problem: Problem) -> int:
+    """Returns the bytes of `d`."""
+    if isinstance(problem, GemmProblem):
+        size = problem.m * problem.n
+    else:
+        x, weight, y = _elements(problem)
+        size = {"fprop": y, "dgrad": x, "wgrad": weight}[problem.operation]
+    return size * type_of(problem.out).itemsize
+
+
+def _elements(p: ConvProblem) -> tuple[int, int, int]:
+    return p.n * p.h * p.w * p.c, p.k * p.r * p.s * p.c, p.n * p.p * p.q * p.k
+
+
+def laid_out(matrix: Tensor, rows: int, columns: int, way: Major) -> Tensor:
+    """Returns a copy of a matrix, filled up with zeros to `rows` x `columns`, that lies by rows or columns and starts at 16 bytes."""
+    shape = (rows, columns) if way == "row" else (columns, rows)
+    whole = tuple(matrix.shape) == (rows, columns)
+    made = matrix.new_empty(shape) if whole else _zeros(matrix, shape)
+    found = made if way == "row" else made.t()
+    found[: matrix.shape[0], : matrix.shape[1]].copy_(matrix)
+    return found
+
+
+def channels_last(t: Tensor, first: int, second: int) -> Tensor:
+    """Returns a copy of `[d0, d1, h, w]` with zeros up to `first` in d0 and `second` in d1, d1 last in memory."""
+    shape = (first, int(t.shape[2]), int(t.shape[3]), second)
+    whole = tuple(t.shape[:2]) == (first, second)
+    made = t.new_empty(shape) if whole else _zeros(t, shape)
+    found = made.permute(0, 3, 1, 2)
+    found[: t.shape[0], : t.shape[1]].copy_(t)
+    return found
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # All formats here have zero as all bits zero; not every torch fills FP8.
+    return torch.zeros(shape[0], *shape[1:-1], shape[-1] * like.itemsize, dtype=torch.uint8, device=like.device).view(
+        like.dtype
+    )
+
+
+def filled_vector(t: Tensor | None, size: int) -> Tensor | None:
+    """Returns a vector of FP32 values with zeros up to `size`, without gaps; None and single values as they are."""
+    if t is None or t.dim() == 0:
+        return t
+    flat = t.reshape(-1).to(torch.float32)
+    if flat.shape[0] == size:
+        return flat.contiguous()
+    found = flat.new_zeros(size)
+    found[: flat.shape[0]].copy_(flat)
+    return found

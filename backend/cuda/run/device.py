@@ -1,0 +1,218 @@
+"""What is known of a device that kernels may run on: its architecture, whether kernels can be had for it, and what was tuned there.
+
+Invariant: an answer holds for the life of the process, so that what is decided while a graph is traced is what happens when it runs.
+`assumed` gives answers for a device that is not there, for reports and tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from qsync_fx import devices
+from qsync_fx.backend.cuda.choose.select import Decision, decide, known
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.libraries import abi, cache, kernels
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda.tune.table import Environment, Table, load, path_in
+from qsync_fx.backend.cuda.tune.tuning import TuningError
+from qsync_fx.devices import Kernels, offer
+from qsync_fx.errors import QSyncError, ToolchainError
+from qsync_fx.files import caches
+from qsync_fx.precision import FORMATS
+
+_BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
+    (7, 0): "sm_70",
+    (7, 5): "sm_75",
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    # Orin has what GeForce cards of its generation have.
+    (8, 7): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+}
+"""The target that code is compiled for, by compute capability. Machine code runs on no later generation, and "90a" on 9.0 alone."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """
+    Attributes:
+        arch: what kernels are compiled for; None where there can be none.
+        reason: why there are none; "" where there are.
+        table: what was tuned.
+        compiles: whether kernels can be compiled here; otherwise there are only those that have been.
+    """
+
+    arch: Arch | None
+    reason: str
+    table: Table | None
+    compiles: bool = True
+
+
+_assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_device", default=None)
+
+
+@contextlib.contextmanager
+def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> Iterator[None]:
+    """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
+    reason = "" if arch is not None else "no kernels are assumed"
+    token = _assumed.set((on, Known(arch, reason, table)))
+    devices.forget()
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+        devices.forget()
+
+
+def known_of(device: torch.device) -> Known:
+    """Returns what is known of a device; one that is no CUDA device has no kernels."""
+    assumption = _assumed.get()
+    if assumption is not None and assumption[0] == device.type:
+        return assumption[1]
+    target = devices.target_of(device)
+    if target is not None:
+        # What was tuned on a device is known there; here the first kernel that serves stands for all.
+        return Known(_BY_CAPABILITY[target], "", None)
+    if device.type != "cuda":
+        return Known(None, f"{device.type} has no kernels", None)
+    # Tensors know their index.
+    return _known(0 if device.index is None else device.index)
+
+
+def decision(problem: Problem, device: torch.device) -> Decision:
+    """Returns which kernel computes a problem on a device, or that torch does, and why."""
+    return _decided(problem, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decided(problem: Problem, device: torch.device) -> Decision:
+    found = known_of(device)
+    if found.arch is None:
+        return Decision(None, problem, found.reason)
+    return decide(problem, found.arch, found.table, None if found.compiles else stored)
+
+
+def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem and have been compiled, here or ahead of time."""
+    return tuple(config for config in known(problem, arch) if kernels.stored(kernels.unit_of(config)))
+
+
+def forget() -> None:
+    """Drops what is known, so that tables that were written since are read."""
+    _known.cache_clear()
+    _decided.cache_clear()
+
+
+@functools.cache
+def _known(index: int) -> Known:
+    if os.environ.get("QSYNC_KERNELS", "").lower() in ("0", "off"):
+        return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
+    if index >= torch.cuda.device_count():
+        return Known(None, f"there is no device cuda:{index} here", None)
+    major, minor = torch.cuda.get_device_capability(index)
+    arch = _BY_CAPABILITY.get((major, minor))
+    if arch is None:
+        return Known(None, f"qsync_fx has no kernels for compute capability {major}.{minor}", None)
+    if reason := unobtainable(arch):
+        return Known(None, reason, None)
+    return Known(arch, "", _table(index), not _no_tools(arch))
+
+
+def _no_tools(arch: Arch) -> str:
+    """Returns why nothing can be compiled for an architecture; "" where it can."""
+    try:
+        toolchain.toolchain(arch)
+    except ToolchainError as error:
+        return error.what
+    return ""
+
+
+def unobtainable(arch: Arch) -> str:
+    """Returns why kernels for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
+    reason = _no_tools(arch)
+    if reason:
+        with contextlib.suppress(QSyncError):
+            folders = [*cache.ahead_of_time(), cache.root()]
+            if any(_holds(folder, arch) for folder in folders):
+                return ""
+    return reason
+
+
+def _holds(folder: Path, arch: Arch) -> bool:
+    return any(
+        isinstance(entry, cache.Entry) and entry.manifest.arch == arch and not entry.manifest.refused
+        for entry in cache.entries(folder)
+    )
+
+
+def folder() -> Path:
+    """Returns where tuning tables are kept: beside the cache of kernels."""
+    return caches() / "tuning"
+
+
+def _table(index: int) -> Table | None:
+    try:
+        here = environment(torch.device("cuda", index))
+        return load(path_in(folder(), here), here)
+    except TuningError:
+        # A table that somebody damaged must not stop a training run; `qsync tune` says what is wrong with it.
+        return None
+
+
+def environment(device: torch.device) -> Environment:
+    """Returns what timings on a CUDA device depend on."""
+    version = toolchain.dotted(_cutlass())
+    name = torch.cuda.get_device_name(device)
+    return Environment(name, _driver(), torch.version.cuda or "", torch.__version__, version, abi.VERSION)
+
+
+def _cutlass() -> tuple[int, ...]:
+    try:
+        return toolchain.cutlass().version
+    except ToolchainError:
+        return ()
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
+            return found[1]
+    # Its own name for this is internal.
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return f"CUDA {version()}" if version else ""
+
+
+def _kernels(device: torch.device) -> Kernels:
+    found, assumption = known_of(device), _assumed.get()
+    if found.arch is None:
+        return Kernels(None, found.reason, capability=devices.target_of(device))
+    formats = _multiplied(found.arch)
+    assumed = assumption is not None and assumption[0] == device.type
+    if not assumed and devices.target_of(device) is None:
+        return Kernels(found.arch, "", formats)
+    number = int(found.arch.strip("sm_a"))
+    return Kernels(found.arch, "", formats, (number // 10, number % 10))
+
+
+@functools.cache
+def _multiplied(arch: Arch) -> frozenset[str]:
+    """Returns the formats that there are kernels for on an architecture."""
+    size = 4096
+    tried = {name: GemmProblem(size, size, size, name, name, "fp32") for name, row in FORMATS.items() if row.bits <= 32}
+    return frozenset(name for name, problem in tried.items() if known(problem, arch))
+
+
+offer(_kernels, _decided.cache_clear)

@@ -1,0 +1,1 @@
+"""A kernel as text: translation units, written from the templates in cpp/cutlass."""

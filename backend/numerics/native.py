@@ -1,0 +1,96 @@
+"""Rounding to a format by the kernels of `qsync_fx._C`, on the CPU.
+
+Invariant: the bits of `reference`. The kernels take memory without gaps and one scale for each run of it; what is laid out otherwise is
+brought into that form here: gaps are closed by a copy, and where the values of a group do not lie next to each other, or the format is
+no integer, torch divides by the scales and the kernels round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx import _C
+from qsync_fx.backend.numerics import reference
+from qsync_fx.backend.numerics.reference import Rounding
+from qsync_fx.precision import Precision
+
+_TYPES: Final[dict[torch.dtype, Any]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
+    q = reference.empty_quantized(x, row.dtype)
+    random = _random(seed, stream, rounding)
+    rows = _rows(q, keep) if row.dtype == torch.int8 else None
+    if rows is not None:
+        scale = torch.empty([int(size) for size in reference.scale_shape(x, keep)])
+        _quantize(_filled(x, q.stride()), q, scale, rows, row, rounding, random)
+        return q, scale
+    scale = reference.scales(x, row, keep)
+    # One value more than there are elements; what for is said below.
+    memory = torch.zeros(x.numel() + 1)
+    units = memory[:-1].as_strided(q.size(), q.stride())
+    units.copy_(torch.where(scale.isnan(), 0.0, x.float() / scale))
+    if row.kind == "float":
+        _round(units, units, row, rounding, random)
+        return q.copy_(units), scale
+    # The kernel divides by the scale that it finds. The largest level as a last value makes that 1, if nothing else is larger.
+    memory.clamp_(-row.max, row.max)[-1] = row.max
+    whole = torch.empty_like(memory, dtype=row.dtype)
+    _quantize(memory, whole, torch.empty(1), 1, row, rounding, random)
+    return q.copy_(whole[:-1].as_strided(q.size(), q.stride())), scale
+
+
+@torch.no_grad()
+def round_to(x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding) -> Tensor:
+    """Returns `x` on the grid of an unscaled format; see `qsync::round`."""
+    y = torch.empty_like(x, dtype=torch.float32)
+    source = _filled(x, y.stride()) if x.dtype == torch.float32 else y.copy_(x)
+    _round(source, y, row, rounding, _random(seed, stream, rounding))
+    return y.to(row.dtype)
+
+
+def _random(seed: Tensor, stream: int, rounding: Rounding) -> tuple[int, int]:
+    """Returns seed and stream as the unsigned words that the kernels take."""
+    return (int(seed.item()) & (2**64 - 1), stream & (2**32 - 1)) if rounding == "stochastic" else (0, 0)
+
+
+def _filled(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns `x` in one of the kernels' types and with these strides, which leave no gaps."""
+    dtype = x.dtype if x.dtype in _TYPES else torch.float32
+    if x.dtype == dtype and x.stride() == stride:
+        return x
+    return torch.empty_strided(x.size(), stride, dtype=dtype).copy_(x)
+
+
+def _rows(q: Tensor, keep: Sequence[int]) -> int | None:
+    """Returns the number of runs of memory that are the groups of `q`, in the order of the scales; None if no runs are."""
+    kept = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
+    outer = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
+    return math.prod(q.shape[dim] for dim in kept) if outer[: len(kept)] == kept else None
+
+
+def _quantize(
+    source: Tensor, q: Tensor, scale: Tensor, rows: int, row: Precision, rounding: Rounding, random: tuple[int, int]
+) -> None:
+    columns = source.numel() // rows if rows else 0
+    pointers = source.data_ptr(), q.data_ptr(), scale.data_ptr()
+    threads = torch.get_num_threads()
+    _C.quantize(*pointers, rows, columns, _TYPES[source.dtype], rounding, int(row.max), *random, threads)
+
+
+def _round(source: Tensor, to: Tensor, row: Precision, rounding: Rounding, random: tuple[int, int]) -> None:
+    grid = row.mantissa, row.e_min, row.max
+    _C.round_float(source.data_ptr(), to.data_ptr(), to.numel(), *grid, rounding, *random, torch.get_num_threads())

@@ -1,0 +1,1 @@
+"""Operators that give a tensor another format, and the seed that they round by."""

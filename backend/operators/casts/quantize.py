@@ -1,0 +1,101 @@
+"""`qsync::quantize`: a tensor to a scaled format, and the scales.
+
+Why an operator of its own: it reads its input twice (largest magnitude, then rounding), which is one kernel and nothing that a
+compiler should take apart; and the pass pipeline shares its result among all consumers of the tensor.
+
+Invariant: a pure function of its inputs. Randomness comes from `seed`, which the graph draws once from the rounding stream
+(`qsync::draw`), so `torch.manual_seed` reproduces a run and activation checkpointing recomputes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.numerics import native, reference
+from qsync_fx.backend.operators.library import define
+from qsync_fx.errors import PrecisionError
+from qsync_fx.precision import Precision, precision
+
+
+def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
+    """Returns the format called `fmt`; raises `PrecisionError` unless it is scaled and `x` and `keep` suit it."""
+    row = precision(fmt)
+    if not row.scaled:
+        raise PrecisionError(f"{row} has no scale", where="qsync::quantize", do="use a conversion, or qsync::round")
+    if not x.is_floating_point():
+        raise PrecisionError(
+            f"{x.dtype} cannot be quantized", where="qsync::quantize", do="quantize floating-point tensors"
+        )
+    if any(not -x.dim() <= dim < x.dim() for dim in keep):
+        raise PrecisionError(
+            f"a tensor of {x.dim()} dimensions cannot have a scale per index of dimensions {list(keep)}",
+            where="qsync::quantize",
+            do="name dimensions that it has",
+        )
+    return row
+
+
+def quantize(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Quantizes `x` to a scaled format such as INT8 or FP8.
+
+    Per group, that is per index of the dimensions in `keep`, `scale = max(absmax / levels, 2**-126)` in FP32, and
+    `q = round(x / scale)` on the grid of the format, saturated. A group of zeros, or without elements, has scale 1; one with NaN or
+    Inf has scale NaN and q = 0, so that what is computed from it is NaN and loss scaling sees it.
+
+    Args:
+        x: floating point, any shape and strides; taken as FP32.
+        seed: int64, `[1]` or `[]`.
+        stream: tells operators of one graph apart.
+        fmt: name of a scaled format.
+        rounding: "stochastic" (QSync, section IV-A: unbiased), "nearest" (ties to even), or "floor" (towards minus infinity).
+        keep: dimensions with a scale per index; none for one scale.
+
+    Returns:
+        q: the format's dtype, `x`'s shape and memory layout.
+        scale: FP32, `[]` or `x`'s shape with 1 in the dimensions outside `keep`.
+
+    Raises:
+        PrecisionError: unknown or unscaled format, `x` not floating point, `keep` out of range.
+        OptionError: unknown way to round.
+    """
+    found: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(x, seed, stream, fmt, rounding, list(keep))
+    return found
+
+
+def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]) -> tuple[Tensor, Tensor]:
+    row = scaled_format(fmt, x, keep)
+    reference.rounding_mode(rounding)
+    q = reference.empty_quantized(x, row.dtype)
+    return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
+
+
+def _kernel(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    from qsync_fx.backend.cuda.run import quantizing
+
+    return quantizing.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
+
+
+def _native(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return native.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
+
+
+define(
+    "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor q, Tensor scale)",
+    {
+        "CPU": _native,
+        "CUDA": _kernel,
+        # The result has no gradient; the operators that take it pass theirs to the real tensor.
+        "Autograd": torch.library.fallthrough_kernel,
+    },
+    _fake,
+    tags=(),  # See `qsync_fx.backend.tuned`.
+)

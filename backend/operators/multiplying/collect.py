@@ -1,0 +1,177 @@
+"""Which problems a model's layers are on a device with kernels, before it runs there.
+
+Invariant: they are asked of the layers themselves. Each lowered operator is called, forward and backward, on tensors without values, and
+what it asks for a kernel for is what it will ask for when it trains. Symbolic sizes count as those of the example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.operands import format_name, outline
+from qsync_fx.backend.cuda.run.device import decision, known_of
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.devices import standing_for
+from qsync_fx.precision import precision
+
+if TYPE_CHECKING:
+    from qsync_fx.explanation import Explanation
+    from qsync_fx.graph import PrecisionGraph
+
+_LAYERS = ("qsync::linear", "qsync::contract", "qsync::convolution")
+
+
+def problems_of(explanation: Explanation) -> list[Problem]:
+    """Returns the problems of an explained model, each once, in the order in which layers run.
+
+    On devices without kernels too: they are what the model would be there.
+    """
+    found: dict[Problem, None] = {}
+    for part in explanation.graphs:
+        found |= dict.fromkeys(_problems(part.graph))
+    return list(found)
+
+
+def _problems(graph: PrecisionGraph) -> list[Problem]:
+    return [p for part in graph.walk() for node in part.nodes if _is_layer(node) for p in problems_of_layer(node)]
+
+
+def _is_layer(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _LAYERS
+
+
+def problems_of_layer(node: fx.Node) -> list[Problem]:
+    """Returns the problems of a call of a layer: output, input gradient, weight gradient.
+
+    Those of an input that needs no gradient are left out; so is the whole layer where a size depends on values.
+    """
+    from qsync_fx.backend.operators.multiplying.by_kernel import collected
+
+    arguments = [_valueless(argument) for argument in node.args]
+    if any(argument is _UNKNOWN for argument in arguments):
+        return []
+    wanted = [at for at in (0, 1) if _trained(node.args[at])]
+    leaves = [arguments[at].requires_grad_() for at in wanted]
+    # Whatever is tracing or faking at the moment has nothing to do with these.
+    with (
+        _disable_current_modes(),
+        disable_proxy_modes_tracing(),
+        torch.enable_grad(),
+        standing_for(node.meta["val"].device),
+        collected() as found,
+    ):
+        y = node.target(*arguments)  # type: ignore[operator]
+        if leaves:
+            torch.autograd.grad(y, leaves, torch.empty_like(y))
+    return found
+
+
+_UNKNOWN = object()
+
+
+def _valueless(argument: Any) -> Any:
+    """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors."""
+    if isinstance(argument, (list, tuple)):
+        found = [_valueless(item) for item in argument]
+        return _UNKNOWN if any(item is _UNKNOWN for item in found) else found
+    value = argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return hint if isinstance(hint, int) else _UNKNOWN
+    if not isinstance(value, Tensor):
+        return value
+    lies = outline(value)
+    if lies is None:
+        return _UNKNOWN
+    with _disable_current_modes(), disable_proxy_modes_tracing():
+        return torch.empty_strided(lies.shape, lies.strides, dtype=value.dtype, device="meta")
+
+
+def _trained(argument: Any) -> bool:
+    """Whether a gradient may be asked of an operand: not of a model's own input that needs none."""
+    value = argument.meta.get("val", argument.meta.get("example_value"))
+    return not (argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad)
+
+
+def computed(node: fx.Node, device: torch.device) -> str:
+    """Returns what computes a layer on a device: its kernels, or torch and why; "" for devices that never have kernels."""
+    found = known_of(device)
+    if found.arch is None:
+        return f"torch computes: {found.reason}" if device.type == "cuda" else ""
+    asked = problems_of_layer(node)
+    if not asked:
+        return "torch computes: there are no kernels for layers like it"
+    ours: list[str] = []
+    left: dict[str, list[str]] = {}
+    for product, problem in zip(_products(node, asked), asked, strict=True):
+        decided = decision(problem, device)
+        (ours if decided.config is not None else left.setdefault(decided.reason, [])).append(product)
+    clauses = [f"CUTLASS {found.arch} kernels for {', '.join(ours)}"] if ours else []
+    clauses += [f"torch computes {', '.join(products)}: {reason}" for reason, products in left.items()]
+    return "; ".join(clauses)
+
+
+def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
+    """Returns which of a layer's products its problems are.
+
+    Where all are there they are in order; only the layouts tell otherwise, which are the same for both gradients where the rounded one
+    was written by columns too.
+    """
+    gradients = ("input gradient", "weight gradient")
+    names = ["output", *(name for at, name in enumerate(gradients) if _trained(node.args[at]))]
+    return names if len(names) == len(problems) else [_product(problem) for problem in problems]
+
+
+def _product(problem: Problem) -> str:
+    if isinstance(problem, GemmProblem):
+        names = {("row", "column"): "output", ("row", "row"): "input gradient", ("column", "row"): "weight gradient"}
+        return names.get((problem.a_major, problem.b_major), "product")
+    return {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}[problem.operation]
+
+
+def prepare(graph: PrecisionGraph) -> str:
+    """Compiles the kernels of a lowered graph, side by side, and returns a text that tells what computes it; "" on other devices.
+
+    Two graphs of equal operators are compiled to the same code only if these texts are equal too. What cannot be compiled is torch's to
+    compute, which `reasons` then tells.
+    """
+    device = graph.context.device
+    arch = known_of(device).arch
+    if arch is None:
+        return ""
+    decided = {problem: decision(problem, device) for problem in _problems(graph)}
+    configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
+    copiers = kernels.copiers(arch) if configs else []
+    kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch), *copiers])
+    usable = {config for config in configs if kernels.failure(kernels.unit_of(config)) is None}
+    lines = [
+        f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"
+        for problem, found in decided.items()
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
+    """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
+    from qsync_fx.backend.cuda.source.quantizer_source import X_TYPES, written
+
+    pairs: dict[tuple[str | None, str | None], None] = {}
+    for part in graph.walk():
+        for node in part.nodes:
+            if node.target is torch.ops.qsync.quantize.default:
+                pairs[format_name(part.value(node.args[0]).dtype), written(precision(str(node.args[3])))] = None
+            elif _is_layer(node):
+                # The last arguments of a layer: format, rounding, type of the output, which is the gradient's.
+                fmt, _, out = node.args[-3:]
+                pairs[format_name(out), written(precision(precision(str(fmt)).gradient))] = None  # type: ignore[arg-type]
+    return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]

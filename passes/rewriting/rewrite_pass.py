@@ -1,0 +1,175 @@
+"""`@qsync_fx.rewrite`: a pass that says in plain torch what to find, and what to put in its place.
+
+Invariant: a rewrite changes places that compute the pattern and whose inner values nothing else reads, and no others. How many that were,
+and why others were left alone, is kept for reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from torch import Tensor, fx
+
+from qsync_fx.errors import OptionError, PassError, QSyncError
+from qsync_fx.graph import Operator, PrecisionGraph, meta
+from qsync_fx.graph.notes import Rewritten
+from qsync_fx.passes.base import GraphPass
+from qsync_fx.passes.casting.casts import drop_unread_casts
+from qsync_fx.passes.rewriting.found import Match
+from qsync_fx.passes.rewriting.match import Site, sites
+from qsync_fx.passes.rewriting.obstacles import obstacle
+from qsync_fx.passes.rewriting.pattern import Pattern
+from qsync_fx.passes.rewriting.put import put
+from qsync_fx.passes.tracing.in_force import modes
+
+
+@dataclass(frozen=True)
+class Rewrite(GraphPass):
+    """A rewrite: `function` says what to find, and what `replacement` decorates what to put in its place."""
+
+    where: Callable[[Match], Any] | None = None
+    example: tuple[Tensor, ...] | None = field(default=None, compare=False)
+    _puts: list[Callable[..., Any]] = field(default_factory=list, compare=False)
+
+    def replacement(self, function: Callable[..., Any]) -> Rewrite:
+        """Makes a function what this rewrite puts in; returns the rewrite.
+
+        The function takes any of the pattern's arguments by name, and `match` if it wants to know the place (`Match`). It returns
+        as many tensors as the pattern, of the same shapes and types. Tensors that it refers to are not copied: parameters get
+        gradients, buffers that it writes stay written.
+        """
+        known = {*inspect.signature(self.function).parameters, "match"}
+        unknown = [name for name in inspect.signature(function).parameters if name not in known]
+        if unknown:
+            raise OptionError(
+                f"the replacement of {self.name!r} takes {unknown[0]!r}, which the pattern has not",
+                do=f"take some of {', '.join(sorted(known))}",
+            )
+        if self._puts:
+            raise OptionError(f"the rewrite {self.name!r} has a replacement already", do="write a rewrite for each")
+        self._puts.append(function)
+        return self
+
+    def __call__(self, graph: PrecisionGraph) -> None:
+        if not self._puts:
+            raise OptionError(
+                f"the rewrite {self.name!r} has no replacement", do=f"decorate one with @{self.name}.replacement"
+            )
+        found = Rewritten()
+        for part in graph.walk() if graph.context.fake_mode is not None else ():  # without one there are no tensors
+            found += self._rewrite(part)
+        graph.rewritten[self.name] = found
+        graph.module.recompile()
+
+    @functools.cached_property
+    def _pattern(self) -> Pattern:
+        return Pattern.of(self.function, self.example)
+
+    def _rewrite(self, graph: PrecisionGraph) -> Rewritten:
+        in_force, taken = modes(graph), set[fx.Node]()
+        chosen: list[tuple[Site, Match]] = []
+        left: list[str] = []
+        for site in sites(graph, self._pattern, in_force):
+            if not taken.isdisjoint(site.matched):
+                continue
+            match = self._match(graph, site)
+            if self.where is not None and not self._wanted(self.where, match):
+                continue
+            if why := obstacle(graph, site, in_force):
+                left.append(f"{match.main.where}: {why}")
+                continue
+            taken.update(site.matched)
+            chosen.append((site, match))
+        now: dict[fx.Node, fx.Node] = {}
+        for site, match in chosen:
+            here = _moved(site, now)
+            now |= put(graph, here, self.name, self._puts[0], match, in_force[site.matched[-1]])
+        drop_unread_casts(graph)
+        return Rewritten(len(chosen), tuple(left))
+
+    def _match(self, graph: PrecisionGraph, site: Site) -> Match:
+        operators = tuple(Operator(graph, node) for node in site.matched if node in meta.NOTE)
+        return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
+
+    def _wanted(self, where: Callable[[Match], Any], match: Match) -> bool:
+        try:
+            return bool(where(match))
+        except QSyncError:
+            raise
+        except Exception as error:
+            raise PassError(
+                f"the guard of {self.name!r} failed: {type(error).__name__}: {error}",
+                where=match.main.where,
+                do="correct the function given as where=",
+            ) from error
+
+
+def _moved(site: Site, now: Mapping[fx.Node, fx.Node]) -> Site:
+    """Returns a site as it is now that what it reads has been replaced."""
+    arguments = fx.node.map_arg(dict(site.arguments), lambda node: now.get(node, node))
+    return Site(arguments, site.matched, site.outputs)
+
+
+@overload
+def rewrite(function: Callable[..., Any], /) -> Rewrite: ...
+@overload
+def rewrite(
+    *,
+    after: str | None = None,
+    before: str | None = None,
+    where: Callable[[Match], Any] | None = None,
+    example: Sequence[Tensor] | None = None,
+    name: str | None = None,
+) -> Callable[[Callable[..., Any]], Rewrite]: ...
+def rewrite(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    after: str | None = None,
+    before: str | None = None,
+    where: Callable[[Match], Any] | None = None,
+    example: Sequence[Tensor] | None = None,
+    name: str | None = None,
+) -> Rewrite | Callable[[Callable[..., Any]], Rewrite]:
+    """Makes a pass of a function that says in plain torch what to find; `.replacement` says what to put in its place.
+
+    Arguments of the function without a default stand for any tensor. Those with one stand for any value that an operator is given where
+    the default shows: `eps=1e-5`, `p=0.1`, `training=True`.
+
+    Args:
+        after: the pass that it runs directly after; "normalize" when neither is given.
+        before: the pass that it runs directly before.
+        where: called with each `Match`; only those for which it returns true are rewritten.
+        example: tensors such as the function takes, for one that takes no FP32 tensors of size 8 in any number of dimensions; their
+            sizes and types need not be those of the model.
+        name: what reports call it; the function's name by default.
+
+    Example:
+        >>> @rewrite
+        ... def scaled(x, weight, bias):
+        ...     return torch.relu(torch.nn.functional.linear(x, weight, bias))
+        >>> @scaled.replacement
+        ... def put(x, weight, bias):
+        ...     return torch.nn.functional.linear(x, weight, bias).clamp(min=0)
+    """
+    if after is not None and before is not None:
+        raise OptionError("a pass has one place, but both after= and before= are given", do="give one of them")
+
+    def make(function: Callable[..., Any]) -> Rewrite:
+        place = "normalize" if after is None and before is None else after
+        found = Rewrite(
+            name or function.__name__,
+            function,
+            after=place,
+            before=before,
+            where=where,
+            example=None if example is None else tuple(example),
+        )
+        found._pattern  # noqa: B018 - reads the signature, so that what is wrong with it is told here
+        return found
+
+    return make(function) if function is not None else make

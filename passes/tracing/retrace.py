@@ -1,0 +1,329 @@
+"""Re-traces what Dynamo wrote into pre-dispatch ATen, piece by piece.
+
+Invariant: the new graph computes what the old one computes, to the last bit, in training too: pre-dispatch tracing records above
+autograd, so nothing is differentiated, decomposed by dtype or hidden behind a mode. Nodes that make_fx must not trace through stay as
+Dynamo wrote them, and the code between them is re-traced: higher-order operators (make_fx raises KeyError on checkpointing's context
+function, and would inline a custom autograd function's forward, losing its backward), switches of autocast and grad mode (they
+are states that last beyond a piece), and functorch regions (their values are batched tensors, which exist only inside).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental._backward_state import BackwardState
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
+
+from qsync_fx.graph import meta
+from qsync_fx.graph.effects.modes import is_switch
+from qsync_fx.passes.tracing.fused import UNFUSED
+from qsync_fx.passes.tracing.moves import copied
+
+_OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
+"""Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+
+_HOOKED = "a hook sees its gradient, in the type that the model has"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
+
+    nodes: tuple[fx.Node, ...]
+    kept: bool
+
+
+def pieces(graph: fx.Graph) -> Iterator[Piece]:
+    """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
+    current: list[fx.Node] = []
+    kept: set[fx.Node] = set()
+    nesting = 0
+    region: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        before = nesting
+        nesting += _functorch_step(node)
+        if before or nesting:
+            region.append(node)
+            if nesting == 0:
+                yield from ([Piece(tuple(current), kept=False)] if current else [])
+                yield Piece(tuple(region), kept=True)
+                kept.update(region)
+                current, region = [], []
+        elif _stays(node) or _unpacks(node, kept):
+            yield from ([Piece(tuple(current), kept=False)] if current else [])
+            yield Piece((node,), kept=True)
+            kept.add(node)
+            current = []
+        else:
+            current.append(node)
+    if region or current:
+        yield Piece(tuple(current + region), kept=bool(region))
+
+
+def _stays(node: fx.Node) -> bool:
+    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator) or _hooks_gradients(node)
+
+
+def _hooks_gradients(node: fx.Node) -> bool:
+    known = (used.meta.get("example_value") for used in node.all_input_nodes)
+    return any(isinstance(value, (BackwardState, BackwardHook)) for value in known)
+
+
+def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in kept
+
+
+def _functorch_step(node: fx.Node) -> int:
+    name = getattr(node.target, "__name__", "")
+    if "increment_nesting" in name:
+        return 1
+    return -1 if "decrement_nesting" in name else 0
+
+
+def rebuild(
+    module: fx.GraphModule, inputs: list[Any], keep: Callable[[fx.Node, fx.GraphModule], None]
+) -> tuple[fx.GraphModule, list[str]]:
+    """Returns the module re-traced to pre-dispatch ATen, and what could not be re-traced and why.
+
+    Args:
+        module: a graph as Dynamo writes it.
+        inputs: one fake tensor, SymInt or plain value a placeholder.
+        keep: called with every higher-order node that is kept (already in the new graph) and the old module that its bodies are in;
+            it may give the node new bodies.
+
+    The caller is responsible for the fake mode and for restoring autocast and grad mode.
+    """
+    builder = _Builder(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        builder.copy(node, value)
+    for piece in pieces(module.graph):
+        if piece.kept:
+            for node in piece.nodes:
+                builder.keep(node, keep)
+        else:
+            builder.retrace(piece.nodes)
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    builder.copy(output, None)
+    return builder.finish(), builder.failures
+
+
+def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
+    with fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *values
+        )
+    return traced
+
+
+def current(value: Any) -> Any:
+    """Returns what Dynamo noted for a node as values of the fake mode that is active: Dynamo hands a graph on with a fresh one."""
+    mode = active_fake_mode()
+
+    def convert(fake: Any) -> Any:
+        if not isinstance(fake, FakeTensor) or fake.fake_mode is mode or fake.layout is not torch.strided:
+            return fake
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+    return value if mode is None else pytree.tree_map(convert, value)
+
+
+class _Tracking(fx.Interpreter):
+    """Knows the name of the node that it runs, so that a failure can be laid at its door."""
+
+    at = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n.name
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in UNFUSED and not args[0].is_nested:
+            return UNFUSED[target](*args, **kwargs)
+        return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
+
+
+class _Builder:
+    """Builds the new graph; `values` and `mapped` tell each old node's fake value and its nodes in the new graph."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = fx.Graph()
+        self.root: dict[str, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
+        self.mapped: dict[fx.Node, Any] = {}
+        self.constants: dict[str, Any] = {}
+        self.failures: list[str] = []
+        self.count = 0
+
+    def copy(self, node: fx.Node, value: Any) -> fx.Node:
+        """Copies a node, its metadata and the attribute that it names, as it is."""
+        for used in node.all_input_nodes:
+            self.fetch(used)
+        new = self.graph.node_copy(node, lambda used: self.mapped[used])
+        if node.op == "output":
+            return new
+        if hasattr(node, "_dynamo_source"):
+            new._dynamo_source = node._dynamo_source
+        self.values[node], self.mapped[node] = value, new
+        new.meta["val"] = value
+        return new
+
+    def fetch(self, node: fx.Node) -> None:
+        """Copies a node that names an attribute, once."""
+        if node.op != "get_attr" or node in self.mapped:
+            return
+        value = self.root[str(node.target)] = _attribute(self.module, str(node.target))
+        mode = active_fake_mode()
+        if isinstance(value, torch.Tensor) and mode is not None:
+            value = mode.from_tensor(value, static_shapes=True)
+        self.copy(node, value)
+
+    def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None]) -> None:
+        if is_switch(node):
+            # Executed, so that the pieces after it are traced in the mode that it sets.
+            args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
+            self.copy(node, node.target(*args))  # type: ignore[operator]
+            return
+        if _hooks_gradients(node):
+            for used in node.all_input_nodes:
+                self._set_apart(used)
+        new = self.copy(node, current(node.meta.get("example_value")))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            keep(new, self.module)
+            for used in new.all_input_nodes:
+                if used.op == "get_attr" and used in (meta.REPLACED.get(new) or {}):
+                    self.root[str(used.target)] = meta.REPLACED[new][used]
+            del meta.REPLACED[new]
+        elif _hooks_gradients(node):
+            meta.OPAQUE[new] = _HOOKED
+        elif node.target is not operator.getitem:
+            meta.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+
+    def _set_apart(self, used: fx.Node) -> None:
+        """Gives what a hook is put on a node of its own, in the model's type, that everybody reads: a hook sees the whole gradient."""
+        source = self.mapped[used]
+        if not isinstance(self.values[used], torch.Tensor):
+            return
+        with self.graph.inserting_after(source):
+            apart = self.graph.call_function(torch.ops.aten.alias.default, (source,))
+        apart.meta.update(source.meta)
+        meta.OPAQUE[apart] = _HOOKED
+        source.replace_all_uses_with(apart, delete_user_cb=lambda user: user is not apart)
+        self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
+
+    def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
+        """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
+        piece, external, results = self._extract(nodes)
+        interpreter = _Tracking(piece)
+
+        def run(*args: Any) -> Any:
+            return interpreter.run(*args)
+
+        for used in external:
+            self.fetch(used)
+        inputs = [self.values[node] for node in external]
+        try:
+            traced = pre_dispatch(run, inputs)
+        except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
+            bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
+            self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])
+            return
+        if not _bakes_in_fakes(traced):
+            self._inline(traced, external, results)
+        elif len(nodes) == 1:
+            self._leave(nodes, nodes[0], "UntracedValue", "it computes a value past the dispatcher, which tracing sees")
+        else:
+            # Which node it is shows where it stands alone.
+            self.retrace(nodes[: len(nodes) // 2])
+            self.retrace(nodes[len(nodes) // 2 :])
+
+    def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
+        """Keeps one of the nodes as Dynamo wrote it, and re-traces those before and after it."""
+        self.failures.append(f"{bad.name}: {kind}: {message}")
+        where = nodes.index(bad)
+        if where:
+            self.retrace(nodes[:where])
+        new = self.copy(bad, current(bad.meta.get("example_value")))
+        meta.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        if nodes[where + 1 :]:
+            self.retrace(nodes[where + 1 :])
+
+    def _extract(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+        """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
+        inside = set(nodes)
+        needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside)
+        bodies = [used for used in needed if _is_body(self.module, used)]
+        external = [used for used in needed if used not in bodies]
+        graph = fx.Graph()
+        local: dict[fx.Node, fx.Node] = {used: graph.placeholder(used.name) for used in external}
+        local.update((used, graph.node_copy(used)) for used in bodies)
+        for node in nodes:
+            local[node] = copied(graph, node, local)
+        results = [node for node in nodes if any(user not in inside for user in node.users)]
+        graph.output(tuple(local[node] for node in results))
+        return fx.GraphModule(self.module, graph), external, results
+
+    def _inline(self, traced: fx.GraphModule, external: list[fx.Node], results: list[fx.Node]) -> None:
+        leaves = pytree.tree_leaves([self.mapped[node] for node in external])
+        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        local: dict[fx.Node, Any] = dict(zip(placeholders, leaves, strict=True))
+        self.count += 1
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                out = fx.node.map_arg(node.args[0], lambda used: local[used])
+                values = fx.node.map_arg(node.args[0], lambda used: used.meta.get("val"))
+                for old, new, value in zip(results, out, values, strict=True):
+                    self.mapped[old], self.values[old] = new, value
+                return
+            new = self.graph.node_copy(node, lambda used: local[used])
+            if node.op == "get_attr":
+                name = f"piece{self.count}_{node.target}".replace(".", "_")
+                self.constants[name] = _attribute(traced, str(node.target))
+                new.target = name
+                new.meta.setdefault("val", self.constants[name])
+            local[node] = new
+
+    def finish(self) -> fx.GraphModule:
+        new = fx.GraphModule({**self.root, **self.constants}, self.graph, class_name="QSyncGraph")
+        for name in self.constants:
+            # What `torch.tensor([1, 2])` and `x[[0, 2]]` write down. As buffers AOTAutograd would take them for the user's and miss their
+            # source; as attributes it copies their values into its own graph.
+            new.__dict__[name] = new._buffers.pop(name)
+        # Inductor and AOTAutograd read Dynamo's own metadata of the module and its inputs.
+        new.meta.update(self.module.meta)
+        for name in ("compile_subgraph_reason", "_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
+            if hasattr(self.module, name):
+                setattr(new, name, getattr(self.module, name))
+        return new
+
+
+def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
+    """Whether a fake tensor has become a constant: a value that something computed without the dispatcher, so that tracing missed it."""
+    named = (_attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr")
+    return any(isinstance(value, FakeTensor) for value in named)
+
+
+def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(_attribute(module, str(node.target)), torch.nn.Module)
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

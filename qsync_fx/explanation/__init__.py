@@ -1,0 +1,7 @@
+"""What the backend does to a model, and why: `explanation`; the same under another plan: `replan`; what of it runs: `applied_plan`."""
+
+from __future__ import annotations
+
+from qsync_fx.explanation.explanation import Explanation, explain, line_of
+
+__all__ = ["Explanation", "explain", "line_of"]

@@ -1,0 +1,297 @@
+"""`explain`: what the backend would do to a model, and why.
+
+Invariant: explaining trains nothing and changes nothing. The model runs once, as written, to let Dynamo see what follows a graph break;
+its parameters, buffers, training mode and the random number generators are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.eval_frame import OptimizeContext
+
+from qsync_fx.coverage.findings import Uncovered, findings, uncovered
+from qsync_fx.coverage.log import collecting
+from qsync_fx.coverage.tree import Tree, models
+from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
+from qsync_fx.explanation.replan import Replanned
+from qsync_fx.files import write_text
+from qsync_fx.graph import Context, Operator, PrecisionGraph
+from qsync_fx.graph.costs.total import Costing
+from qsync_fx.graph.nodes import source_of
+from qsync_fx.graph.notes import Rewritten
+from qsync_fx.ops import Kind
+from qsync_fx.options import Options
+from qsync_fx.passes.running.instruments import Snapshots, Timing
+from qsync_fx.plan import Plan
+from qsync_fx.plan.plan_check import check_plan
+from qsync_fx.precision import FORMATS, Precision
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One graph of the model: Dynamo gives one, or several when it breaks."""
+
+    graph: PrecisionGraph
+    snapshots: Snapshots
+    timing: Timing
+
+    @property
+    def operators(self) -> list[Operator]:
+        return self.graph.operators()
+
+    @property
+    def context(self) -> Context:
+        return self.graph.context
+
+    @property
+    def costing(self) -> Costing:
+        return self.graph.costing
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend does to a model.
+
+    Attributes:
+        graphs: the graphs that the model makes, in the order they run.
+        breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
+        uncovered: the modules with parameters that no graph holds, which run as the model wrote them, each with the reason.
+    """
+
+    graphs: tuple[Explained | Replanned, ...]
+    breaks: tuple[str, ...] = ()
+    uncovered: tuple[Uncovered, ...] = ()
+    _plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def operators(self) -> list[Operator]:
+        """Every operator of the model, in the order they run."""
+        return [operator for part in self.graphs for operator in part.operators]
+
+    @property
+    def passes(self) -> list[str]:
+        """The names of the passes, in the order they ran."""
+        return list(self.graphs[0].snapshots.texts) if self.graphs else []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time that each pass took, over all graphs."""
+        return {name: sum(part.timing.seconds.get(name, 0.0) for part in self.graphs) for name in self.passes}
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """The operators that the table does not know, and how often each occurs."""
+        found: dict[str, int] = {}
+        for part in self.graphs:
+            for graph in part.graph.walk():
+                for name, count in graph.unknown.items():
+                    found[name] = found.get(name, 0) + count
+        return found
+
+    @property
+    def rewritten(self) -> dict[str, Rewritten]:
+        """What each rewrite has done, by its name: how many places it changed, and which it left alone."""
+        found: dict[str, Rewritten] = {}
+        for part in self.graphs:
+            for name, done in part.graph.rewritten.items():
+                found[name] = found.get(name, Rewritten()) + done
+        return found
+
+    def graph(self, name: str = "lower") -> str:
+        """Returns the graph after a pass, as text."""
+        self._known(name)
+        texts = [part.snapshots.texts[name] for part in self.graphs]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n\n".join(f"graph {at} of {len(texts)}\n{text}" for at, text in enumerate(texts, 1))
+
+    def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
+        """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
+        self._known(name)
+        return self.graphs[index].snapshots.graphs[name].module
+
+    def diff(self, first: str, second: str) -> str:
+        """Returns what changed between the graphs after two passes, as a unified diff."""
+        self._known(first)
+        self._known(second)
+        return "\n".join(part.snapshots.diff(first, second) for part in self.graphs)
+
+    def plan(self) -> Plan:
+        """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
+        return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
+
+    def replanned(self, plan: Plan) -> Explanation:
+        """Returns what the backend would do with another plan, without another trace: all as `explain` says it, but in milliseconds.
+
+        Graphs after passes (`graph`, `diff`, `graph_module`) are made when they are asked for.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+        """
+        with self.there():
+            graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
+            adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
+        found = findings(plan, adjustable, self.uncovered)
+        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
+        return Explanation(graphs, self.breaks, found.uncovered, plan)
+
+    def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
+        """Returns the table that `print` shows.
+
+        Args:
+            kind: shows the operators of this kind alone.
+            width: fits the table to so many columns: what is long wraps, and a narrow one does without costs. By default it is as wide as
+                what it says, whatever the terminal.
+
+        Raises:
+            OptionError: there is no such kind; there are "adjustable", "dependent" and "fixed".
+        """
+        from qsync_fx.report.text import explanation_text
+
+        if kind is not None and kind not in list(Kind):
+            raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
+        return explanation_text(self, None if kind is None else Kind(kind), width)
+
+    def save_dot(self, path: str | Path) -> None:
+        """Writes the operators and what flows between them as a Graphviz file."""
+        from qsync_fx.report.dot import dot
+
+        write_text(Path(path), dot(self))
+
+    def there(self) -> contextlib.AbstractContextManager[None]:
+        """Lets what is asked of devices be answered for the option "target", where it was given."""
+        return self.graphs[0].graph.context.there() if self.graphs else contextlib.nullcontext()
+
+    def _known(self, name: str) -> None:
+        if name not in self.passes:
+            raise OptionError(f"no pass {name!r} has run", do=nearest(name, self.passes))
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | Options | None = None, **kwargs: Any
+) -> Explanation:
+    """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
+
+    Args:
+        model: a module or function.
+        args, kwargs: inputs, as the model takes them.
+        options: the backend's options.
+
+    Raises:
+        QSyncError: as the backend would, and for patterns of the plan that match no operator of the whole model.
+    """
+    parsed = Options.parse(options)
+    collected: list[Explained] = []
+    model = getattr(model, "_orig_mod", model)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from qsync_fx.backend.compile import rewrite
+        from qsync_fx.backend.entry import through_dynamo
+        from qsync_fx.backend.record import record
+        from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
+
+        snapshots, timing = Snapshots(), Timing()
+        try:
+            here = place(parsed)
+            alone = compile_for_this_module_only(here)  # code that layers share would be explained once
+            seen = [operator.id for part in collected for operator in part.graph.operators()]
+            graph = rewrite(module, inputs, parsed, (timing, snapshots), seen)
+            record(graph, here, parsed, module, alone)
+        except QSyncError as error:
+            raise through_dynamo(error) from error.__cause__
+        collected.append(Explained(graph, snapshots, timing))
+        return module.forward
+
+    with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
+        _observed(model, backend, parsed)(*args, **kwargs)
+        trees = [Tree(root, log) for root in models(log)]
+    missing = [module for tree in trees for module in uncovered(tree)]
+    plan = next((tree.plan for tree in trees), parsed.plan or Plan())
+    adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
+    found = findings(plan, adjustable, missing)
+    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parsed.plan)
+    if parsed.plan is not None and not collected:
+        raise PlanError(
+            "Dynamo compiled no part of the model, so no plan applies to it",
+            where="; ".join(map(_short, explanation.breaks)) or "the whole model",
+            do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
+        )
+    if parsed.plan is not None:
+        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
+    return explanation
+
+
+def _observed(model: Callable[..., Any], backend: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
+    from qsync_fx.backend.observe import observe
+
+    context = torch._dynamo.optimize(backend)
+    if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
+        observe(context, model, options)
+    compiled: Callable[..., Any] = context(model)
+    return compiled
+
+
+def _short(text: str) -> str:
+    """Returns the reason for a graph break, and the frame that it makes Dynamo skip, of Dynamo's long text."""
+    first, *others = (line.strip() for line in text.splitlines())
+    skipped = (line.partition(": ")[2] for line in others if "frame skipped" in line)
+    return ", ".join([first, *skipped])
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[Callable[[], list[str]]]:
+    """Lets Dynamo compile afresh however often the code was compiled before; yields what tells the graph breaks on the way."""
+    from torch._dynamo.utils import counters
+
+    # Where a break makes Dynamo leave the whole frame to Python it counts no break, but something that it does not implement.
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: dict(counters[kind]) for kind in kinds}
+
+    def breaks() -> list[str]:
+        texts = [t for kind in kinds for t, count in counters[kind].items() if count > before[kind].get(t, 0)]
+        return [text for text in texts if not any(other != text and other.startswith(text) for other in texts)]
+
+    with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield breaks
+
+
+@contextlib.contextmanager
+def _nothing_changed(model: Callable[..., Any]) -> Iterator[None]:
+    """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
+    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
+    written = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
+    kept = [t.detach().clone() for t in written]
+    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(written, kept, strict=True):
+                tensor.copy_(value)
+
+
+def _plannable(operator: Operator) -> Precision:
+    """What a plan should say of an operator: what was planned, unless the operator runs elsewhere on every device."""
+    planned, row = operator.note.planned or operator.precision, operator.row
+    assert planned is not None and row is not None, f"{operator.id} was not assigned"
+    return planned if planned.plain or row.scaled else FORMATS[planned.elsewhere]
+
+
+def line_of(operator: Operator) -> str:
+    """Returns where an operator stands in the user's model, short: "model.py:42"."""
+    source = source_of(operator.node)
+    return f"{Path(source.file).name}:{source.line}" if source else ""

@@ -1,0 +1,66 @@
+"""What is known of one operator: what the passes have found and decided, and what it costs.
+
+Invariant: a note is frozen. A pass that learns more puts another in its place (`Operator.update`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qsync_fx.graph.algebra import Cost
+from qsync_fx.ops import Kind, OperatorRow
+from qsync_fx.plan.opid import OpId
+from qsync_fx.precision import Precision
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the passes have found and decided about one operator.
+
+    Attributes:
+        id: identity, stable across graph splits, ranks and machines.
+        kind: who decides the precision.
+        row: what the operator table says of it; None for an operator that the table does not know.
+        reason: why the operator runs in `precision`, in words a user understands.
+        planned: the precision that the plan asks for; None where no plan speaks.
+        instead: why it is not the planned one that it computes in; "" where it is.
+        precision: the format it computes in; None until assigned. It differs from `planned` only for the reason in `instead`.
+        output: the format of its output; None until known, or for outputs that are no floating-point tensors.
+        autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
+        pinned: set by `Operator.assign`: later passes do not override it.
+        cost: filled in by annotate_cost.
+        stream: where the roundings of its gradients draw from; None where nothing of ours is rounded.
+        by: the pass that put the operator in; "" for the model's own.
+        how: what that pass did there: "inserted", or "rewritten" where it replaced what a pattern had found.
+    """
+
+    id: OpId
+    kind: Kind
+    reason: str
+    row: OperatorRow | None = None
+    planned: Precision | None = None
+    instead: str = ""
+    precision: Precision | None = None
+    output: Precision | None = None
+    autocast: str | None = None
+    pinned: bool = False
+    cost: Cost | None = None
+    stream: int | None = None
+    by: str = ""
+    how: str = "inserted"
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What a rewrite has done.
+
+    Attributes:
+        count: the places that it has changed.
+        left: the places that compute its pattern and were left alone, each with the reason.
+    """
+
+    count: int = 0
+    left: tuple[str, ...] = ()
+
+    def __add__(self, other: Rewritten) -> Rewritten:
+        return Rewritten(self.count + other.count, self.left + other.left)

@@ -1,0 +1,152 @@
+"""Who an operator is: an identity that outlives a graph's node names.
+
+Node names do not identify operators: DDP compiles every bucket alone and each has a node called "linear", and a graph
+break renames what follows it. The module that holds the operator, its row's name and its occurrence within that module
+stay the same across graph splits, ranks, machines and versions of torch, so a plan made on one of them means the same
+on another.
+
+Invariant: one operator has one text. `OpId.parse(str(op_id)) == op_id`, `str(OpId.parse(text)) == text`, and no two ids
+share a text. Characters of a module path that the text form needs for itself, or that do not print, are written as %XX
+of their UTF-8 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from qsync_fx.errors import PlanError, shown
+from qsync_fx.plan.patterns import pattern_regex
+
+_LARGEST_INDEX = 999_999_999
+_ESCAPES = "%/#@*?[]{}"
+_NEEDS_NO_ESCAPE = re.compile(rf"[^{re.escape(_ESCAPES)}]*")
+_ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
+_TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
+_HOW_TO_WRITE_IDS = (
+    'write "module.path/operator", then "#1" for its second occurrence in that module; an operator outside all modules '
+    'is "/operator@last.module.before.it"'
+)
+
+
+@dataclass(frozen=True, order=True)
+class OpId:
+    """Identity of one operator.
+
+    Attributes:
+        module: path of the module that calls it, as in a state_dict: "encoder.layer.0.attention.self.query". "" for an
+            operator that is called outside every submodule.
+        operator: name of its row: "linear".
+        index: which occurrence it is among the operators of the same name in the module (and, outside modules, after
+            `after`).
+        after: for an operator outside modules, the last module called before it, "" at the start. Numbering from there
+            keeps the id when a graph is split.
+
+    Raises `PlanError` for what no operator can have: a wrong type, an empty operator or path segment, `after` inside a
+    module.
+
+    The text form, which `str` gives and `parse` reads: "encoder.layer.0.attention.self/matmul#1", "/relu@layer3.1#2",
+    "/linear".
+    """
+
+    module: str
+    operator: str
+    index: int = 0
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("module", "operator", "after"):
+            if not isinstance(getattr(self, name), str):
+                raise PlanError(f"the {name} of an operator id is text, not {type(getattr(self, name)).__name__}")
+        if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
+            raise PlanError(f"the index of an operator id is a whole number from 0 to {_LARGEST_INDEX}")
+        if not self.operator:
+            raise PlanError("an operator id has no operator", do=_HOW_TO_WRITE_IDS)
+        for path in (self.module, self.after):
+            if path and "" in path.split("."):
+                raise PlanError(f"the module path {shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS)
+        if self.module and self.after:
+            raise PlanError(
+                "an operator id has a module and an `after`",
+                where=f"module {shown(self.module)}, after {shown(self.after)}",
+                do="give `after` only to operators outside modules",
+            )
+
+    def __str__(self) -> str:
+        after = f"@{escaped(self.after)}" if self.after else ""
+        index = f"#{self.index}" if self.index else ""
+        return f"{escaped(self.module)}/{escaped(self.operator)}{after}{index}"
+
+    @classmethod
+    def parse(cls, text: str) -> OpId:
+        """Reads the text form; raises `PlanError` for anything that `str` does not write."""
+        if not isinstance(text, str):
+            raise PlanError(f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS)
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise PlanError(f"{shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
+        try:
+            module, operator, after = (_unescaped(part or "") for part in found.group(1, 2, 3))
+        except UnicodeDecodeError:
+            raise PlanError(f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
+        op_id = cls(module, operator, int(found[4] or 0), after)
+        if str(op_id) != text:
+            raise PlanError(f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
+        return op_id
+
+    def matches(self, pattern: str) -> bool:
+        """Returns whether `pattern` selects this operator; raises `PlanError` for a malformed pattern.
+
+        Within a segment of a path, that is between two dots, `*` stands for any characters, `?` for one, `[02]` or `[0-9]` for one of
+        those, `[!0]` for one that is none of those. `**` stands for any number of segments, none included. `{query,key}` stands for
+        either, `{0..11}` for each of these numbers. A character of a name that means something here is written as in the
+        name's id: "%5B" for "[".
+
+        A pattern without "/" selects modules, and with a module all operators in it and in its submodules:
+        "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/" selects operators whose module is
+        exactly the part before it: "encoder.layer.*.output.dense/linear", "**/embedding", "/relu". There "#index" and "@after" may
+        be left out, which selects every occurrence; "#0" is the first one, and "/relu@" those before any module.
+
+        Matching is linear in the length of the id.
+        """
+        return pattern_regex(pattern).match(str(self)) is not None
+
+
+@dataclass
+class Numbering:
+    """How many operators of each name each module has shown so far, and which module came last."""
+
+    seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    last: str = ""
+
+    def number(self, module: str, operator: str) -> OpId:
+        after = "" if module else self.last
+        if module:
+            self.last = module
+        key = (module, operator, after)
+        self.seen[key] += 1
+        return OpId(module, operator, self.seen[key] - 1, after)
+
+    def put_in(self, near: OpId, operator: str) -> OpId:
+        """Returns the id of an operator that a pass puts in where `near` is; those of the model keep their numbers."""
+        key = (near.module, operator, near.after)
+        self.seen[key] += 1
+        return OpId(near.module, operator, self.seen[key] - 1, near.after)
+
+    def copy(self) -> Numbering:
+        return Numbering(Counter(self.seen), self.last)
+
+
+def escaped(part: str) -> str:
+    if part.isprintable() and _NEEDS_NO_ESCAPE.fullmatch(part):
+        return part
+    return "".join(c if c.isprintable() and c not in _ESCAPES else _hexadecimal(c) for c in part)
+
+
+def _hexadecimal(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
+def _unescaped(part: str) -> str:
+    return _ESCAPED.sub(lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part)

@@ -1,0 +1,252 @@
+"""The plan: which operator computes in which precision.
+
+A plan is made in one place (by hand, by a search over profiles) and read in many (every rank, every graph that DDP splits
+a model into), so it speaks of operators by `OpId` and is a value.
+
+Invariant: a plan never changes, equals another when both say the same of every possible operator in the same words
+(notes aside, which say where it came from), and hashes by the same content. So equal plans share compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from qsync_fx.codec import Path, kind
+from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.plan.opid import OpId
+from qsync_fx.plan.patterns import pattern_regex
+from qsync_fx.plan.plan_check import check_plan
+from qsync_fx.plan.plan_file import PLAN
+from qsync_fx.precision import FORMATS, Precision
+
+# Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
+_Operators = Mapping[OpId, Precision | str] | Mapping[str, Precision | str] | Mapping[OpId | str, Precision | str]
+_MOST_PATTERNS = 2000
+_HOW_TO_WRITE_PATTERNS = 'write [["encoder.layer.*.output", "bf16"], ...]; a later one wins'
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan says of one operator.
+
+    Attributes:
+        precision: the planned precision.
+        reason: why, in words for reports: 'plan: pattern "encoder.layer.*.output"'.
+        explicit: whether the plan names the operator, by itself or by a pattern; a default does not.
+    """
+
+    precision: Precision
+    reason: str
+    explicit: bool = True
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plan:
+    """Precisions of operators.
+
+    Attributes:
+        default: the precision of operators that nothing below names; None for a plan that must name all.
+        patterns: (pattern of `OpId.matches`, precision), where a later pattern wins over an earlier one.
+        operators: precisions of single operators, which win over patterns.
+        notes: where the plan came from, free text by name. No part of what the plan says: plans that differ only in
+            notes are equal.
+
+    Precisions are given by name or as `Precision`, operators by text or as `OpId`. Raises `PlanError` for whatever is not
+    of these types, an unknown precision, a malformed pattern or id.
+    """
+
+    default: Precision | None
+    patterns: tuple[tuple[str, Precision], ...]
+    operators: Mapping[OpId, Precision]
+    notes: Mapping[str, str] = field(compare=False)
+
+    def __init__(
+        self,
+        default: Precision | str | None = None,
+        patterns: Sequence[tuple[str, Precision | str]] = (),
+        operators: _Operators = MappingProxyType({}),
+        notes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        set_field = object.__setattr__
+        set_field(self, "default", None if default is None else _precision(default, "default"))
+        set_field(self, "patterns", _patterns(patterns))
+        set_field(self, "operators", MappingProxyType(_operators(operators)))
+        set_field(self, "notes", MappingProxyType(_notes(notes)))
+
+    @classmethod
+    def uniform(cls, precision: Precision | str) -> Plan:
+        """Returns the plan that gives every operator one precision."""
+        return cls(default=precision)
+
+    def with_precision(self, which: str | OpId, precision: Precision | str) -> Plan:
+        """Returns a plan that gives `precision` to the operator `which`, or to all that the pattern `which` selects.
+
+        What is said last wins: a pattern also takes over the operators it selects that the plan named one by one.
+        """
+        if isinstance(which, OpId):
+            return Plan(self.default, self.patterns, {**self.operators, which: precision}, self.notes)
+        pattern_regex(which)
+        others = tuple(entry for entry in self.patterns if entry[0] != which)
+        kept = {op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(which)}
+        return Plan(self.default, (*others, (which, precision)), kept, self.notes)
+
+    def precision_for(self, op_id: OpId) -> Choice | None:
+        """Returns what the plan says of an operator, None if nothing: by its id, else the last pattern, else the default."""
+        if op_id in self.operators:
+            return Choice(self.operators[op_id], "plan")
+        for pattern, precision in reversed(self.patterns):
+            if op_id.matches(pattern):
+                return Choice(precision, f'plan: pattern "{pattern}"')
+        if self.default is None:
+            return None
+        uniform = not self.patterns and not self.operators
+        return Choice(self.default, f"plan: {'uniform' if uniform else 'default'} {self.default}", explicit=False)
+
+    def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
+        """Raises `PlanError` where the plan was made for another model.
+
+        Args:
+            op_ids: the operators that a plan decides on, of the model or of a part of it.
+            complete: whether these are all operators of the model. Only then is an operator or pattern of the plan that
+                fits none of them an error: it may be meant for another part.
+        """
+        check_plan(self, op_ids, complete)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON text, the same text for equal plans with equal notes."""
+        precision = {
+            op_id: chosen.name for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
+        }
+        parts = [
+            f'"format": "{PLAN.name}"',
+            f'"version": {PLAN.version}',
+            f'"default": {json.dumps(self.default and self.default.name)}',
+            _block('"patterns": [', (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns), "]"),
+            _block('"operators": {', (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items()), "}"),
+        ]
+        if self.notes:
+            entries = (f"{json.dumps(name)}: {json.dumps(text)}" for name, text in sorted(self.notes.items()))
+            parts.append(_block('"notes": {', entries, "}"))
+        return "{\n  " + ",\n  ".join(parts) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
+        found = PLAN.decode(text)
+        return cls(found.default, found.patterns, found.operators, found.notes)
+
+    def save(self, path: Path) -> None:
+        """Writes the plan to `path` in one step, so that a reader never sees half of it; raises `PlanError` if it cannot."""
+        PLAN.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Reads a plan file, which may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+        data = PLAN.read(path)
+        try:
+            return cls.from_json(data)
+        except PlanError as error:
+            raise PLAN.within(path, error) from None
+
+    def __hash__(self) -> int:
+        names = frozenset((op_id, chosen.name) for op_id, chosen in self.operators.items())
+        return hash((self.default, self.patterns, names))
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
+        return (Plan, (self.default, self.patterns, dict(self.operators), dict(self.notes)))
+
+    def __repr__(self) -> str:
+        default = repr(self.default.name) if self.default else "None"
+        if not self.patterns and not self.operators:
+            return f"Plan.uniform({default})" if self.default else "Plan()"
+        return f"<Plan default={default} patterns={len(self.patterns)} operators={len(self.operators)}>"
+
+    def __str__(self) -> str:
+        counts = Counter(chosen.name for chosen in self.operators.values())
+        rows = [(str(count), name) for name, count in counts.most_common()]
+        rows += [(f'pattern "{pattern}"', chosen.name) for pattern, chosen in self.patterns]
+        rows += [("all others" if rows else "all operators", self.default.name)] if self.default else []
+        rows += [(f"note {shown(name)}", shown(text)) for name, text in sorted(self.notes.items())]
+        width = max((len(left) for left, _ in rows), default=0)
+        return "\n".join([repr(self), *(f"  {left:<{width}}  {right}" for left, right in rows)])
+
+
+def _precision(value: object, where: str) -> Precision:
+    name = value.name if isinstance(value, Precision) else value
+    if not isinstance(name, str):
+        raise PlanError(f"a precision is text, not {kind(name)}", where=where, do=nearest("", FORMATS))
+    if name not in FORMATS:
+        raise PlanError(f"{shown(name)} is not a precision", where=where, do=nearest(name[:40], FORMATS))
+    return FORMATS[name]
+
+
+def _patterns(given: object) -> tuple[tuple[str, Precision], ...]:
+    if not isinstance(given, list | tuple):
+        raise PlanError(f"patterns are a list, not {kind(given)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS)
+    if len(given) > _MOST_PATTERNS:
+        raise PlanError(f"a plan has {len(given)} patterns", where="patterns", do=f"use at most {_MOST_PATTERNS}")
+    found = []
+    for position, entry in enumerate(given):
+        where = f"patterns[{position}]"
+        if not isinstance(entry, list | tuple) or len(entry) != 2:
+            what = f"{len(entry)} things" if isinstance(entry, list | tuple) else kind(entry)
+            raise PlanError(
+                f"a pattern comes with its precision, and this is {what}", where=where, do=_HOW_TO_WRITE_PATTERNS
+            )
+        try:
+            pattern_regex(entry[0])
+        except PlanError as error:
+            raise PlanError(error.what, where=where, do=error.do) from None
+        found.append((entry[0], _precision(entry[1], where)))
+    return tuple(found)
+
+
+def _operators(given: object) -> dict[OpId, Precision]:
+    if not isinstance(given, Mapping):
+        raise PlanError(
+            f"operators are a mapping, not {kind(given)}",
+            where="operators",
+            do='write {"encoder.dense/linear": "int8"}',
+        )
+    found: dict[OpId, Precision] = {}
+    for key, value in given.items():
+        where = f"operators[{json.dumps(str(key)[:120])}]"
+        try:
+            op_id = key if isinstance(key, OpId) else OpId.parse(key)
+        except PlanError as error:
+            raise PlanError(error.what, where=where, do=error.do) from None
+        if op_id in found:
+            raise PlanError("the operator is named twice", where=where, do="keep one of them")
+        found[op_id] = _precision(value, where)
+    return found
+
+
+def _notes(given: object) -> dict[str, str]:
+    if not isinstance(given, Mapping):
+        raise PlanError(f"notes are a mapping, not {kind(given)}", where="notes", do='write {"made by": "..."}')
+    for name, text in given.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise PlanError(
+                "a note is text by name",
+                where=f"notes[{json.dumps(str(name)[:120])}], {kind(text)}",
+                do="turn numbers and lists into text",
+            )
+    return dict(given)
+
+
+def _natural(op_id: OpId) -> tuple[object, ...]:
+    """Sorts layer.2 before layer.10."""
+
+    def segments(path: str) -> list[tuple[int, str]]:
+        return [(len(part) if part.isdecimal() else 0, part) for part in path.split(".")]
+
+    return segments(op_id.module), segments(op_id.after), op_id.operator, op_id.index
+
+
+def _block(opening: str, entries: Iterable[str], closing: str) -> str:
+    body = ",\n".join(f"    {entry}" for entry in entries)
+    return f"{opening}\n{body}\n  {closing}" if body else opening + closing

@@ -1,0 +1,175 @@
+"""The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory they ask for.
+
+One of each generation of CUTLASS is compiled, which is a test too: what spills, keeps a stack, serializes wgmma or lacks its instruction is
+refused. All kernels are compiled by tests/support/cuda/cuda_compile_all.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+from test_cuda_gemm import AMPERE, HOPPER, INT8, STREAM_K, kernels
+
+from qsync_fx.backend.cuda.kernel import hardware
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries import compiler, library
+from qsync_fx.backend.cuda.libraries.abi import GemmArguments
+from qsync_fx.backend.cuda.source import gemm_source
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.errors import ToolchainError
+
+FIELDS = {
+    "tile": (256, 128, 64),
+    "warp": (32, 64, 64),
+    "stages": 5,
+    "order": "stream_k",
+    "swizzle": 8,
+    "bias": False,
+    "activation": "gelu",
+    "out": "fp16",
+    "out_alignment": 4,
+    "arch": "sm_86",
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_each_attribute_is_in_the_source(name: str) -> None:
+    """But for the name of the kernel, which is in it anyway."""
+    changed = dataclasses.replace(AMPERE, **{name: FIELDS[name]})  # type: ignore[arg-type]
+    before, after = (gemm_source.source(config) for config in (AMPERE, changed))
+    assert before == gemm_source.source(dataclasses.replace(AMPERE))
+    assert (after.source.replace(changed.name, AMPERE.name) != before.source) != (name == "arch")
+    assert after.name != before.name
+
+
+GOLDEN = """\
+#include "gemm_sm90.cuh"
+
+struct Config {
+    using A = std::int8_t;
+    using B = std::int8_t;
+    using Accumulator = std::int32_t;
+    using Output = cutlass::bfloat16_t;
+    using LayoutA = cutlass::layout::RowMajor;
+    using LayoutB = cutlass::layout::ColumnMajor;
+    using Tile = cute::Shape<cute::_128, cute::_256, cute::_128>;
+    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+    using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
+    using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecializedCooperative;
+    using Scheduler = cutlass::gemm::PersistentScheduler;
+    static constexpr int alignment = 16;
+    static constexpr int out_alignment = 8;
+    static constexpr int stages = 0;
+    static constexpr bool scaled = true;
+    static constexpr bool biased = true;
+    static constexpr auto activation = qsync::Activation::none;
+    static constexpr int swizzle = 4;
+    static constexpr int largest_k = 131071;
+    static constexpr bool stream_k = false;
+};
+
+QSYNC_GEMM(Config, "NAME")
+"""
+
+
+def test_the_source_of_the_first_kernel_for_hopper() -> None:
+    unit = gemm_source.source(HOPPER)
+    assert unit.source == GOLDEN.replace("NAME", HOPPER.name)
+    assert (unit.opcode, unit.heavy, unit.interface, unit.arch) == ("IGMMA", True, "gemm", "sm_90a")
+
+
+try:
+    TOOLS = toolchain.toolchain("sm_90a")
+    NO_TOOLS = ""
+except ToolchainError as error:
+    NO_TOOLS = str(error)
+
+compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " "))
+Libraries = Callable[[KernelConfig], library.Library]
+SMALL_HOPPER = next(config for config in kernels(INT8, "sm_90a") if config.tile == (64, 64, 128))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[KernelConfig], library.Library]:
+    """Returns what compiles a kernel, once. `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction."""
+    folder = tmp_path_factory.mktemp("kernels")
+
+    @functools.cache
+    def compiled(config: KernelConfig) -> library.Library:
+        unit = gemm_source.source(config)
+        return library.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
+
+    return compiled
+
+
+def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> GemmArguments:
+    """Arguments whose pointers are numbers: nothing here follows them."""
+    given = {"a": 4096, "b": 8192, "d": 16384, "lda": k, "ldb": k, "ldd": n, "m": m, "n": n, "k": k}
+    return GemmArguments(**(given | {"multiprocessors": 108} | changes))
+
+
+EACH = pytest.mark.parametrize("config", [STREAM_K, SMALL_HOPPER], ids=["2.x", "3.x"])
+
+
+@compiles
+@EACH
+@pytest.mark.timeout(900)
+def test_the_host_side_refuses_what_the_device_could_not_do(libraries: Libraries, config: KernelConfig) -> None:
+    """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
+    found = libraries(config)
+    served = (
+        arguments(),
+        arguments(a_scale=64, b_scale=64, bias=64),
+        arguments(a_scale=4, a_scale_per_row=1, b_scale=4, b_scale_per_column=1),
+        arguments(m=1),
+        arguments(m=511),
+        arguments(lda=2048, ldb=4096, ldd=264),
+        arguments(m=1, n=8, k=16),
+    )
+    assert [found.can_implement(each) for each in served] == [None] * len(served)
+    misaligned = (
+        arguments(a=4104),
+        arguments(b=8193),
+        arguments(d=16392),
+        arguments(lda=1032),
+        arguments(ldb=1025),
+        arguments(ldd=260),
+        arguments(k=1000, lda=1024, ldb=1024),
+        arguments(n=252, ldd=256),
+        arguments(bias=66),
+        arguments(a_scale=65),
+    )
+    assert {found.can_implement(each) for each in misaligned} == {"Error Misaligned Operand"}
+    impossible = (
+        arguments(a=0),
+        arguments(d=0),
+        arguments(m=0),
+        arguments(n=-8),
+        arguments(lda=512),
+        arguments(ldd=248),
+        arguments(k=1 << 17),
+        arguments(a_scale_per_row=1),
+        arguments(b_scale_per_column=1),
+        arguments(split=-1),
+    )
+    assert {found.can_implement(each) for each in impossible} == {"Error Invalid Problem"}
+
+
+@compiles
+@EACH
+@pytest.mark.timeout(900)
+def test_workspace_and_shared_memory(libraries: Libraries, config: KernelConfig) -> None:
+    """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at most two a multiprocessor."""
+    found = libraries(config)
+    if config == STREAM_K:
+        sizes = [found.workspace(arguments(4096, 4096, 4096, multiprocessors=count)) for count in (66, 108)]
+        assert 0 < sizes[0] < sizes[1] <= 2 * 4 * 128 * 128 * 108 + (1 << 16)
+        assert found.can_implement(arguments(split=4)) is None
+    else:
+        assert found.workspace(arguments()) == 0
+        assert found.can_implement(arguments(split=2)) == "Error Invalid Problem"
+    m, n, k = config.tile
+    assert (m + n) * k * max(config.stages, 2) <= found.shared_memory() <= hardware.SHARED_MEMORY[config.arch]

@@ -1,0 +1,94 @@
+"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as many run as memory holds."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
+from small_units import small_unit
+
+from qsync_fx.backend.cuda.libraries import budget, compiler
+
+pytest_plugins = ["kernel_caches"]
+tools_or_skip()
+
+
+BUILDER = """\
+import sys
+sys.path.insert(0, {tests!r})
+from small_units import small_unit
+from qsync_fx.backend.cuda.libraries import compiler
+print(*compiler.build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n")
+"""
+
+
+def builder() -> subprocess.Popen[str]:
+    code = BUILDER.format(tests=str(Path(__file__).parents[3] / "support" / "cuda"))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first compiler waits until both processes want the library, or the second would only find it in the cache.
+    calls = watched(tmp_path, monkeypatch, before="sleep 2")
+    processes = [builder(), builder()]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert calls() == 2, "two units, each compiled once"
+    assert nothing_is_left(home)
+
+
+def test_an_interrupt_leaves_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    calls = watched(tmp_path, monkeypatch, before=f"sleep 300 & echo $! >> '{pids}'; wait")
+    process = builder()
+    while not pids.exists() or not pids.read_text().strip():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    assert list((home / "kernels").glob(".build-*"))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=200)
+    assert "KeyboardInterrupt" in said
+    assert calls() >= 1
+    assert nothing_is_left(home)
+    # A process that was killed is gone soon, not at once.
+    until = time.monotonic() + 30
+    while any(alive(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < until, "a compiler goes on running"
+        time.sleep(0.05)
+    assert entry_of(home).manifest.name == "small"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_compilers_run_side_by_side_as_far_as_memory_goes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = tmp_path / "marks"
+    watched(tmp_path, monkeypatch, before=f"echo start >> {marks}; sleep 0.3; echo end >> {marks}; exit 9")
+
+    def most_at_once(jobs: int, heavy: bool) -> int:
+        marks.write_text("")
+        units = [small_unit(f"unit_{number}", heavy=heavy) for number in range(4)]
+        assert len(compiler.attempt(units, progress=False, jobs=jobs).failures) == 4
+        steps = [1 if line == "start" else -1 for line in marks.read_text().split()]
+        assert steps.count(1) == 4
+        return max(sum(steps[: count + 1]) for count in range(len(steps)))
+
+    monkeypatch.setattr(budget, "memory", lambda: 10_000_000_000)
+    assert most_at_once(jobs=1, heavy=False) == 1
+    assert most_at_once(jobs=4, heavy=True) == 2
+    assert most_at_once(jobs=3, heavy=False) == 3
+    monkeypatch.setattr(budget, "memory", lambda: 100)
+    assert most_at_once(jobs=4, heavy=False) == 1

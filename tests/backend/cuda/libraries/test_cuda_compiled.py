@@ -1,0 +1,28 @@
+"""A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one."""
+
+from __future__ import annotations
+
+import cuda_compile_all
+import pytest
+import tiers
+
+from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch
+from qsync_fx.backend.cuda.libraries import sass
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.errors import ToolchainError
+
+pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_sample_of_kernels(arch: Arch) -> None:
+    try:
+        toolchain.toolchain(arch)
+    except ToolchainError as error:
+        pytest.skip(error.what)
+    if sass.disassembler() is None:
+        pytest.skip("nothing here can look for instructions")
+    chosen = cuda_compile_all.sampled(cuda_compile_all.units(arch), 12)
+    rows = cuda_compile_all.rows_of(chosen, each=False)
+    assert [row["name"] for row in rows] == [unit.name for unit in chosen]
+    assert not [row for row in rows if not row["ok"]]

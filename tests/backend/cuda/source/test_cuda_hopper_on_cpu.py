@@ -1,0 +1,59 @@
+"""Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result to the last bit.
+
+One of each in the fast tier, else one of each kind. Compiling the first of a file takes 20 seconds, each other one 8.
+"""
+
+from __future__ import annotations
+
+import cutlass_conv_cpu
+import cutlass_cpu
+import hopper_cpu
+import pytest
+import tiers
+
+from qsync_fx.backend.cuda.choose.candidates_conv import conv_configs
+from qsync_fx.backend.cuda.choose.candidates_gemm import gemm_configs
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.source import conv_source, gemm_source
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.errors import ToolchainError
+
+try:
+    toolchain.toolchain()
+except ToolchainError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# Whichever test is first compiles for all.
+pytestmark = pytest.mark.timeout(3600)
+
+
+def products() -> list[KernelConfig]:
+    """One kernel for each pair of operands, layouts, schedule and order; the first is of INT8."""
+    kinds = (
+        ((c.a, c.b, c.a_major, c.b_major, c.schedule, c.order), c)
+        for c in gemm_configs("sm_90a")
+        if gemm_source.hopper(c)
+    )
+    return sorted(cutlass_cpu.smallest(kinds), key=lambda config: config.a != "int8" or config.order != "stream_k")
+
+
+def convolutions() -> list[KernelConfig]:
+    """One kernel for each product and its formats; the first is of INT8."""
+    kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if conv_source.hopper(c))
+    return sorted(cutlass_cpu.smallest(kinds), key=lambda config: config.a != "int8")
+
+
+PRODUCTS = tiers.chosen(products()[:1], products())
+CONVOLUTIONS = tiers.chosen(convolutions()[:1], convolutions())
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Library]:
+    parts = (hopper_cpu.build(kernels, tmp_path_factory.mktemp("on_cpu")) for kernels in (PRODUCTS, CONVOLUTIONS))
+    return {config: library for part in parts for config, library in part.items()}
+
+
+@pytest.mark.parametrize("config", [*PRODUCTS, *CONVOLUTIONS], ids=lambda config: config.name)
+def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
+    (cutlass_cpu if config.operation == "gemm" else cutlass_conv_cpu).check(libraries[config], config)

@@ -1,0 +1,296 @@
+"""Layers that go through `qsync::gemm` and `qsync::conv2d_product`, where a device has kernels.
+
+There is no GPU here. The operators' CPU implementation is plain torch and says what kernels compute, so layers that are told that the CPU
+has kernels run for real: same decisions, same graph, same operators, same gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from lowered_layers import OUT, Geometry, Layer, leaf, recorded
+from products_in_fp64 import SEED
+from test_operators import assert_right
+from torch import Tensor
+
+from qsync_fx.backend.cuda.choose.candidates import candidates
+from qsync_fx.backend.cuda.choose.select import decide, known, way
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.tune.table import Environment, Table
+from qsync_fx.backend.cuda.tune.tuning import Choice
+from qsync_fx.backend.operators import linear
+from qsync_fx.backend.operators.multiplying import by_kernel
+from qsync_fx.backend.operators.multiplying.collect import _quantizers, computed, problems_of
+from qsync_fx.explanation import explain
+from qsync_fx.precision import FORMATS
+
+
+def everything(arch: Arch, problems: list[Problem]) -> Table:
+    """Returns a table that has kernels win every problem that there are any for."""
+    choices = {}
+    for problem in problems:
+        found = way(problem, arch, known)
+        if not isinstance(found, str):
+            name = found.configs[0].name
+            choices[problem.bucket()] = Choice(problem.bucket(), name, {"torch": 2.0, name: 1.0})
+    return Table(Environment("", "", "", "", "", 1), choices)
+
+
+@contextlib.contextmanager
+def kernels_on_the_cpu(arch: Arch, problems: list[Problem]) -> Iterator[list[str]]:
+    with assumed(arch, everything(arch, problems), on="cpu"), recorded() as calls:
+        yield calls
+
+
+def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Problem]:
+    with by_kernel.collected() as problems:
+        y = layer(x, weight, bias)
+        torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    return problems
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
+@pytest.mark.parametrize("channel", [False, True])
+def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
+    """Output and gradients of a layer whose products are kernels are within the bounds of one whose products are torch's."""
+    x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
+    layer = Layer(fmt, channel=channel)
+    problems = asked_by(layer, x, weight, bias)
+    assert [p.bias for p in problems] == [True, False, False] and all(isinstance(p, GemmProblem) for p in problems)
+    with kernels_on_the_cpu(arch, problems) as calls:
+        assert_right(layer, x, weight, bias)
+    # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
+    units = not (fmt == "fp8" and arch == "sm_80")
+    assert calls.count("qsync::gemm") == (3 if units else 0)
+    turned = FORMATS[FORMATS[fmt].gradient].scaled and units and not channel
+    assert calls.count("qsync::quantize_transposed") == turned
+    assert "aten::_int_mm" not in calls
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int8_grad", "tf32"])
+@pytest.mark.parametrize("geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])])
+def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
+    x, weight, bias = leaf(torch.randn(2, 32, 9, 8)), leaf(torch.randn(64, 32, 3, 3)), leaf(torch.randn(64))
+    layer = Layer(fmt, geometry)
+    problems = asked_by(layer, x, weight, bias)
+    assert [p.operation for p in problems if isinstance(p, ConvProblem)] == ["fprop", "dgrad", "wgrad"]
+    served = [p for p in problems if not isinstance(way(p, "sm_80", known), str)]
+    # There are no convolutions of INT8 for gradients.
+    assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
+    with kernels_on_the_cpu("sm_80", problems) as calls:
+        assert_right(layer, x, weight, bias)
+    assert calls.count("qsync::conv2d_product") == len(served)
+
+
+def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
+    x, weight = leaf(torch.randn(2, 32, 20)), leaf(torch.randn(64, 32, 3))
+    layer = Layer("tf32", Geometry([2], [1], [1]))
+    problems = asked_by(layer, x, weight, None)
+    assert [(p.h, p.r, p.w) for p in problems if isinstance(p, ConvProblem)] == [(1, 1, 20)] * 3
+    with kernels_on_the_cpu("sm_80", problems) as calls:
+        assert_right(layer, x, weight, None)
+    assert "qsync::conv2d_product" in calls
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry([1, 1], [0, 0], [1, 1], groups=2),
+        Geometry([1, 1], [0, 0], [1, 1], transposed=True),
+        Geometry([1, 1, 1], [0, 0, 0], [1, 1, 1]),
+    ],
+)
+def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
+    spatial = len(geometry.stride)
+    x, weight = leaf(torch.randn(2, 32, *[5] * spatial)), leaf(torch.randn(32, 32 // geometry.groups, *[3] * spatial))
+    assert asked_by(Layer("int8", geometry), x, weight, None) == []
+
+
+def test_a_frozen_operand_asks_for_nothing() -> None:
+    x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
+    with by_kernel.collected() as problems:
+        y = Layer("int8")(x, weight)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    assert len(problems) == 2
+
+
+def test_without_kernels_nothing_changes() -> None:
+    x, weight = leaf(torch.randn(8, 64)), leaf(torch.randn(16, 64))
+    with recorded() as calls:
+        y = Layer("int8")(x, weight)
+        before = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert "qsync::gemm" not in calls and "aten::_int_mm" in calls
+    with assumed("sm_90a"), recorded() as calls:  # of CUDA devices
+        y = Layer("int8")(x, weight)
+        after = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert "qsync::gemm" not in calls
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
+    """Where nothing was tuned and the product is small, or INT8 was measured to be slower, torch multiplies in BF16."""
+    x, weight = leaf(torch.randn(32, 64)), leaf(torch.randn(16, 64))
+    with assumed("sm_80", on="cpu"), recorded() as calls:
+        assert_right(Layer("int8"), x, weight, None)
+    assert "aten::_int_mm" not in calls and "qsync::gemm" not in calls
+
+
+# The same decisions for tensors on a device that is not here.
+
+
+# The same decisions for tensors on a device that is not here.
+
+
+@pytest.mark.parametrize(("size", "ours"), [(4096, True), (64, False)])
+def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"), assumed("sm_90a"), recorded() as calls:
+        q, scale = torch.empty(size, size, dtype=torch.int8), torch.empty(())
+        y = linear.output(q, scale, q, scale, torch.empty(size), FORMATS["int8"], torch.bfloat16)
+        g = torch.empty(size, size, dtype=torch.float8_e5m2)
+        e4m3 = torch.empty(size, size, dtype=torch.float8_e4m3fn)
+        grad = linear.weight_gradient(g, scale, e4m3, scale, FORMATS["fp8"], torch.float32)
+    assert y.device.type == grad.device.type == "cuda" and (y.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
+    assert calls.count("qsync::gemm") == (2 if ours else 0)
+
+
+def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    x = torch.randn(32, 64)
+    with torch._subclasses.FakeTensorMode(shape_env=env) as mode, assumed("sm_80", on="cpu"), recorded() as calls:
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        rows = mode.from_tensor(x, symbolic_context=context)
+        y = linear.output(rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32)
+    assert "qsync::gemm" in calls and isinstance(y.shape[0], torch.SymInt) and not env.guards
+
+
+# Whole models.
+
+
+# Whole models.
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32)]
+    return torch.nn.Sequential(*layers)
+
+
+def test_explain_says_what_computes() -> None:
+    explained = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
+    assert all("kernel" not in op.reason for op in explained.operators)
+    problems = problems_of(explained)
+    # The input of the model needs no gradient.
+    assert [(p.a, p.out) for p in problems] == [
+        ("int8", "bf16"),
+        ("bf16", "fp32"),
+        ("int8", "fp32"),
+        ("bf16", "bf16"),
+        ("bf16", "fp32"),
+    ]
+    [first, second] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    device = torch.device("cuda")
+    with assumed(None):
+        assert computed(first, device) == "torch computes: no kernels are assumed"
+    with assumed("sm_90a"):
+        assert "torch computes output: 8 x 96 x 64 is too small for int8" in computed(first, device)
+    with assumed("sm_80", everything("sm_80", problems)):
+        assert computed(second, device) == "CUTLASS sm_80 kernels for output, input gradient, weight gradient"
+    with assumed("sm_80", everything("sm_80", problems), on="cpu"):
+        again = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
+    reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
+    assert len(reasons) == 2 and all("CUTLASS sm_80 kernels for output" in reason for reason in reasons)
+    json.dumps(reasons)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("rows", "inner", "channels"), [(8192, 8192, 8192), (16384, 768, 3072), (16384, 3072, 768)])
+def test_int8_gradients_of_large_layers_are_kernels_untuned(arch: Arch, rows: int, inner: int, channels: int) -> None:
+    """The copies that they take are those that torch's integer product would take as well."""
+
+    def config(m: int, n: int, k: int, out: str, b_major: Literal["row", "column"]) -> KernelConfig | None:
+        return decide(GemmProblem(m, n, k, "int8", "int8", out, "row", b_major, "tensor", "tensor"), arch).config
+
+    assert config(rows, channels, inner, "bf16", "column")
+    assert config(rows, inner, channels, "bf16", "row")
+    assert config(channels, inner, rows, "fp32", "row")
+
+
+def test_explain_says_what_computes_int8_gradients() -> None:
+    """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
+    linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
+    problems = problems_of(linears)
+    assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
+    layers = [n for n in linears.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    device = torch.device("cuda")
+    with assumed("sm_90a", everything("sm_90a", problems)):
+        first, second = (computed(layer, device) for layer in layers)
+    assert first == "CUTLASS sm_90a kernels for output, weight gradient"
+    assert second == "CUTLASS sm_90a kernels for output, input gradient, weight gradient"
+    quantizers = _quantizers(linears.graphs[0].graph, "sm_90a")
+    assert {unit.name for unit in quantizers} == {"quantize_sm_90a_fp32_int8", "quantize_sm_90a_bf16_int8"}
+    convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3))
+    explained = explain(convolutions, torch.randn(4, 16, 9, 9), options={"precision": "int8_grad"})
+    [_, layer] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.convolution.default"]
+    with assumed("sm_80", everything("sm_80", problems_of(explained))):
+        assert computed(layer, device) == (
+            "CUTLASS sm_80 kernels for output; "
+            "torch computes input gradient, weight gradient: sm_80 has no kernel for this product of int8"
+        )
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
+    from qsync_fx.backend.cuda.libraries import kernels
+
+    # What would be compiled for a GPU is not what computes here.
+    monkeypatch.setattr(kernels, "prepare", lambda units: [])
+    x = torch.randn(8, 64)
+    options = {"precision": "int8", "inner": inner, "rounding": "nearest"}
+    problems = problems_of(explain(model(), x, options={"precision": "int8"}))
+    saved: list[Tensor] = []
+
+    def train() -> tuple[list[Tensor], int]:
+        """Returns output and gradients, and how often the operator ran in a second step."""
+        torch.compiler.reset()
+        net = model()
+        compiled = torch.compile(net, backend="qsync", options=options)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            y = compiled(x)
+        y.float().square().mean().backward()
+        found = [y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(x).float().square().mean().backward()
+        return found, sum(event.name == "qsync::gemm" for event in profile.events())
+
+    before, calls = train()
+    assert not calls
+    saved.clear()
+    with assumed("sm_80", everything("sm_80", problems), on="cpu"):
+        after, calls = train()
+    assert calls == 5
+    torch.compiler.reset()
+    assert sum(t.dtype == torch.int8 for t in saved) >= 3
+    for one, other in zip(before, after, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item())
+
+
+def test_candidates_are_there_for_what_the_tests_assume() -> None:
+    """Should the lists of candidates change, the tests above must still be about kernels."""
+    bf16 = GemmProblem(32, 64, 48, "bf16", "bf16", "fp32", "column", "row")
+    assert candidates(bf16, "sm_80") and candidates(replace(bf16, a="tf32", b="tf32"), "sm_90a")
+
+
+def test_seed_is_whole() -> None:
+    assert SEED.dtype == torch.int64 and set(OUT) >= {"int8", "fp8", "tf32"}

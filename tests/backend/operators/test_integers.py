@@ -1,0 +1,96 @@
+"""Products of INT8 matrices by torch's integer unit, of whatever shape and layout: exact, or none."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from lowered_layers import Layer, leaf, recorded
+from torch import Tensor
+
+from qsync_fx.backend.operators.multiplying import integers
+from qsync_fx.precision import FORMATS, encoding
+
+INT8 = FORMATS["int8"]
+SIZES = st.one_of(st.integers(0, 3), st.integers(4, 70))
+LAYOUTS = st.sampled_from(["rows", "columns", "within", "spread"])
+
+
+def matrix(rows: int, columns: int, layout: str) -> Tensor:
+    match layout:
+        case "rows":
+            return torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        case "columns":
+            return torch.randint(-127, 128, (columns, rows), dtype=torch.int8).t()
+        case "within":
+            return torch.randint(-127, 128, (rows + 3, columns + 5), dtype=torch.int8)[2 : rows + 2, 3 : columns + 3]
+        case _:
+            return torch.randint(-127, 128, (rows, 2 * columns), dtype=torch.int8)[:, ::2]
+
+
+@settings(max_examples=150)
+@given(SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.integers(0, 2**32))
+def test_a_product_is_exact_or_none(m: int, n: int, k: int, first: str, second: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    a, bt = matrix(m, k, first), matrix(n, k, second)
+    found = integers.product(a, bt, (INT8, INT8))
+    assert (found is None) == (k == 1)
+    if found is not None:
+        assert found.dtype == torch.int32 and torch.equal(found.double(), a.double() @ bt.double().t())
+
+
+@pytest.mark.parametrize(("rows", "unit"), [(133_144, True), (133_145, False)])
+def test_weight_gradients_that_int32_does_not_hold_are_summed_in_fp32(rows: int, unit: bool) -> None:
+    x, weight = torch.ones(rows, 1), leaf(torch.ones(2, 1))
+    y = Layer("int8_grad")(x, weight)
+    with recorded() as calls:
+        [found] = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert ("aten::_int_mm" in calls) == unit
+    bound = 2**-22 if unit else rows * 2**-24
+    torch.testing.assert_close(found, torch.full((2, 1), float(rows)), rtol=bound, atol=0.0)
+
+
+def test_gradients_in_int8_cost_three_integer_products() -> None:
+    x, weight = leaf(torch.randn(32, 48)), leaf(torch.randn(16, 48))
+    with recorded() as calls:
+        y = Layer("int8_grad")(x, weight)
+        torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    assert calls.count("aten::_int_mm") == 3 and "aten::mm" not in calls
+    assert calls.count("qsync::quantize") == 3, "two operands and one gradient, which both products share"
+
+
+def test_formats_with_the_same_values_are_known_by_one_name() -> None:
+    assert {row.name: encoding(row).name for row in FORMATS.values() if encoding(row) is not row} == {
+        "int8_grad": "int8"
+    }
+
+
+WITHOUT_VNNI = """
+import torch
+from lowered_layers import Layer, leaf, recorded
+from qsync_fx.devices import support
+from qsync_fx.precision import FORMATS
+
+x, weight = leaf(torch.full((8, 64), 2.0)), leaf(torch.full((16, 64), -3.0))
+for fmt in ("int8", "int8_grad"):
+    with recorded() as calls:
+        y = Layer(fmt, rounding="nearest", out_dtype=torch.float32)(x, weight)
+        found = y, *torch.autograd.grad(y.sum(), (x, weight))
+    for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
+        torch.testing.assert_close(one, torch.full_like(one, exact))
+    print(fmt, "aten::_int_mm" in calls, support(torch.device("cpu"), FORMATS[fmt]).how)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_a_unit_that_saturates_is_not_used(isa: str) -> None:
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_VNNI], env=env, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["int8", "False", "simulated", "int8_grad", "False", "simulated"]

@@ -1,0 +1,166 @@
+"""Verbs of the command line: found by their files, with one set of arguments for models, and imported when they are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync_fx.cli import Command, commands, main, model, output
+from qsync_fx.cli.commands import inspect, tune
+from qsync_fx.cli.commands.kernels import build
+from qsync_fx.errors import QSyncError
+from qsync_fx.options import DOCUMENTED, Options
+from qsync_fx.plan import Plan
+
+MODEL = """
+import torch
+from torch import nn
+def tiny():
+    return nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)), (torch.randn(96, 512),)
+def loud():
+    raise RuntimeError("the model is made")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, to be in; with a cache of its own."""
+    (tmp_path / "model_of_commands.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "model_of_commands", raising=False)
+    return tmp_path
+
+
+def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [found.name for found in pkgutil.iter_modules(commands.__path__)]
+    assert commands.names()[: len(files)] == files
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert all(f"{name:9} {commands.load(name).help}" in listed for name in files)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspct"], []])
+def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom qsync_fx.cli import main\n"
+        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
+        "print(*({'torch', 'rich'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.splitlines()[-1] == "", done.stderr
+
+
+def options_of(command: Command) -> dict[str, str | None]:
+    """Returns the flags of the groups that say what a model is and how it is trained, with their help."""
+    parser = argparse.ArgumentParser()
+    assert command.arguments is not None
+    command.arguments(parser)
+    shared = [group for group in parser._action_groups if group.title in ("the model", "options of the backend")]
+    return {flag: action.help for group in shared for action in group._group_actions for flag in action.option_strings}
+
+
+def test_each_verb_takes_a_model_in_the_same_way() -> None:
+    told = options_of(tune.COMMAND)
+    assert options_of(inspect.COMMAND).keys() == told.keys() | {"--train", "--eval", "--target"}
+    assert options_of(build.BUILD).items() - told.items() == {
+        ("--model", "what returns (model, args) or (model, args, kwargs)")
+    }
+    # A new option of the backend is a new argument of each.
+    assert {model.flag(name) for name in DOCUMENTED} - told.keys() == {"--inner", "--strict", "--target"}
+
+
+def test_options_are_those_of_the_backend(here: Path) -> None:
+    Plan("int8").save("plan.json")
+    parser = argparse.ArgumentParser()
+    model.add(parser)
+    line = "m:f --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --exact --root a.b"
+    read = Options.parse(model.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
+    assert read == Options(
+        plan=Plan("int8"),
+        rounding="floor",
+        gradient_rounding="stochastic",
+        scaling="channel",
+        exact=True,
+        root="a.b",
+        passes=("one", "two"),
+    )
+    assert model.given(parser.parse_args(["m:f"])) == {}
+
+
+@pytest.mark.parametrize(
+    "verb", [["inspect"], ["tune", "--recorded", "none.json"], ["kernels", "build", "--arch", "sm_80", "--model"]]
+)
+def test_a_wrong_option_is_told_before_the_model_is_made(
+    verb: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qsync_fx.backend.cuda.tune import recorded
+    from qsync_fx.backend.cuda.tune.table import Environment
+
+    recorded.save(Path("none.json"), recorded.Recording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {}))
+    name = verb[:1] if verb[0] == "tune" else verb
+    rest = verb[1:] if verb[0] == "tune" else []
+    assert main([*name, "model_of_commands:loud", *rest, "--rounding", "up"]) == 2
+    assert "the option \"rounding\" cannot be 'up'" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="the model is made"):
+        main([*name, "model_of_commands:loud", *rest])
+
+
+@pytest.mark.parametrize("flags", ["--precision int8", "--exact", "--pass one", "--gradient-rounding nearest"])
+def test_what_is_said_of_no_model_is_told(flags: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert "without a model" in said
+    assert f"where: {flags.split()[0]}\n" in said
+
+
+def test_a_command_runs_or_has_actions() -> None:
+    with pytest.raises(QSyncError, match="a command runs, or has actions"):
+        Command("neither")
+    with pytest.raises(QSyncError, match="a command runs, or has actions"):
+        Command("both", print, actions={"some": Command("some", print)})
+
+
+def test_text_with_percent_signs_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Command("100 % and %(prog)s", print, about="50 % of %d", examples="5 %s")
+    monkeypatch.setattr(commands, "load", lambda name: odd)
+    for line in (["--help"], ["doctor", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            main(line)
+        assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("100 % and %(prog)s", "50 % of %d", "5 %s"))
+
+
+def test_tables_say_what_they_are_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = "x" * 300
+    output.show(output.table(("name", "size"), [("[red]a[/] [/b]", "7"), (long, "1234")], right=("size",)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{'[red]a[/] [/b]':300}     7"
+    assert lines[2].startswith(long)
+    monkeypatch.setenv("COLUMNS", "40")
+    output.show(output.table(("name", "size"), [(long, "1234")]))
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert narrow.count("x") == 300
+
+
+def test_a_pipe_that_nobody_reads_is_no_complaint(tmp_path: Path) -> None:
+    """Of the list of commands neither, which argparse prints."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "qsync_fx.cli", "--help"]
+    try:
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    finally:
+        os.close(write_end)
+    assert b"Traceback" not in done.stderr

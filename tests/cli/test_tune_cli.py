@@ -1,0 +1,173 @@
+"""`qsync tune`: with recorded timings, which is all of it but the GPU; and what timers measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qsync_fx.backend.cuda.choose.select import decide, known, way
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.run import peers
+from qsync_fx.backend.cuda.tune import recorded, table
+from qsync_fx.backend.cuda.tune.problem_json import problem_from
+from qsync_fx.backend.cuda.tune.recorded import Recording
+from qsync_fx.backend.cuda.tune.table import Environment
+from qsync_fx.cli import main
+
+HERE = Environment("NVIDIA A100", "570.86", "13.0", "2.13.0", "4.2.0", 1)
+MODEL = """
+import torch
+from torch import nn
+
+def tiny():
+    return nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)), (torch.randn(96, 512),)
+
+def plain():
+    return nn.ReLU(), (torch.randn(4),)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, to be in; with a cache of its own."""
+    (tmp_path / "tunable.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return main(("tune", *arguments))
+
+
+LAYER = GemmProblem(96, 256, 512, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor", bias=True)
+
+
+def names(problem: Problem) -> list[str]:
+    found = way(problem, "sm_80", known)
+    return [] if isinstance(found, str) else [config.name for config in found.configs]
+
+
+def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
+    """Returns the buckets of the model, as the command tells them."""
+    empty = Path("empty.json")
+    recorded.save(empty, Recording(HERE, "sm_80", {}))
+    assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
+    return [problem_from(row["problem"], "here") for row in json.loads(capsys.readouterr().out)["skipped"]]
+
+
+def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert run("tunable:tiny", "--precision", "int8") == 2
+    said = capsys.readouterr().err
+    assert "no GPU cuda to measure on" in said and "--recorded" in said
+    assert not (here / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rounds", "0"), "0 times"),
+        (("--recorded", "a", "--record", "b"), "give one of them"),
+        (("--recorded", "missing.json"), "No such file"),
+        (("--device", "gpu"), "is no device"),
+        (("--device", "cpu"), "no GPU cpu"),
+    ],
+)
+def test_what_it_does_not_take(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert run("tunable:tiny", *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = problems(capsys)
+    # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products that INT8 has to beat.
+    assert [p for p in found if p.a == "int8"] == [LAYER, next(p for p in found if p.a == "int8" and p != LAYER)]
+    assert len(found) == 7
+    timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
+    third = names(LAYER)[2]
+    timings[LAYER] |= {name: [9e-6] for name in names(LAYER)} | {third: [5e-6, 6e-6, 4e-6]}
+    recorded.save(Path("a100.json"), Recording(HERE, "sm_80", timings))
+
+    tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
+    assert run(*tuned, "--output", "table.json") == 0
+    printed = capsys.readouterr()
+    lines = [line for line in printed.out.splitlines() if line.startswith("gemm 96 x 256 x 512 nt int8")]
+    assert len(lines) == 1 and "10.0" in lines[0] and "5.0" in lines[0] and "2.00" in lines[0] and third in lines[0]
+    assert "wrote table.json" in printed.err
+
+    kept = table.load(Path("table.json"))
+    choice = kept.choices[LAYER]
+    assert kept.environment == HERE and choice.name == third and choice.faster_than_bf16 is True
+    config = decide(LAYER, "sm_80", kept).config
+    assert config is not None and config.name == third
+    # Only what was asked for is written.
+    assert not (here / "cache" / "tuning").exists()
+
+    assert run(*tuned, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["environment"] == asdict(HERE) and said["arch"] == "sm_80" and not said["skipped"]
+    assert {row["name"] for row in said["choices"]} == {"torch", third}
+
+
+def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
+    recorded.save(Path("t4.json"), Recording(HERE, "sm_80", timings))
+    assert run("tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json") == 0
+    assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
+    found = decide(LAYER, "sm_80", table.load(Path("table.json")))
+    assert found.config is None and not found.integers
+
+
+def test_a_model_without_products_has_nothing_to_tune(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded.save(Path("empty.json"), Recording(HERE, "sm_80", {}))
+    assert run("tunable:plain", "--recorded", "empty.json") == 2
+    assert "torch computes every product" in capsys.readouterr().err
+
+
+# What a GPU measures, on the CPU.
+
+WINDOW: dict[str, Any] = {"padding": (1, 1), "stride": (1, 1), "dilation": (1, 1)}
+MEASURED = [
+    LAYER,
+    GemmProblem(33, 24, 40, "int8", "int8", "fp32", a_scale="channel", b_scale="channel"),
+    GemmProblem(32, 48, 64, "bf16", "bf16", "bf16", "row", "row"),
+    GemmProblem(32, 48, 64, "bf16", "bf16", "fp32", "column", "row", a_scale="tensor"),
+    GemmProblem(32, 48, 64, "tf32", "tf32", "fp32", "column", "row"),
+    GemmProblem(32, 48, 64, "fp8_e5m2", "fp8", "bf16", a_scale="tensor", b_scale="tensor"),
+    GemmProblem(32, 48, 60, "fp8", "fp8", "fp32", "row", "row"),
+    ConvProblem("fprop", 2, 6, 5, 16, 32, 3, 3, a="int8", b="int8", out="bf16", a_scale="tensor", bias=True, **WINDOW),
+    ConvProblem("dgrad", 2, 6, 5, 16, 32, 3, 3, a="bf16", b="bf16", out="bf16", **WINDOW),
+    ConvProblem("wgrad", 2, 6, 5, 16, 32, 3, 3, a="bf16", b="bf16", out="fp32", a_scale="tensor", **WINDOW),
+]
+
+
+@pytest.mark.parametrize("problem", MEASURED, ids=str)
+def test_peers_compute_the_product(problem: Problem) -> None:
+    """In the right format and shape, and right where it has no more than one scale."""
+    given = peers.operands(problem, torch.device("cpu"))
+    found = peers.peer(problem, given)()
+    one_scale = [given.a_scale, given.b_scale].count(None) == 1
+    assert peers.differs(problem, found, given) == "" or problem.bias or not one_scale
+    assert str(found.dtype).removeprefix("torch.") == {"bf16": "bfloat16", "fp32": "float32"}[problem.out]
+
+
+@pytest.mark.parametrize(
+    "break_it", [lambda t: t.roll(1, 0), lambda t: t * 1.1, torch.zeros_like, lambda t: t.clone().fill_(float("nan"))]
+)
+def test_wrong_results_are_seen(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    problem = MEASURED[2]
+    given = peers.operands(problem, torch.device("cpu"))
+    right = peers.peer(problem, given)()
+    assert peers.differs(problem, right, given) == ""
+    assert "off by" in peers.differs(problem, break_it(right), given)

@@ -1,0 +1,242 @@
+"""Costs: an algebra, and against what torch counts, what autograd keeps, and what the passes insert."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+import networkx as nx
+import pytest
+import sympy
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from zoo import CASES, loss_of, make
+
+import qsync_fx
+from qsync_fx.explanation import Explanation
+from qsync_fx.graph import meta
+from qsync_fx.graph.algebra import WORKS, Cost, Work, evaluated
+from qsync_fx.graph.costs.casts import casts
+from qsync_fx.graph.costs.reads import State
+from qsync_fx.ops import Kind
+
+torch.set_num_threads(1)
+ZOO = {case.name: case for case in CASES}
+SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "sequence")}
+MODELS = ("bert", "gpt2", "resnet", "vit", "mixtral", "llama_recomputing")
+
+
+# The algebra.
+
+numbers = st.integers(0, 10**6)
+sizes = st.one_of(numbers, st.builds(lambda a, b: a * SYMBOLS["batch"] + b * SYMBOLS["sequence"], numbers, numbers))
+works = st.builds(Work, sizes, sizes)
+kept = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y", "fp32")])
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Cost:
+    # What one value takes in one format does not depend on who keeps it.
+    amount = {key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"] for key in draw(st.sets(kept))}
+    return Cost(**{name: draw(works) for name in WORKS}, saved=amount)
+
+
+@given(st.lists(costs(), max_size=4))
+def test_costs_add_up_in_any_order_and_what_is_kept_counts_once(parts: list[Cost]) -> None:
+    total = sum(parts, start=Cost())
+    assert total == sum(reversed(parts), start=Cost())
+    assert total.flops == sum((part.flops for part in parts), start=0)
+    assert total.bytes == sum((part.bytes for part in parts), start=0)
+    assert total.saved.keys() == {key for part in parts for key in part.saved}
+    assert total + total == Cost(
+        **{name: getattr(total, name) + getattr(total, name) for name in WORKS}, saved=total.saved
+    )
+    assert pickle.loads(pickle.dumps(total)) == total
+
+
+@given(costs(), st.integers(1, 512), st.integers(1, 512))
+def test_numbers_take_the_place_of_symbols(cost: Cost, batch: int, sequence: int) -> None:
+    there = cost.at(batch=batch, sequence=sequence)
+    values = {SYMBOLS["batch"]: batch, SYMBOLS["sequence"]: sequence}
+    assert there.flops == sympy.sympify(cost.flops).subs(values)
+    assert there.saved_bytes == sympy.sympify(cost.saved_bytes).subs(values)
+    assert (
+        cost.at(batch=batch).at(sequence=sequence)
+        == there
+        == evaluated([cost], {"batch": batch, "sequence": sequence})[0]
+    )
+    assert all(isinstance(size, int) for size in (there.flops, there.bytes, there.saved_bytes))
+
+
+# Of models.
+
+
+def explained(name: str, precision: str, wanted: bool = False) -> tuple[nn.Module, dict[str, Tensor], Explanation]:
+    """Explains a model of the zoo; `wanted`: gradients of its inputs are wanted too."""
+    torch._dynamo.reset()
+    model, inputs = make(ZOO[name])
+    for value in inputs.values() if wanted else ():
+        value.requires_grad_(value.dtype.is_floating_point)
+    return model, inputs, qsync_fx.explain(model, **inputs, options={"precision": precision})
+
+
+def total(explanation: Explanation) -> Cost:
+    return sum((op.note.cost for op in explanation.operators if op.note.cost), start=Cost())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_casts_are_foreseen(name: str, precision: str) -> None:
+    """The casts that costs are charged for are those that the passes insert: as many, between the same formats."""
+    *_, explanation = explained(name, precision)
+    for part in explanation.graphs:
+        graph = part.graph
+        notes = {op.id: op.note for op in graph.operators()}
+        flow = graph.costing.flow
+        foreseen = casts(flow, {site.node: State.of(notes[site.id]) for site in flow.sites if site.id in notes})
+        ours = (cast for cast in foreseen if not cast.wanted)
+        assert Counter((str(cast.before), str(cast.after)) for cast in ours) == inserted(graph)
+
+
+def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
+    from qsync_fx.graph.values import format_of
+
+    found: Counter[tuple[str, str]] = Counter()
+    for part in graph.walk():
+        for node in part.nodes:
+            before = format_of(part.value(node.args[0])) if node.args else None
+            if node.target is torch.ops.aten.to.dtype and meta.is_cast(node):
+                found[str(before), str(format_of(part.value(node)))] += 1
+            elif node.target in (torch.ops.qsync.quantize.default, torch.ops.qsync.round.default):
+                found[str(before), str(node.args[3])] += 1
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["bert", "resnet", "vit"])
+def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> None:
+    """Scales, of one number each, are left out; statistics of narrow norms are FP32 in eager mode, and narrow where they are compiled."""
+    model, _, explanation = explained(name, precision, wanted=True)
+    (part,) = explanation.graphs
+    lowered = part.snapshots.graphs["lower"]
+    given = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    arguments = [_real(node, model, lowered.value(node)) for node in lowered.nodes if node.op == "placeholder"]
+    there = {_storage(t) for t in (*given.values(), *(a for a in arguments if isinstance(a, Tensor)))}
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in there:
+            found[_storage(tensor)] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with enable_python_dispatcher(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lowered.module(*arguments)
+    measured = sum(size for size, _ in found.values())
+    assert total(explanation).saved_bytes == pytest.approx(measured, rel=0.015 if precision != "fp32" else 0)
+
+
+def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
+    """Returns values for an input of a graph: parameters and buffers by their name, else numbers that are valid for both uses."""
+    named = {name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    if node.name in named:
+        return named[node.name]
+    if not isinstance(value, Tensor):
+        return value
+    shape = [int(size) for size in value.shape]
+    if value.dtype.is_floating_point:
+        return torch.randn(shape, dtype=value.dtype).requires_grad_(value.requires_grad)
+    return torch.ones(shape, dtype=value.dtype)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet", "vit", "gpt2"])
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    model, inputs, explanation = explained(name, "fp32")
+    cost = total(explanation)
+    attention = [op.note.cost for op in explanation.operators if op.id.operator == "scaled_dot_product_attention"]
+    # torch's counter does not know the fused kernel of the CPU, which computes the scores once more.
+    again = sum(part.forward.flops for part in attention if part) // 2
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            output = model(**inputs)
+        with FlopCounterMode(display=False) as backward:
+            loss_of(output).backward()
+    assert cost.forward.flops == forward.get_total_flops()
+    assert cost.input_gradient.flops + cost.weight_gradient.flops == backward.get_total_flops() + again
+
+
+def test_another_batch_needs_no_new_trace() -> None:
+    """Costs at a batch and a length are those of a model that was explained with them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm, self.head = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.norm(self.table(tokens))
+            x = nn.functional.scaled_dot_product_attention(x, x, x)
+            return self.head(torch.nn.functional.gelu(x)).flatten(1)
+
+    def explain(batch: int, sequence: int, dynamic: bool) -> Explanation:
+        torch._dynamo.reset()
+        tokens = torch.randint(0, 50, (batch, sequence))
+        if dynamic:
+            torch._dynamo.mark_dynamic(tokens, 0)
+            torch._dynamo.mark_dynamic(tokens, 1)
+        return qsync_fx.explain(model, tokens, options={"precision": "int8"})
+
+    model = Model()
+    symbolic = explain(3, 5, dynamic=True)
+    for batch, sequence in ((3, 5), (8, 32), (32, 128)):
+        fixed = explain(batch, sequence, dynamic=False)
+        for op, other in zip(symbolic.operators, fixed.operators, strict=True):
+            assert op.note.cost is not None
+            assert other.note.cost is not None
+            there, wanted = op.note.cost.at(batch=batch, sequence=sequence), other.note.cost
+            assert (there.flops, there.bytes, there.saved_bytes) == (wanted.flops, wanted.bytes, wanted.saved_bytes), (
+                op.id
+            )
+
+
+# The DAG.
+
+
+def test_the_dag_names_operators_parameters_and_roles() -> None:
+    *_, explanation = explained("bert", "int8")
+    graph = explanation.graphs[0].graph
+    dag = graph.dag()
+    assert nx.is_directed_acyclic_graph(dag)
+    assert [name for name, data in dag.nodes(data=True) if data["type"] == "operator"] == [
+        str(op.id) for op in graph.operators()
+    ]
+    query = next(str(op.id) for op in graph.operators() if "query/linear" in str(op.id))
+    roles = {data["role"]: (source, data) for source, _, data in dag.in_edges(query, data=True)}
+    assert roles.keys() == {"input", "weight", "bias"}
+    assert dag.nodes[roles["weight"][0]]["type"] == "parameter"
+    assert roles["weight"][0].endswith("attention.self.query.weight")
+    key = query.replace("query", "key")
+    shared = {
+        data["tensor"] for at in (query, key) for *_, data in dag.in_edges(at, data=True) if data["role"] == "input"
+    }
+    assert len(shared) == 1, "query and key read one tensor"
+
+
+def test_the_dag_has_states_and_costs_of_every_precision() -> None:
+    *_, explanation = explained("bert", "bf16")
+    dag = explanation.graphs[0].graph.dag()
+    for data in (d for _, d in dag.nodes(data=True) if d["type"] == "operator" and d["kind"] == Kind.ADJUSTABLE):
+        if data["row"] == "linear":
+            assert {"fp32", "tf32", "bf16", "int8", "fp8"} <= set(data["precisions"])
+            saved = {str(state.precision): cost.saved_bytes for state, cost in data["costs"].items()}
+            assert saved["int8"] < saved["bf16"], "one byte a value, and the weight too, against two of the activation"
+        else:
+            assert "int8" not in data["precisions"]

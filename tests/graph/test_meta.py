@@ -1,0 +1,214 @@
+"""What is known of a node has one file that names it, and every kernel's time can be charged to an operator of the model."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiers
+import torch
+import torch._inductor.config
+from test_architecture import SOURCES
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import qsync_fx
+from qsync_fx.graph import meta
+from qsync_fx.graph.charging import charges, computes
+from qsync_fx.graph.meta import Part
+from qsync_fx.graph.values import tensors
+
+aten = torch.ops.aten
+
+
+def test_no_other_file_names_keys() -> None:
+    names = {key.name for key in meta.OURS}
+    for name, path in SOURCES.items():
+        if name == "qsync_fx/graph/meta.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            given = (
+                {node.value}
+                if isinstance(node, ast.Constant)
+                else {node.arg}
+                if isinstance(node, ast.keyword)
+                else set()
+            )
+            # One of them is the name of the backend, and of the command, too.
+            assert not given & (names - {meta.NOTE.name}), f"{name} names {given}"
+            for key in _keys(node):
+                assert key != "custom" and not str(key).startswith("qsync"), f"{name} reads or writes {key!r} of a node"
+
+
+def _keys(node: ast.AST) -> Iterator[object]:
+    """Yields what `x.meta` is asked for: by index, by a method such as `get`, or by `in`."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value=key)):
+            yield key
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="meta")), args=[ast.Constant(value=key), *_]):
+            yield key
+        case ast.Compare(left=ast.Constant(value=key), comparators=[ast.Attribute(attr="meta")]):
+            yield key
+
+
+class _Graphs(CustomGraphPass):
+    """Inductor's graphs, when all of its passes have run: forward, then backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[fx.Graph] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append(graph)
+
+    def uuid(self) -> Any:
+        return None  # nothing compiled before is taken from a cache
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm1, self.norm2 = (nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
+        self.block = Block(16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.block(self.pool(torch.relu(self.norm(self.stem(x)))))
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Attention(nn.Module):
+    """As Inductor's pattern matcher looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(2, 16, 2, 16).permute(0, 2, 1, 3) for layer in (self.q, self.k, self.v))
+        weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)).div(4.0), dim=-1)
+        return self.out(weights.matmul(v).permute(0, 2, 1, 3).reshape(2, 16, 32)).sum()
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+    ids = torch.randint(0, 64, (2, 16))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    return transformers.BertForSequenceClassification(config), given
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    ids = torch.randint(0, 64, (2, 16))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **sizes)), {
+        "input_ids": ids,
+        "labels": ids,
+    }
+
+
+def residual() -> tuple[nn.Module, dict[str, Any]]:
+    return Residual(), {"x": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+
+
+def attention() -> tuple[nn.Module, dict[str, Any]]:
+    return Attention(), {"x": torch.randn(2, 16, 32, requires_grad=True)}
+
+
+@functools.cache
+def trained(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str) -> tuple[tuple[fx.Graph, ...], Any]:
+    """Inductor's graphs of a training step, and what explain says of the model."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, given = make()
+    explanation = qsync_fx.explain(model, options={"precision": precision}, **given)
+    graphs = _Graphs()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=graphs):
+        found = torch.compile(model, backend="qsync", options={"precision": precision})(**given)
+        (found if isinstance(found, Tensor) else found.loss).backward()
+    return tuple(graphs.seen), explanation
+
+
+CASES = [
+    (residual, "bf16"),
+    (attention, "int8"),
+    *(
+        pytest.param(*case, marks=tiers.ALL)
+        for case in ((bert, "bf16"), (bert, "int8"), (residual, "int8"), (gpt2, "int8"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "precision"), CASES)
+def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(make: Any, precision: str) -> None:
+    graphs, explanation = trained(make, precision)
+    known = {str(operator.id) for operator in explanation.operators}
+    assert len(graphs) >= 2
+    for graph in graphs:
+        found = charges(graph)
+        for node in graph.nodes:
+            if computes(node) and tensors(node.meta.get("val")):
+                assert node in found, f"{node.format_node()} is charged to nobody"
+                assert found[node].owner in known, f"{node.name} is charged to {found[node].owner}"
+
+
+@pytest.mark.parametrize(("make", "precision"), CASES)
+def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> None:
+    graphs, explanation = trained(make, precision)
+    wanted, seeds = set(), 0
+    for node in explanation.graph_module("lower").graph.nodes:
+        cast = meta.CAST.get(node)
+        assert cast is None or ((charge := meta.charged(node)) is not None and charge.part is cast.part)
+        if cast is not None and cast.part in (Part.QUANTIZE, Part.SEED):
+            wanted.add(meta.charged(node))
+            seeds += cast.part is Part.SEED
+    assert (seeds > 0) == (precision == "int8")
+    found = {charge for charge in charges(graphs[0]).values() if charge.part is not None}
+    assert found >= wanted
+    if precision == "int8":
+        targets = {torch.ops.qsync.quantize.default, torch.ops.qsync.quantize_transposed.default}
+        for node, charge in charges(graphs[0]).items():
+            assert (node.target not in targets) or charge.part is Part.QUANTIZE
+    else:
+        assert {charge.part for charge in found} == {Part.CONVERT}
+
+
+def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> None:
+    (forward, backward), _ = trained(attention, "int8")
+    (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
+    (gradient,) = [n for n in backward.nodes if computes(n) and "scaled_dot_product" in n.name]
+    assert meta.charged(fused) is None, "nothing is left to find: Inductor says itself what it has fused"
+    assert charges(forward)[fused].owner == "/matmul@v#1"
+    assert charges(backward)[gradient].owner.startswith("/")
+
+
+def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
+    (forward, _), _ = trained(residual, "bf16")
+    found = charges(forward)
+    written = [node for node in forward.nodes if node.target is aten.copy_.default]
+    assert len(written) == 9  # of each of three norms a count, a mean and a variance
+    assert {found[node].owner for node in written} == {
+        f"{name}/batch_norm" for name in ("norm", "block.norm1", "block.norm2")
+    }
+
+
+def test_the_sum_of_two_gradients_is_charged_where_the_value_was_made() -> None:
+    (_, backward), _ = trained(residual, "bf16")
+    found = charges(backward)
+    sums = [n for n in backward.nodes if n.target is aten.add.Tensor and meta.charged(n) is None]
+    # What the block reads comes from the pooling.
+    assert "pool/max_pool2d" in {found[node].owner for node in sums}

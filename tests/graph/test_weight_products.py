@@ -1,0 +1,453 @@
+"""Products of an activation and a parameter, however a model writes them: formats, gradients, roles and reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products_in_fp64 import Product
+from torch import Tensor, fx, nn
+
+import qsync_fx
+from qsync_fx.backend.operators import lowerings
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.graph import meta
+from qsync_fx.graph.notes import Note
+from qsync_fx.ops import row_for
+from qsync_fx.plan.opid import OpId
+from qsync_fx.precision import FORMATS
+
+SEED = torch.tensor([0])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product of an activation `x` and a parameter `w`, plus a bias where there is one.
+
+    Attributes:
+        product: without its bias.
+        summed: the dimensions of x and of w that are summed over.
+        stacked: the dimensions of x, w and the result whose indices are products of their own.
+        call: with its bias, where it has one.
+    """
+
+    product: Callable[..., Tensor]
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    summed: tuple[Sequence[int], Sequence[int]]
+    stacked: tuple[Sequence[int], ...] = ((), (), ())
+    bias: tuple[int, ...] | None = None
+    call: Callable[..., Tensor] | None = None
+    strided: bool = False
+
+
+CASES = {
+    "x @ w": Case(lambda x, w: x @ w, (3, 7), (7, 5), ([1], [0])),
+    "3-D x @ w": Case(lambda x, w: x @ w, (2, 3, 7), (7, 5), ([2], [0])),
+    "x @ w.t()": Case(lambda x, w: x @ w.t(), (2, 3, 7), (5, 7), ([2], [1])),
+    "one row": Case(lambda x, w: x @ w, (1, 8), (8, 16), ([1], [0])),
+    "one summand": Case(lambda x, w: x @ w, (4, 1), (1, 5), ([1], [0])),
+    "no rows": Case(lambda x, w: x @ w, (0, 7), (7, 5), ([1], [0])),
+    "no batch": Case(lambda x, w: x @ w, (2, 0, 7), (7, 5), ([2], [0])),
+    "vector @ w": Case(lambda x, w: x @ w, (7,), (7, 5), ([0], [0])),
+    "w @ x": Case(lambda x, w: w @ x, (7, 3), (5, 7), ([0], [1])),
+    "w @ 3-D x": Case(lambda x, w: w @ x, (2, 7, 3), (5, 7), ([1], [1])),
+    "w @ vector": Case(lambda x, w: w @ x, (7,), (5, 7), ([0], [1])),
+    "mm": Case(torch.mm, (3, 7), (7, 5), ([1], [0])),
+    "strided mm": Case(torch.mm, (3, 7), (7, 5), ([1], [0]), strided=True),
+    "mv": Case(lambda x, w: torch.mv(w, x), (7,), (5, 7), ([0], [1])),
+    "inner": Case(torch.inner, (2, 3, 7), (5, 7), ([2], [1])),
+    "tensordot": Case(lambda x, w: torch.tensordot(x, w, 2), (3, 2, 7), (2, 7, 5), ([1, 2], [0, 1])),
+    "addmm": Case(torch.mm, (3, 7), (7, 5), ([1], [0]), bias=(5,), call=lambda x, w, b: torch.addmm(b, x, w)),
+    "addmv": Case(lambda x, w: w @ x, (7,), (5, 7), ([0], [1]), bias=(5,), call=lambda x, w, b: torch.addmv(b, w, x)),
+    "bmm": Case(torch.bmm, (4, 3, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0])),
+    "strided bmm": Case(torch.bmm, (4, 3, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0]), strided=True),
+    "bmm of no rows": Case(torch.bmm, (4, 0, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0])),
+    "bmm, w first": Case(lambda x, w: torch.bmm(w, x), (4, 7, 3), (4, 5, 7), ([1], [2]), ([0], [0], [0])),
+    "baddbmm": Case(
+        torch.bmm,
+        (4, 3, 7),
+        (4, 7, 5),
+        ([2], [1]),
+        ([0], [0], [0]),
+        (4, 1, 5),
+        lambda x, w, b: torch.baddbmm(b, x, w),
+    ),
+    "experts of a batch": Case(lambda x, w: x @ w, (2, 4, 3, 7), (4, 7, 5), ([3], [1]), ([1], [0], [1])),
+    "one x for all experts": Case(lambda x, w: x @ w, (1, 3, 7), (4, 7, 5), ([2], [1])),
+    "einsum": Case(lambda x, w: torch.einsum("bld,dh->blh", x, w), (2, 3, 7), (7, 5), ([2], [0])),
+    "einsum into heads": Case(lambda x, w: torch.einsum("ibh,hnd->ibnd", x, w), (3, 2, 7), (7, 2, 5), ([2], [0])),
+    "einsum of heads": Case(
+        lambda x, w: torch.einsum("ibnd,hnd->ibh", x, w), (3, 2, 2, 5), (7, 2, 5), ([2, 3], [1, 2])
+    ),
+    "einsum of experts": Case(
+        lambda x, w: torch.einsum("...ecd,edh->...hec", x, w),
+        (2, 4, 3, 7),
+        (4, 7, 5),
+        ([3], [1]),
+        ([1], [0], [2]),
+    ),
+    "einsum, w first": Case(lambda x, w: torch.einsum("oi,bit", w, x), (2, 7, 3), (5, 7), ([1], [1])),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.w = nn.Parameter(torch.randn(case.w))
+        self.b = nn.Parameter(torch.randn(case.bias)) if case.bias is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.b is None:
+            return self.case.product(x, self.w)
+        assert self.case.call is not None
+        return self.case.call(x, self.w, self.b)
+
+
+def activation(case: Case) -> Tensor:
+    x = torch.randn(tuple(reversed(case.x))).permute(*reversed(range(len(case.x)))) if case.strided else None
+    return (torch.randn(case.x) if x is None else x).requires_grad_()
+
+
+def others(dims: int, without: Sequence[int]) -> list[int]:
+    return [at for at in range(dims) if at not in without]
+
+
+def ones(shape: Sequence[int], summed: Sequence[int]) -> Tensor:
+    return torch.ones([1 if at in summed else size for at, size in enumerate(shape)], dtype=torch.float64)
+
+
+def to_x(case: Case, g: Tensor, w: Tensor) -> Tensor:
+    x = torch.zeros(case.x, dtype=g.dtype, requires_grad=True)
+    return torch.autograd.grad(case.product(x, w), x, g)[0]
+
+
+def to_w(case: Case, g: Tensor, x: Tensor) -> Tensor:
+    w = torch.zeros(case.w, dtype=g.dtype, requires_grad=True)
+    return torch.autograd.grad(case.product(x, w), w, g)[0]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scaling: str) -> None:
+    case, row = CASES[name], FORMATS[fmt]
+    torch.manual_seed(len(name))
+    net, x = Net(case), activation(case)
+    if (fmt, scaling) == ("int8", "tensor"):  # the numbers tell the others from BF16
+        found = qsync_fx.explain(net, x, options={"precision": fmt})
+        assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
+    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
+    y = torch.compile(net, backend="qsync", options=options)(x)
+    g = torch.randn_like(y)
+    expected = net(x)
+    assert y.dtype == torch.float32 and y.shape == expected.shape and y.stride() == expected.stride()
+    gradients = torch.autograd.grad(y, [x, *net.parameters()], g)
+
+    def operand(t: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+        summed, stacked = case.summed[factor], case.stacked[factor]
+        keep = others(t.dim(), summed) if scaling == "channel" else list(stacked)
+        q, scale = quantize(t.detach(), SEED, 0, fmt, "nearest", keep)
+        return q.double(), scale.double()
+
+    (xq, x_scale), (wq, w_scale) = operand(x, 0), operand(net.w, 1)
+    wide = None if row.kind == "integer" else torch.float32
+    bias = None if net.b is None else net.b.detach()
+    Product.of(case.product, xq * x_scale, wq * w_scale, bias).assert_met(y, wide)
+
+    def rounded(fold: Tensor | None) -> Tensor:
+        """The incoming gradient, times a scale that varies along what a product sums over."""
+        value = g if fold is None else g * fold.float()
+        gradient = FORMATS[row.gradient]
+        if not gradient.scaled:
+            return value.to(gradient.dtype).double()
+        q, scale = quantize(value, SEED, 0, gradient.name, "nearest", list(case.stacked[2]))
+        return q.double() * scale.double()
+
+    channel = scaling == "channel"
+    at_x, at_w = ones(case.x, case.summed[0]), ones(case.w, case.summed[1])
+    for_x = rounded(case.product(at_x, at_w * w_scale) if channel and _varies(case, 1) else None)
+    for_w = rounded(case.product(at_x * x_scale, at_w) if channel and _varies(case, 0) else None)
+    narrow = None if row.gradient == "int8" else torch.bfloat16
+    left_w = wq if channel and _varies(case, 1) else wq * w_scale
+    left_x = xq if channel and _varies(case, 0) else xq * x_scale
+    Product.of(lambda g, w: to_x(case, g, w), for_x, left_w).assert_met(gradients[0], narrow)
+    Product.of(lambda g, x: to_w(case, g, x), for_w, left_x).assert_met(gradients[1], narrow)
+    if net.b is not None:
+        torch.testing.assert_close(gradients[2], g.sum_to_size(net.b.shape))
+
+
+def _varies(case: Case, factor: int) -> bool:
+    shape = (case.x, case.w)[factor]
+    return bool(others(len(shape), [*case.summed[factor], *case.stacked[factor]]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_bf16_it_is_torchs_own(name: str) -> None:
+    case = CASES[name]
+    net, x = Net(case), activation(case)
+    y = torch.compile(net, backend="qsync", options={"precision": "bf16", "inner": "aot_eager"})(x)
+    g = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, [x, *net.parameters()], g)]
+    inputs = [t.detach().bfloat16().requires_grad_() for t in (x, *net.parameters())]
+    expected = (case.call or case.product)(*inputs)
+    gradients = torch.autograd.grad(expected, inputs, g.bfloat16())
+    for one, other in zip(found, [expected, *gradients], strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
+
+
+class Two(nn.Module):
+    """Two parameters, a buffer, and a product of the user's choice."""
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.product = product
+        self.w = nn.Parameter(torch.randn(7, 5))
+        self.square = nn.Parameter(torch.randn(7, 7))
+        self.cube = nn.Parameter(torch.randn(4, 7, 7))
+        self.vector = nn.Parameter(torch.randn(7))
+        self.register_buffer("table", torch.randn(7, 5))
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(7, 5))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self, x)
+
+
+def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> qsync_fx.Explanation:
+    return qsync_fx.explain(Two(product), x, options={"precision": "int8", **options})
+
+
+def adjustable(explanation: qsync_fx.Explanation) -> list[tuple[str, str, str]]:
+    return [(str(op.id), str(op.precision), op.reason) for op in explanation.operators if op.kind == "adjustable"]
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda net, x: x @ net.w.detach(),
+        lambda net, x: x @ net.w.clone().contiguous(),
+        lambda net, x: x @ net.w.t().reshape(7, 5),
+        lambda net, x: x.bfloat16() @ net.w.to(torch.bfloat16),
+        lambda net, x: x @ net.square[:, :5],
+        lambda net, x: x @ net.square.chunk(2, 1)[1],
+        lambda net, x: x @ net.cube[2],
+        lambda net, x: x @ net.cube.unbind(0)[1],
+        lambda net, x: x.expand(4, 3, 7) @ net.w.expand(4, 7, 5),
+        lambda net, x: x @ net.parts[0],
+        lambda net, x: torch.utils.checkpoint.checkpoint(lambda x: x @ net.w, x, use_reentrant=False),
+    ],
+)
+def test_what_only_moves_or_converts_a_parameter_is_a_weight(product: Callable[..., Tensor]) -> None:
+    found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
+    assert [each[1:] for each in found] == [("int8", "plan: uniform int8")]
+
+
+@pytest.mark.parametrize(
+    ("product", "row", "says"),
+    [
+        (lambda net, x: x @ x.t(), "a product of two activations", "int8 is for products with a weight, matmul runs in bf16"),
+        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
+        (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
+        (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),
+        (lambda net, x: x @ net.vector, "not as a layer's", "its weight is a vector, so its output has no channels"),
+        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's", "only one of its factors has"),
+        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's", "it sums over nothing"),
+        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's", "it takes a diagonal"),
+        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's", "3 tensors at once"),
+        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's", "it weighs its bias"),
+        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's", "something else than a bias"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_any_other_product_says_what_it_is(product: Callable[..., Tensor], row: str, says: str) -> None:
+    found = explained(product, torch.randn(7, 7, requires_grad=True))
+    (operator,) = [op for op in found.operators if op.kind == "adjustable"]
+    assert row in operator.row.reason and says in operator.reason
+    assert str(operator.precision) == "bf16" and "runs in bf16" in operator.reason
+
+
+def test_a_parameter_that_two_products_read_is_quantized_once() -> None:
+    def product(net: Any, x: Tensor) -> Tensor:
+        return (x @ net.w) @ net.w.t() + F.linear(x @ net.w, net.w)
+
+    net, x = Two(product), torch.randn(3, 7, requires_grad=True)
+    found = qsync_fx.explain(net, x, options={"precision": "int8"})
+    assert {precision for _, precision, _ in adjustable(found)} == {"int8"}
+    quantized = [node.args[0].name for node in found.graph_module().graph.nodes if "quantize" in str(node.target)]
+    assert quantized.count("w") == 1
+    y = torch.compile(net, backend="qsync", options={"precision": "int8", "rounding": "nearest"})(x)
+    y.sum().backward()
+    wanted = torch.autograd.grad(net(x).sum(), net.w)[0]
+    assert net.w.grad is not None and (net.w.grad - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_plans_reports_and_costs_know_the_weight() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Two(lambda net, x: torch.einsum("io,bi->bo", net.w, x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    net, x = Outer(), torch.randn(3, 7, requires_grad=True)
+    plan = qsync_fx.Plan(operators={"inner/einsum": "int8"})
+    found = qsync_fx.explain(net, x, options={"plan": plan})
+    assert [each[:2] for each in adjustable(found)] == [("inner/einsum", "int8")]
+    dag = found.graphs[0].graph.dag()
+    roles = {source: data["role"] for source, _, data in dag.in_edges("inner/einsum", data=True)}
+    assert roles["inner.w"] == "weight" and set(roles.values()) == {"weight", "tensors.1"}
+    (operator,) = found.operators
+    cost = operator.note.cost
+    assert cost is not None
+    # One byte a value of both operands, a product each; the gradient of the weight is one of a parameter.
+    assert cost.forward.flops == cost.weight_gradient.flops == cost.input_gradient.flops == 2 * 3 * 7 * 5
+    assert sorted(cost.saved.values()) == [3 * 7, 7 * 5]
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """What a grouped product is, in any type; rows beyond the last group give zeros."""
+    found, start = torch.zeros(x.shape[0], w.shape[2], dtype=x.dtype), 0
+    for at, end in enumerate(ends.tolist()):
+        found[start:end] = x[start:end] @ w[at]
+        start = end
+    return found
+
+
+class Experts(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.w = nn.Parameter(torch.randn((4, 8, 16) if turned else (4, 16, 8)))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.w.transpose(1, 2) if self.turned else self.w
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
+@pytest.mark.parametrize(
+    ("ends", "turned"), [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)]
+)
+def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bool, fmt: str, scaling: str) -> None:
+    row, gradient, channel = FORMATS[fmt], FORMATS[FORMATS[fmt].gradient], scaling == "channel"
+    offs = torch.tensor(ends, dtype=torch.int32)
+    # torch traces grouped products in BF16 alone.
+    net, x = Experts(turned).bfloat16(), torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
+    assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
+    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
+    y = torch.compile(net, backend="qsync", options=options)(x, offs)
+    g = torch.randn_like(y)
+    to_x, to_w = torch.autograd.grad(y, [x, net.w], g)
+    xq, x_scale = quantize(x.detach(), SEED, 0, fmt, "nearest", [0] if channel else [])
+    wq, w_scale = quantize(net.weight.detach(), SEED, 0, fmt, "nearest", [0, 2] if channel else [0])
+    a, b = xq.double(), wq.double()
+    wide = None if row.kind == "integer" else torch.bfloat16
+    Product.of(lambda a, b: grouped(a, b, offs), a * x_scale.double(), b * w_scale.double()).assert_met(y, wide)
+
+    def rounded(fold: Tensor | None) -> Tensor:
+        value = g if fold is None else g * fold.float()
+        if not gradient.scaled:
+            return value.to(gradient.dtype).double()
+        q, scale = quantize(value, SEED, 0, gradient.name, "nearest", [])
+        return q.double() * scale.double()
+
+    def backward(g: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        return torch.autograd.grad(grouped(a, b, offs) + 0 * (a.sum() + b.sum()), [a, b], g)
+
+    spread = grouped(torch.ones(11, 1), w_scale.expand(4, 1, 8), offs)
+    of_rows = torch.arange(11) < ends[-1]
+    for_x, for_w = (
+        rounded(torch.where(of_rows[:, None], spread, w_scale[-1]) if channel else None),
+        rounded(x_scale if channel else None),
+    )
+    narrow = None if row.gradient == "int8" else torch.bfloat16
+    left_b, left_a = (b, a) if channel else (b * w_scale.double(), a * x_scale.double())
+    Product.of(lambda g, b: backward(g, a, b)[0], for_x, left_b).assert_met(to_x, narrow)
+    of_w = Product.of(lambda g, a: backward(g, a, b)[1], for_w, left_a)
+    of_w.assert_met(to_w.transpose(1, 2) if turned else to_w, narrow)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_experts_of_a_model_train_in_int8(name: str) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_local_experts=4, max_position_embeddings=32)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ids = torch.randint(0, 64, (2, 9))
+    found = qsync_fx.explain(model, input_ids=ids, labels=ids, options={"precision": "int8"})
+    inside = [each for each in adjustable(found) if ".experts/" in each[0]]
+    assert len(inside) == 2 and all(each[1:] == ("int8", "plan: uniform int8") for each in inside), inside
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    # The router chooses as in FP32, so that experts get the same tokens.
+    plan = qsync_fx.Plan("fp32", [("**.experts", "int8")])
+    compiled = torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        if "experts" in name and name in expected:
+            assert p.grad is not None
+            assert 0 < (p.grad - expected[name]).norm() < 0.05 * expected[name].norm(), name
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str) -> None:
+    operator = torch.ops.aten._grouped_mm.default
+    row = row_for(operator)
+    assert row is not None
+    graph = fx.Graph()
+    shapes: dict[str, tuple[int, ...]] = {"x": (3, 16), "w": (4, 16, 8), "ends": (4,)}
+    given = [graph.placeholder(name) for name in shapes]
+    node = graph.call_function(operator, (*given,))
+    for used, shape in zip((*given, node), (*shapes.values(), (3, 8)), strict=True):
+        used.meta["val"] = torch.empty(shape, device=device)
+    scaled = dataclasses.replace(row, scaled=(0, 1))
+    meta.NOTE[node] = Note(OpId("experts", row.name, 0), row.kind, "", scaled)
+    refused = lowerings()[row.name].refuses(node)
+    assert refused == (None if device == "cpu" else "only the CPU has a product of groups for it")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
+    """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    llama = {"intermediate_size": 48, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    models = {
+        "/bmm": transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(hidden_size=32, head_dim=8, pad_token_id=0, **llama, **sizes)
+        ),
+        "/einsum": transformers.XLNetModel(
+            transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=4, d_inner=48)
+        ),
+        "/addmm": transformers.GPT2Model(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)),
+    }
+    for name, model in models.items():
+        found = qsync_fx.explain(model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"})
+        ours = [op for op in found.operators if name in str(op.id)]
+        with_weight = [op for op in ours if op.row.scaled]
+        assert with_weight and {str(op.precision) for op in with_weight} == {"int8"}, name
+        for op in ours:
+            # XLNet computes its keys of positions from a parameter alone.
+            others = "a product of two activations", "a product with a buffer, or with what the model computes"
+            assert op.row.scaled or op.row.reason.startswith(others), op.id

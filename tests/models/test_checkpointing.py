@@ -1,0 +1,161 @@
+"""Activation checkpointing: the same gradients with and without, to the last bit, stochastic rounding included.
+
+The recomputed forward pass must see the random numbers of the first one. With the same seed a checkpointed model then trains exactly as
+it does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_equal, build, compiled, gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import qsync_fx
+from qsync_fx.graph import meta
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, checkpointed: bool, dropout: float = 0.0, **how: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+        self.checkpointed, self.how = checkpointed, {"use_reentrant": False, **how}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.how) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def _save_everything() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+
+def _gradients(make: Callable[[], nn.Module], **options: Any) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = build(make)
+    fast = compiled(model, **options)
+    for step in range(2):
+        torch.manual_seed(step)
+        model.zero_grad()
+        fast(torch.randn(8, 16)).square().mean().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "int8", "fp8"])
+def test_the_same_gradients_with_and_without(precision: str, dropout: float) -> None:
+    with_it = _gradients(lambda: Stack(True, dropout), precision=precision)
+    assert_equal(with_it, _gradients(lambda: Stack(False, dropout), precision=precision))
+
+
+def test_fp32_gradients_are_torch_s() -> None:
+    found = _gradients(lambda: Stack(True, 0.5), precision="fp32")
+    plain = build(lambda: Stack(True, 0.5))
+    torch.manual_seed(1)
+    torch.compile(plain, backend="aot_eager")(torch.randn(8, 16)).square().mean().backward()
+    assert_equal(found, gradients(plain))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_what_is_recomputed_equals_what_could_have_been_saved(precision: str) -> None:
+    """The reference is the same region with every value saved instead of recomputed."""
+    recomputed = _gradients(lambda: Stack(True, 0.5), precision=precision)
+    saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision=precision)
+    assert_equal(recomputed, saved)
+
+
+def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
+    """A border in FP32 would keep twice as much as the model without checkpointing keeps there."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=False)
+
+    graph = qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
+    (region,) = (node for node in graph.nodes if node in meta.BODIES)
+    kept = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
+    assert kept.meta["val"].dtype is torch.bfloat16
+
+
+def test_a_region_in_a_region() -> None:
+    class Nested(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.stack, self.checkpointed = Stack(checkpointed, 0.5), checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.stack, x, use_reentrant=False) if self.checkpointed else self.stack(x)
+
+    for precision in ("fp32", "int8"):
+        found = _gradients(lambda: Nested(True), precision=precision)
+        assert_equal(found, _gradients(lambda: Nested(False), precision=precision))
+
+
+def test_recomputed_under_inductor() -> None:
+    """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
+    first = _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor")
+    assert_equal(first, _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor"))
+    saved = _gradients(lambda: Stack(True, 0.5, context_fn=_save_everything), precision="int8", inner="inductor")
+    for name, gradient in saved.items():
+        assert (first[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+
+
+def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
+    def precisions(checkpointed: bool) -> dict[str, str]:
+        found = qsync_fx.explain(Stack(checkpointed), torch.randn(8, 16), options={"plan": plan}).operators
+        return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
+
+    plan = qsync_fx.Plan.uniform("int8").with_precision("blocks.1.down", "bf16")
+    assert precisions(True) == precisions(False)
+    assert precisions(True)["blocks.1.down/linear"] == "bf16"
+    assert precisions(True)["blocks.0.down/linear"] == "int8"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_around_compiled_blocks_nothing_but_memory_changes(precision: str) -> None:
+    """torch.utils.checkpoint sets the state of torch's generator back to recompute, in a step that compiles and in those after it."""
+
+    def run(checkpointed: bool) -> list[dict[str, Tensor]]:
+        torch._dynamo.reset()
+        model = build(lambda: nn.ModuleList(Block(0.5) for _ in range(2)))
+        blocks = [compiled(block, precision=precision) for block in model]
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            x = torch.ones(8, 16, requires_grad=True)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+            x.square().mean().backward()
+            found.append(gradients(model))
+        return found
+
+    for found, wanted in zip(run(True), run(False), strict=True):
+        assert_equal(found, wanted)

@@ -1,0 +1,70 @@
+"""Two real processes over gloo, a plan of its own on each rank, DDP in several buckets.
+
+DDP compiles each bucket as a graph of its own, and each of them has a node called "linear": operators must keep the ids that they have
+without DDP, or a plan means something else under it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANK = Path(__file__).parents[1] / "support" / "ddp_rank.py"
+
+
+def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
+    """Runs both ranks; none outlives this call."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    logs = [open(folder / f"{rank}.log", "w+") for rank in range(2)]  # noqa: SIM115 - two files, closed below
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(folder), json.dumps(job)],
+            env=environment,
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 150
+        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+            if any(process.poll() for process in ranks):
+                break  # one failed: the other would wait for it until the collective times out
+            time.sleep(0.1)
+        codes = [process.poll() for process in ranks]
+    finally:
+        for process, log in zip(ranks, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    reports = [
+        f"rank {rank}: {code}\n{(folder / f'{rank}.log').read_text()[-3000:]}" for rank, code in enumerate(codes)
+    ]
+    assert codes == [0, 0], "\n".join(reports)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "graph break"])
+def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -> None:
+    first, second = ranks = train(tmp_path, plans=["fp32", "mixed"], breaks=breaks)
+    for rank in ranks:
+        assert rank["graphs"] > rank["undivided_graphs"], "DDP has split the graph"
+        assert rank["operators"] == rank["undivided"], (
+            "an operator has the id and the precision that it has without DDP"
+        )
+        assert len({name for name, _ in rank["operators"]}) == len(rank["operators"])
+        assert rank["moved"]
+    assert [name for name, _ in first["operators"]] == [name for name, _ in second["operators"]]
+    assert {precision for _, precision in first["operators"]} == {"fp32"}
+    planned = dict(map(tuple, second["operators"]))
+    assert planned["conv/conv2d"] == planned["layers.3/linear"] == planned["layers.3/linear#1"] == "int8"
+    assert planned["layers.1/linear"] == planned["/linear@layers.3"] == "bf16"
+    assert first["weights"] == second["weights"], "to the last bit"
+    assert first["losses"] != second["losses"], "each rank has its own data"

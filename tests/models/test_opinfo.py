@@ -1,0 +1,22 @@
+"""A sample of PyTorch's operator database through the backend; `tests/support/opinfo.py --all` runs all of it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import opinfo
+import pytest
+
+# Another sample every day of the year would find more, but a test should fail for what was changed.
+SEED = int(os.environ.get("OPINFO_SEED", "0"))
+
+
+@pytest.mark.parametrize(("precision", "operators"), [("fp32", 30), ("bf16", 20)])
+def test_a_sample_of_operators(precision: str, operators: int) -> None:
+    found = list(opinfo.survey(opinfo.chosen_entries(operators, SEED), samples=1, precision=precision))
+    failures = [f"{o.operator} ({o.form}): {o.result}: {o.detail}" for o in found if o.result in opinfo.FAILURES]
+    assert not failures
+    counts = Counter(outcome.result for outcome in found)
+    compared = counts["equal"] + counts["eager equal"] + counts["close"]
+    assert compared >= 0.8 * len(found), counts

@@ -1,0 +1,60 @@
+"""Rounding over real processes: ranks round independently though they are seeded alike, and a killed run goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANK = Path(__file__).parents[1] / "support" / "rounding_rank.py"
+
+
+def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
+    """Runs a job by torchrun; returns what each rank wrote."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with subprocess.Popen(
+        [*command, f"--max-restarts={restarts}", str(RANK), job, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        try:
+            printed, _ = launcher.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # torchrun ends its ranks then
+            printed, _ = launcher.communicate()
+    assert launcher.returncode == 0, printed[-5000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
+    ranks = torchrun("variance", 4, tmp_path / "variance")
+    assert len({rank["generator"] for rank in ranks}) == 1, "torch's generators are where one seed leaves them"
+    found = {int(n): value for n, value in ranks[0]["variance"].items()}
+    assert found[1] > 0
+    assert all(rank["variance"]["4"] == found[4] for rank in ranks), "all ranks hold the same average"
+    for n in (2, 4):
+        assert found[n] * n / found[1] == pytest.approx(1, rel=0.15)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = torchrun("whole", 2, tmp_path / "whole")
+    resumed = torchrun("interrupted", 2, tmp_path / "interrupted", restarts=1)
+    assert [rank.pop("first") for rank in whole] == [0, 0]
+    assert [rank.pop("first") for rank in resumed] == [3, 3]
+    assert resumed == whole
+    assert whole[0]["weights"] == whole[1]["weights"]
+    assert whole[0]["losses"] != whole[1]["losses"]

@@ -1,0 +1,355 @@
+"""Rounding has a stream of its own: it leaves torch's generators alone, moves with torch's seed and state, and can be kept and set.
+
+What ranks and restarts make of it is in test_rounding_ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from small_models import Perceptron, assert_equal, build, compiled, gradients
+from torch import Tensor, manual_seed, nn  # manual_seed by name, before anything of qsync_fx watches it
+
+import qsync_fx
+from qsync_fx.rounding.stream import number
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+
+
+def _step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
+    fast(x).square().mean().backward()
+    return gradients(model)
+
+
+def _started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
+    """Returns a step of training, compiled, that consumes no random numbers of torch's."""
+    model = build(Perceptron)
+    fast = compiled(model, precision=precision, **options)
+    _step(fast, model)
+    return lambda: _step(fast, model)
+
+
+def _differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# Torch's generator.
+
+
+@pytest.mark.parametrize(
+    ("precision", "inner"),
+    [
+        ("tf32", "aot_eager"),
+        ("fp8", "aot_eager"),
+        ("int8_grad", "aot_eager"),
+        ("int8", "aot_eager"),
+        ("int8", "eager"),
+        ("int8", "inductor"),
+    ],
+)
+def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner: str) -> None:
+    def after(precision: str) -> tuple[Tensor, Tensor]:
+        torch.compiler.reset()
+        model = build(lambda: Perceptron(0.5))
+        fast = compiled(model, precision=precision, inner=inner)
+        for _ in range(3):
+            _step(fast, model)
+        return torch.get_rng_state(), torch.randperm(100)
+
+    for found, wanted in zip(after(precision), after("fp32"), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_dropout_drops_what_fp32_drops() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = torch.nn.functional.dropout(self.first(x), 0.5)
+            return self.second(x), x == 0
+
+    def dropped(precision: str) -> list[Tensor]:
+        torch.compiler.reset()
+        model = build(Dropped)
+        fast = compiled(model, precision=precision)
+        return [fast(torch.ones(8, 16))[1] for _ in range(3)]
+
+    assert all(torch.equal(a, b) for a, b in zip(dropped("fp32"), dropped("int8"), strict=True))
+
+
+# Seeds.
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner: str) -> None:
+    step = _started(inner=inner)
+    runs = []
+    for _ in range(2):
+        manual_seed(3)
+        runs.append([step() for _ in range(3)])
+    for first, second in zip(*runs, strict=True):
+        assert_equal(first, second)
+    assert _differ(runs[0][0], runs[0][1])
+
+
+@pytest.mark.parametrize(
+    "seeded",
+    [
+        lambda: torch.manual_seed(4),
+        lambda: torch.random.manual_seed(4),
+        lambda: torch.manual_seed(4).initial_seed(),
+        lambda: torch.random.default_generator.manual_seed(4),
+    ],
+    ids=["torch", "torch.random", "its generator", "torch.random's generator"],
+)
+def test_every_way_to_seed_restarts_the_stream(seeded: Callable[[], Any]) -> None:
+    step, found = _started(), []
+    for _ in range(2):
+        seeded()
+        found.append(step())
+    assert_equal(*found)
+
+
+def test_another_seed_is_seen_on_torch_s_own_generator() -> None:
+    step = _started()
+    torch.default_generator.manual_seed(5)
+    first = step()
+    torch.default_generator.manual_seed(6)
+    other = step()
+    torch.default_generator.manual_seed(5)
+    assert_equal(first, step())
+    assert _differ(first, other)
+
+
+def test_torch_seed_starts_another_stream() -> None:
+    step = _started()
+    manual_seed(3)
+    first = step()
+    torch.seed()
+    assert _differ(first, step())
+
+
+def test_seeds_that_are_negative_or_large_are_those_of_torch() -> None:
+    step = _started()
+    for seed in (-1, 2**63, 2**64 - 1):
+        manual_seed(seed)
+        assert qsync_fx.rounding_stream.state_dict() == {"seed": torch.initial_seed(), "draws": 0}
+        step()
+
+
+def test_a_model_that_seeds_in_its_forward_pass_rounds_alike_each_time() -> None:
+    class Seeding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(7)
+            y = self.layer(x) + torch.initial_seed()
+            with torch.random.fork_rng(devices=[]):
+                y = y + torch.rand(16)
+            torch.set_rng_state(torch.get_rng_state())
+            return y + self.layer(x)
+
+    model = build(Seeding)
+    fast, x = compiled(model, precision="int8"), torch.randn(4, 16)
+    assert torch.equal(fast(x), fast(x))
+
+
+# States of torch's generator.
+
+
+def _through_a_file(state: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save({"torch": state}, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file, weights_only=True)["torch"]
+    return loaded
+
+
+@pytest.mark.parametrize("kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"])
+def test_a_state_that_is_set_back_brings_the_rounding_back(kept: Callable[[Tensor], Tensor]) -> None:
+    step = _started()
+    manual_seed(3)
+    step()
+    state = kept(torch.get_rng_state())
+    second = step()
+    manual_seed(9)
+    step()
+    torch.set_rng_state(state)
+    assert_equal(second, step())
+
+
+def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
+    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back whenever it compiles."""
+    step = _started()
+    manual_seed(3)
+    step()
+    before = qsync_fx.rounding_stream.state_dict()
+    state = torch.get_rng_state().clone()
+    step()
+    torch.set_rng_state(state)
+    assert qsync_fx.rounding_stream.state_dict() == {**before, "draws": before["draws"] + 1}
+
+
+def test_a_fork_leaves_no_trace() -> None:
+    step = _started()
+    manual_seed(3)
+    step()
+    before = qsync_fx.rounding_stream.state_dict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(12)
+        first = step()
+        torch.manual_seed(12)
+        assert_equal(first, step())
+    assert qsync_fx.rounding_stream.state_dict() == before
+
+
+def test_states_are_torch_s_own() -> None:
+    watched, own = torch.get_rng_state(), torch.default_generator.get_state()
+    assert type(watched) is type(own)
+    assert torch.equal(watched, own)
+    assert torch.manual_seed(1) is torch.default_generator
+    assert torch.random.default_generator.device == torch.default_generator.device
+
+
+# The stream's own state.
+
+
+def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
+    step = _started()
+    manual_seed(3)
+    step()
+    kept = json.dumps(qsync_fx.rounding_stream.state_dict())
+    second, third = step(), step()
+    torch.seed()
+    qsync_fx.rounding_stream.load_state_dict(json.loads(kept))
+    assert_equal(second, step())
+    assert_equal(third, step())
+
+
+@pytest.mark.parametrize("loaded_first", [True, False])
+def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(loaded_first: bool) -> None:
+    step = _started()
+    manual_seed(3)
+    step()
+    of_torch, kept = torch.get_rng_state().clone(), qsync_fx.rounding_stream.state_dict()
+    second = step()
+    torch.seed()
+    if loaded_first:
+        qsync_fx.rounding_stream.load_state_dict(kept)
+    torch.set_rng_state(of_torch)
+    if not loaded_first:
+        qsync_fx.rounding_stream.load_state_dict(kept)
+    assert_equal(second, step())
+
+
+def test_seeding_after_a_state_was_set_wins() -> None:
+    step = _started()
+    manual_seed(3)
+    first = step()
+    qsync_fx.rounding_stream.load_state_dict({"seed": 8, "draws": 5})
+    manual_seed(3)
+    assert_equal(first, step())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, [1], {}, {"seed": 1}, {"seed": 1, "draws": -1}, {"seed": 1.5, "draws": 1}, {"seed": 1, "draws": True}],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(wrong: Any) -> None:
+    before = qsync_fx.rounding_stream.state_dict()
+    with pytest.raises(qsync_fx.QSyncError, match="rounding stream") as caught:
+        qsync_fx.rounding_stream.load_state_dict(wrong)
+    assert caught.value.where
+    assert caught.value.do
+    assert qsync_fx.rounding_stream.state_dict() == before
+
+
+# What draws, and what does not.
+
+
+def _draws() -> int:
+    return qsync_fx.rounding_stream.state_dict()["draws"]
+
+
+def test_evaluation_nearest_and_fp32_draw_nothing() -> None:
+    model = build(Perceptron)
+    x = torch.randn(4, 16)
+    before = _draws()
+    for options in ({"precision": "fp32"}, {"precision": "bf16"}, {"precision": "int8", "rounding": "nearest"}):
+        compiled(model, **options)(x).sum().backward()
+    with torch.no_grad():
+        compiled(model, precision="int8")(x)
+    qsync_fx.explain(model, x, options={"precision": "int8"})
+    assert _draws() == before
+
+
+def test_compiling_anew_does_not_restart_the_stream() -> None:
+    model = build(Perceptron)
+    fast = compiled(model, precision="int8")
+    manual_seed(3)
+    for batch in (4, 4, 7, 9):
+        fast(torch.ones(batch, 16)).sum().backward()
+    assert _draws() == 4
+    torch.compiler.reset()
+    fast(torch.ones(4, 16)).sum().backward()
+    assert _draws() == 5
+
+
+def test_every_graph_of_a_step_draws_its_own() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first = self.layer(x)
+            torch._dynamo.graph_break()
+            return first, self.layer(x)
+
+    model = build(Broken)
+    fast = compiled(model, precision="int8")
+    manual_seed(3)
+    first, second = fast(torch.linspace(-1, 1, 64).reshape(4, 16))
+    assert _draws() == 2
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("inner", "budget"), [("aot_eager", 0.1), ("aot_eager", 0.5), ("inductor", 0.5)])
+def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner: str, budget: float) -> None:
+    step = _started(inner=inner)
+    manual_seed(3)
+    kept = step()
+    torch.compiler.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        manual_seed(3)
+        assert_equal(kept, step())
+    assert _draws() == 1
+
+
+def test_numbers_of_seeds_ranks_and_places_do_not_meet() -> None:
+    found = [number(*place) for place in itertools.product(range(25), range(4), range(25))]
+    assert len(set(found)) == len(found)
+    assert all(0 <= drawn < 2**62 for drawn in found)
+    # Every bit is set in half of them, within five standard deviations.
+    for bit in range(62):
+        ones = sum(drawn >> bit & 1 for drawn in found)
+        assert abs(ones - len(found) / 2) < 5 * (len(found) / 4) ** 0.5

@@ -1,0 +1,109 @@
+"""Copies and conversions of matrices, compiled for the CPU (see `cuda_on_cpu.h`) from what nvcc compiles, and what they are given.
+
+Invariant: a library is compiled once in a process, whoever asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.libraries.abi import ConvertArguments
+from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
+from qsync_fx.backend.cuda.libraries.library import Library, load
+from qsync_fx.backend.cuda.run import calls
+from qsync_fx.backend.cuda.source import convert_source
+from qsync_fx.backend.cuda.source.convert_source import ELEMENTS, FLOATS, NUMBERS
+from qsync_fx.precision import FORMATS
+
+TESTS = Path(__file__).parent
+SENTINEL = 0x55
+DTYPES = {name: FORMATS[name].dtype for name in NUMBERS}
+BITS = {"bits8": torch.int8, "bits16": torch.int16, "bits32": torch.int32}
+PAIRS = [*((kind, kind) for kind in BITS), *((x, y) for x in NUMBERS for y in FLOATS)]
+
+
+def library(kind: str) -> Library:
+    """Returns the library that copies or converts a kind of elements, by the host's compiler."""
+    return _compiled("bits" if kind in BITS else kind)
+
+
+@functools.cache
+def _compiled(kind: str) -> Library:
+    unit = convert_source.copier("sm_80") if kind == "bits" else convert_source.converter("sm_80", kind)
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop the test.
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    # Once it is loaded, nobody needs the file.
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder) / f"{unit.name}.cpp", Path(folder) / f"{unit.name}.so"
+        source.write_text(unit.source)
+        where = ["-include", str(TESTS / "cuda_on_cpu.h"), f"-I{TEMPLATES}", str(source), "-o", str(path)]
+        done = subprocess.run(["g++", *flags, *where], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return load(path, unit)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
+
+
+def drawn(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Returns elements of all bit patterns, NaN, infinities and denormals among them; of floats half are of ordinary size."""
+    dtype = BITS.get(kind) or DTYPES[kind]
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    found = raw.view(dtype).view(shape)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        usual = (torch.randn(shape, generator=generator) * 8).to(dtype)
+        found = torch.where(torch.rand(shape, generator=generator) < 0.5, usual, found)
+    return found
+
+
+def expected(x: Tensor, kinds: tuple[str, str], scale: Tensor | None) -> Tensor:
+    if kinds[0] in BITS:
+        return x
+    values = x.float() if scale is None else x.float() * scale
+    return values.to(DTYPES[kinds[1]])
+
+
+def assert_equal(found: Tensor, want: Tensor) -> None:
+    """Asserts equal bits; of floats NaN is NaN."""
+    same = bits(found) == bits(want)
+    if want.is_floating_point():
+        same |= found.float().isnan() & want.float().isnan()
+    places = (~same).nonzero()[:3].tolist()
+    assert not places, [(place, found[tuple(place)], want[tuple(place)]) for place in places]
+
+
+def run(
+    x: Tensor,
+    kinds: tuple[str, str],
+    turned: bool,
+    shape: tuple[int, int, int],
+    scale: Tensor | None = None,
+    offset: int = 0,
+    multiprocessors: int = 3,
+) -> Tensor:
+    """Returns `y`, after a look at the memory around it. `x` is `[batches, rows, columns]`; `offset`: of `y`, from 64 bytes on."""
+    dtype = BITS.get(kinds[1]) or DTYPES[kinds[1]]
+    size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    memory = torch.full((size + 256,), SENTINEL, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64 + 64 + offset
+    arguments = ConvertArguments(
+        x=x.data_ptr(), y=memory.data_ptr() + start, scale=calls.address(scale),
+        batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1), batch_stride=x.stride(0),
+        y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
+        x_type=ELEMENTS[kinds[0]], y_type=ELEMENTS[kinds[1]], turned=turned, multiprocessors=multiprocessors,
+    )  # fmt: skip
+    kernel = library(kinds[0])
+    assert kernel.can_implement(arguments) is None and kernel.workspace(arguments) == 0
+    kernel.run(arguments, 0, 0)
+    assert (memory[:start] == SENTINEL).all() and (memory[start + size :] == SENTINEL).all(), (
+        "it wrote beyond the result"
+    )
+    return memory[start : start + size].view(dtype).view(shape)

@@ -1,0 +1,186 @@
+"""Compiles every CUDA kernel that there is and looks at what comes out; no GPU is needed.
+
+    python tests/support/cuda/cuda_compile_all.py --arch sm_80 --arch sm_90a --heavy --json runs/cuda-compile.json
+
+`make test-cuda-compile` runs it for all architectures that this nvcc has. Without --heavy, kernels of CUTLASS 3 (10 seconds each, and 6 GB
+for those in one file) are left out; --only takes those whose name holds a text; --sample N takes every so many that N are left, of each
+architecture. Many kernels are compiled in one file, for the device alone, and thrown away (`cuda_batches`); --each compiles each by itself,
+into the cache, as users get it: that takes five times as long, but what is in the cache is not compiled again. The status is 1 where a
+kernel does not compile, does not pass the checks of `qsync_fx.backend.cuda.libraries.sass`, or has not the instruction that it should
+have; and where nothing can look for instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cuda_batches
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qsync_fx.backend.cuda.choose import candidates
+from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch
+from qsync_fx.backend.cuda.libraries import cache, compiler, kernels, nvcc, sass
+from qsync_fx.backend.cuda.libraries.progress import watch
+from qsync_fx.backend.cuda.source import quantizer_source
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.errors import QSyncError
+from qsync_fx.files import write_text
+from qsync_fx.precision import FORMATS
+
+
+def units(arch: Arch) -> list[Unit]:
+    """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
+    quantizers = [
+        quantizer_source.quantizer(arch, x, fmt) for x in quantizer_source.X_TYPES for fmt in quantizer_source.FORMATS
+    ]
+    products = map(kernels.unit_of, candidates.all_configs(arch))
+    return [*products, *quantizers, *kernels.copiers(arch), *kernels.converters(arch)]
+
+
+def sampled(of: list[Unit], count: int | None) -> list[Unit]:
+    """Returns units evenly spread over a list."""
+    if count is None or count >= len(of):
+        return of
+    return [of[index * len(of) // count] for index in range(count)]
+
+
+def rows_of(chosen: list[Unit], each: bool) -> list[dict[str, Any]]:
+    """Compiles units of one architecture, and returns what became of them."""
+    passed: dict[Unit, cuda_batches.Passed] = {}
+    if not each:
+        with watch(len(chosen), True) as tell:
+            passed = cuda_batches.attempt(chosen, tell)
+    built = compiler.attempt([unit for unit in chosen if unit not in passed])
+    return [
+        {"name": unit.name, "arch": unit.arch, "wanted": unit.opcode}
+        | (together(passed[unit]) if unit in passed else alone(unit, built))
+        for unit in chosen
+    ]
+
+
+def together(passed: cuda_batches.Passed) -> dict[str, Any]:
+    """Returns what became of a unit in a batch; its registers are at most those of the batch, its seconds a share."""
+    return {
+        "ok": True,
+        "opcode": passed.opcode,
+        "together": passed.count,
+        "seconds": round(passed.seconds / passed.count, 2),
+        "registers": passed.registers,
+        "stack": 0,
+        "spills": 0,
+    }
+
+
+def alone(unit: Unit, built: compiler.Built) -> dict[str, Any]:
+    """Returns what became of a unit that was compiled by itself."""
+    failure = built.failures.get(unit)
+    if failure is not None:
+        return {"ok": False, "error": str(failure)}
+    entry = cache.read(built.libraries[unit].parent)
+    assert entry is not None
+    found = entry.manifest
+    used = found.resources
+    return {
+        "ok": bool(found.opcode) or not unit.opcode,
+        "opcode": found.opcode,
+        "seconds": found.seconds,
+        "registers": used.registers,
+        "shared_memory": used.shared_memory,
+        "stack": used.stack,
+        "spills": used.spills,
+        "bytes": found.size,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each architecture, product and format of its first operand: kernels, failures, the most registers, seconds."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    by_length = sorted(FORMATS, key=len, reverse=True)
+    for line in rows:
+        product, _, rest = line["name"].partition(f"_{line['arch']}")
+        # Copies are of any format.
+        kind = (line["arch"], product, next(filter(rest[1:].startswith, by_length), ""))
+        new = dict(zip(("arch", "product", "format"), kind, strict=True))
+        one = found.setdefault(kind, new | {"kernels": 0, "failed": 0, "registers": 0, "seconds": 0.0})
+        one["kernels"] += 1
+        one["failed"] += not line["ok"]
+        one["registers"] = max(one["registers"], line.get("registers", 0))
+        one["seconds"] = round(one["seconds"] + line.get("seconds", 0.0), 2)
+    return list(found.values())
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the summary as a table."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    lines = summary(rows)
+    for name in lines[0] if lines else ():
+        table.add_column(name, justify="left" if name in ("arch", "product", "format") else "right")
+    for line in lines:
+        table.add_row(*(Text(str(value), "red" if line["failed"] else "") for value in line.values()))
+    Console().print(table)
+
+
+def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
+    """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
+    compilers = sorted({nvcc.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}})
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "compilers": compilers,
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds": round(seconds),
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--arch", action="append", choices=ARCHITECTURES, help="repeatable; by default all that nvcc has"
+    )
+    parser.add_argument("--heavy", action="store_true", help="kernels of CUTLASS 3 too")
+    parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
+    parser.add_argument("--sample", metavar="N", type=int, help="so many of each architecture")
+    parser.add_argument("--each", action="store_true", help="each kernel by itself, into the cache, as users get it")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="what the table says, and a row for each kernel")
+    arguments = parser.parse_args()
+    if sass.disassembler() is None:
+        print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
+        return 1
+    rows, since = [], time.monotonic()
+    for arch in arguments.arch or ARCHITECTURES:
+        try:
+            toolchain.toolchain(arch)
+        except QSyncError as error:
+            print(f"{arch} is left out: {error.what}", file=sys.stderr)
+            continue
+        wanted = [unit for unit in units(arch) if arguments.only in unit.name and (arguments.heavy or not unit.heavy)]
+        chosen = sampled(wanted, arguments.sample)
+        rows += rows_of(chosen, arguments.each)
+        if arguments.json:
+            write(arguments.json, rows, time.monotonic() - since)
+    show(rows)
+    failed = [line for line in rows if not line["ok"]]
+    for line in failed:
+        print(
+            f"{line['name']}: {line.get('error', 'its instruction was not looked for; qsync kernels clear')}",
+            file=sys.stderr,
+        )
+    print(f"{len(rows)} kernels, {len(failed)} failed, {time.monotonic() - since:.0f} s", file=sys.stderr)
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

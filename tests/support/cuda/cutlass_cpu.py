@@ -1,0 +1,213 @@
+"""Kernels of CUTLASS 2.x, compiled for the CPU by the headers in cutlass_on_cpu and run on torch's tensors.
+
+Invariant: what runs is the text that nvcc gets, in the same configurations, but for the few headers that are PTX: so tiles, layouts,
+swizzles, predicates, split tiles and epilogues are those of the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cuda_batches
+import cuda_emulation as emulation
+import pytest
+import tiers
+import torch
+from gpu import kit
+from torch import Tensor
+
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.kernel.hardware import size_of
+from qsync_fx.backend.cuda.libraries import kernels, keys
+from qsync_fx.backend.cuda.libraries.abi import ConvArguments, GemmArguments
+from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.precision import FORMATS
+
+HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
+TOGETHER = 4
+"""Kernels compiled in one file: the headers are read once for all of them, and files are compiled side by side."""
+
+MULTIPROCESSORS = 5
+
+
+def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
+    """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns the folder."""
+    for name, change in changes.items():
+        (original,) = (path for place in toolchain.toolchain().cutlass.folders if (path := place / name).is_file())
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(change(original.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
+
+
+def build(configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2) -> dict[KernelConfig, Library]:
+    """Compiles kernels, all of them products or all of them convolutions; what is returned takes addresses in the CPU's memory."""
+    parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
+    stems = (folder / f"part{number}" for number in range(len(parts)))
+    with ThreadPoolExecutor(jobs) as pool:
+        built = list(pool.map(lambda part, stem: compiled(part, stem, *changed), parts, stems))
+    return {config: library_of(config, path) for part, path in zip(parts, built, strict=True) for config in part}
+
+
+def library_of(config: KernelConfig, path: Path) -> Library:
+    """Returns a kernel of a file that `compiled` made; it takes addresses in the CPU's memory."""
+    functions = ctypes.CDLL(str(path))
+    names = ("can_implement", "workspace", "run", "shared_memory", "error")
+    handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
+    handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
+    arguments = GemmArguments if config.operation == "gemm" else ConvArguments
+    handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
+    return Library(kernels.unit_of(config), path, handle)  # type: ignore[arg-type]
+
+
+def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
+    """Compiles kernels into one library, beside `stem`; headers in the folders `changed` take the place of CUTLASS's and of ours."""
+    header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
+    lines = [f'#include "{header}"']
+    for config in configs:
+        lines.append(cuda_batches.structure(kernels.unit_of(config), f"Config_{config.digest}"))
+        lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
+    source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+    source.write_text("\n".join([*lines, ""]))
+    tools = toolchain.toolchain()
+    toolkit = [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
+    folders = (*changed, HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit), *toolkit)
+    flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
+    includes = (f"-I{path}" for path in folders)
+    command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return library
+
+
+def run(
+    library: Library,
+    config: KernelConfig,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    split: int = 1,
+) -> Tensor:
+    """Returns `d` `[m, n]`. Operands lie in larger memory, whose other bytes are NaN, or large; what is around `d` must stay as it is."""
+    (m, k), n = a.shape, b.shape[1]
+    gap = 16
+    a_memory = _surrounded(a if config.a_major == "row" else a.t(), gap)
+    b_memory = _surrounded(b if config.b_major == "row" else b.t(), gap)
+    d = torch.full((m + 1, n + gap), -77.0, dtype=FORMATS[config.out].dtype)
+    arguments = GemmArguments(
+        a=a_memory.data_ptr(),
+        b=b_memory.data_ptr(),
+        d=d.data_ptr(),
+        a_scale=0 if a_scale is None else a_scale.data_ptr(),
+        b_scale=0 if b_scale is None else b_scale.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        lda=a_memory.shape[1],
+        ldb=b_memory.shape[1],
+        ldd=d.shape[1],
+        m=m,
+        n=n,
+        k=k,
+        a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
+        b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
+        split=split,
+        multiprocessors=MULTIPROCESSORS,
+    )
+    assert library.can_implement(arguments) is None
+    workspace = torch.zeros(library.workspace(arguments) + 1, dtype=torch.uint8)
+    library.run(arguments, workspace.data_ptr(), 0)
+    assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
+    return d[:m, :n]
+
+
+def check(library: Library, config: KernelConfig) -> None:
+    """Asserts that what a kernel computes is equal to its emulation to the last bit, of each size and with each kind of scales."""
+    generator = torch.Generator().manual_seed(int(config.digest, 16))
+    scaled = config.a_scale != "none"
+    for m, n, k in sizes(config):
+        a, b = operands(config, m, n, k, generator)
+        # Small, so that nothing leaves FP16: CUTLASS rounds to it in software here.
+        vectors = [torch.rand(size, generator=generator) / 32 + 0.01 for size in (m, n, n)]
+        for each in (False, True):
+            # With and without each vector; scales of rows and columns, and of the whole.
+            a_scale, b_scale = (
+                (vector if each else vector[0].clone() for vector in vectors[:2]) if scaled else (None, None)
+            )
+            bias = vectors[2] if each and config.bias else None
+            split = 2 if each and config.order == "stream_k" else 1
+            found = run(library, config, a, b, a_scale, b_scale, bias, split)
+            expected = emulation.gemm(a, b, a_scale, b_scale, bias, config.activation, FORMATS[config.out].dtype)
+            if config.activation == "gelu":
+                # erf is another one here.
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected)
+
+
+def _surrounded(matrix: Tensor, gap: int) -> Tensor:
+    rows, columns = matrix.shape
+    memory = torch.empty((rows + 1, columns + gap), dtype=matrix.dtype)
+    memory.view(torch.uint8).fill_(0x7F)
+    memory[:rows, :columns] = matrix
+    return memory
+
+
+def operands(config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order: small whole numbers, in floats."""
+
+    def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
+        high = 128 if fmt == "int8" else 5
+        return torch.randint(-high, high, shape, generator=generator).to(FORMATS[fmt].dtype)
+
+    return drawn(config.a, (m, k)), drawn(config.b, (k, n))
+
+
+def sizes(config: KernelConfig) -> list[tuple[int, int, int]]:
+    """Returns sizes that a kernel serves: less than one tile, and some tiles with a rest in each direction."""
+    step = {"m": 1, "n": config.out_alignment, "k": 1}
+    for name, major, inner in (("a", config.a_major, "row"), ("b", config.b_major, "column")):
+        contiguous = "k" if major == inner else "m" if name == "a" else "n"
+        step[contiguous] = max(step[contiguous], config.alignment)
+    tile = dict(zip("mnk", config.tile, strict=True))
+    small = {name: step[name] for name in "mnk"}
+    large = {name: _up(tile[name] * (2 if name == "k" else 1) + 3, step[name]) for name in "mnk"}
+    return [(s["m"], s["n"], s["k"]) for s in (small, large)]
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the tests of a GPU take the CPU for one, with these kernels."""
+    monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kit, "library", {kernels.unit_of(config): library for config, library in libraries.items()}.get)
+    torch.manual_seed(0)
+
+
+def parameters(configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]) -> list[Any]:
+    """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the tier `all` has; the others."""
+    quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
+    return [
+        pytest.param(c, id=c.name, marks=() if c in quick else tiers.ALL if c in all_tier else tiers.EVERY)
+        for c in configs
+    ]
+
+
+def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[KernelConfig]:
+    """Returns the kernel of each kind that has the smallest tile."""
+    found: dict[tuple[object, ...], KernelConfig] = {}
+    for kind, config in kinds:
+        found[kind] = min(found.get(kind, config), config, key=bytes_a_tile)
+    return list(found.values())
+
+
+def bytes_a_tile(config: KernelConfig) -> int:
+    return sum(config.tile[:2]) * config.tile[2] * size_of(config.a)

@@ -1,0 +1,160 @@
+"""Kernels of CUTLASS 3.x for Hopper, compiled for the CPU: what is PTX in CUTLASS's headers becomes calls of hopper_on_cpu.
+
+Invariant: beside the text of its `asm` statements, each of which `TABLE` knows or which ends the program when it is reached, what runs is
+the text that nvcc gets: tiles, layouts, swizzles, descriptors, pipelines, schedulers and epilogues are those of the GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import cutlass_cpu
+
+from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.libraries.library import Library
+
+HERE = Path(__file__).resolve().parent / "hopper_on_cpu"
+
+HEADERS = (
+    "cute/arch/cluster_sm90.hpp",
+    "cute/arch/copy_sm90.hpp",
+    "cute/arch/copy_sm90_desc.hpp",
+    "cute/arch/copy_sm90_tma.hpp",
+    "cute/arch/mma_sm90_gmma.hpp",
+    "cute/stride.hpp",
+    "cutlass/arch/barrier.h",
+    "cutlass/arch/reg_reconfig.h",
+    "cutlass/barrier.h",
+    "cutlass/conv/device/conv_universal_adapter.hpp",
+    "cutlass/gemm/kernel/static_tile_scheduler.hpp",
+)
+"""Headers whose text is changed."""
+
+CHANGES = {
+    # Conditions that no macro of ours turns on: `__CUDA_ARCH__` would turn on the rest of the device's code too.
+    "#define CUDA_BARRIER_ENABLED 0": "#define CUDA_BARRIER_ENABLED 1",
+    "#if (__CUDA_ARCH__ >= 700)": "#if 1",
+    "#if defined(__CUDA_ARCH__)\n    if (params_.raster_order_": "#if 1\n    if (params_.raster_order_",
+    # It outlives the shape that it is given, which nvcc has in registers by then, and g++ on a stack that others use.
+    "  Coord coord;\n  Shape const& shape;\n": "  Coord coord;\n  Shape shape;\n",
+}
+"""What is changed beside PTX."""
+
+PRODUCT = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)"
+FORMATS = {"s8", "e4m3", "e5m2", "f16", "bf16", "tf32"}
+"""Operands of products that hopper_on_cpu/wgmma.h has."""
+
+_PARENTHESES = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|[()]')
+_LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\."
+_AT = r"\[%0\], \[%1, \{(.*?)\}\], \[%2\]"
+
+TABLE: tuple[tuple[str, str], ...] = (
+    (r"wgmma\.(?:fence|commit_group|wait_group)", ""),
+    (r"(?:setmaxnreg|fence\.|prefetch\.tensormap|cp\.async\.bulk\.(?:commit_group|wait_group|prefetch))", ""),
+    (r"mbarrier\.inval", ""),
+    (r"mbarrier\.init\S* \[%(\d)\], %(\d)", "on_cpu::barrier_init({0}, {1})"),
+    (r".*LAB_WAIT: mbarrier\.try_wait\S* P1, \[%(\d)\], %(\d)", "on_cpu::barrier_wait({0}, {1})"),
+    (r".*@P2 mbarrier\.test_wait", "%0 = %3 == 1 && on_cpu::barrier_passed(%1, %2)"),
+    (r".*mbarrier\.try_wait\S* P1, \[%1\], %2; selp", "%0 = on_cpu::barrier_passed(%1, %2)"),
+    (
+        r".*setp.*@p mapa.*@p mbarrier\.arrive\.expect_tx",
+        "if (%2 == 1) on_cpu::barrier_expect(on_cpu::mapa(%0, %1), %3), on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))",
+    ),
+    (r".*mapa\S* remAddr32, %0, %1; mbarrier\.arrive\.shared::cluster", "on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))"),
+    (
+        r"mbarrier\.arrive\.expect_tx\S* _, \[%(\d)\], %(\d)",
+        "on_cpu::barrier_expect({0}, {1}), on_cpu::barrier_arrive({0})",
+    ),
+    (r"mbarrier\.arrive\S* (?:_|state), \[%(\d)\]", "on_cpu::barrier_arrive({0})"),
+    (r"mbarrier\.expect_tx\S* \[%(\d)\], %(\d)", "on_cpu::barrier_expect({0}, {1})"),
+    (r".*@p mbarrier\.complete_tx\S* \[%1\], %0", "if (%2 == 1) on_cpu::barrier_complete(%1, %0)"),
+    (r"ld\.global\.acquire", "on_cpu::give_way(), %0 = *%1"),
+    (r"red\.relaxed\.gpu\.global\.add", "*%0 += %1"),
+    (r"(?:bar|barrier)\.sync %0, %1", "on_cpu::named_sync(%0, %1)"),
+    (r"(?:bar|barrier)\.arrive %0, %1", "on_cpu::named_arrive(%0, %1)"),
+    (r"barrier\.cluster\.arrive", "on_cpu::cluster_arrive()"),
+    (r"barrier\.cluster\.wait", "on_cpu::cluster_wait()"),
+    (r"mov\.u32 %0, %%(nclusterid|clusterid|cluster_ctaid|cluster_nctaid)\.([xyz])", "%0 = on_cpu::special.{0}.{1}"),
+    (r"mov\.u32 %0, %%cluster_ctarank", "%0 = on_cpu::special.cluster_ctarank"),
+    (r"mapa\.shared::cluster\.u32 %0, %1, %2", "%0 = on_cpu::mapa(%1, %2)"),
+    (r".*elect\.sync", "%1 = threadIdx.x % 32 == 0, %0 = 0"),
+    (r"stmatrix\S*m8n8\.shared\.b16 \[%0\], \{(.*?)\}", "on_cpu::stmatrix<false>(%0, {{{0}}})"),
+    (r"stmatrix\S*m8n8\.trans\.shared\.b16 \[%0\], \{(.*?)\}", "on_cpu::stmatrix<true>(%0, {{{0}}})"),
+    (r"cp\.async\.bulk\.tensor\.\dd\.global\S* \[%0, \{(.*?)\}\], \[%1\]", "on_cpu::tma_store(%0, %1, {{{0}}})"),
+    (
+        _LOAD + r"im2col\S*bytes\.multicast\S* " + _AT + r", \{(.*?)\}, (%\d+)",
+        "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{{1}}}, {2})",
+    ),
+    (_LOAD + r"im2col\S*bytes " + _AT + r", \{(.*?)\}", "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{{1}}}, 0)"),
+    (_LOAD + r"mbarrier\S*multicast\S* " + _AT + r", (%\d+)", "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, {1})"),
+    (_LOAD + r"mbarrier\S* " + _AT, "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, 0)"),
+)
+"""Instructions, and what stands for them: {0} is the first group of the pattern, %0 the first operand of the statement."""
+
+
+def replaced(text: str) -> str:
+    """Returns a header's text with calls in place of its `asm` statements."""
+    found, end = [], 0
+    for match in re.finditer(r"\basm\b(?:\s+volatile)?\s*\(", text):
+        close = _closing(text, match.end() - 1)
+        found += [text[end : match.start()], _call(text[match.end() : close])]
+        end = close + 1
+    # What starts a kernel is no C++; each_cluster.h does.
+    made = re.sub(r"<<<.*?>>>", "", "".join([*found, text[end:]]))
+    for original, replacement in CHANGES.items():
+        made = made.replace(original, replacement)
+    return made
+
+
+def _closing(text: str, position: int) -> int:
+    depth = 0
+    for match in _PARENTHESES.finditer(text, position):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    raise ValueError("a parenthesis is not closed")
+
+
+def _call(statement: str) -> str:
+    """Returns what stands for one statement: its template, and operands as `"constraint"(expression)`."""
+    template = re.match(r'(\s*"(?:[^"\\]|\\.)*")+', statement)
+    assert template is not None, statement
+    words = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template[0])).replace("\\n", " ").replace("\\t", " ")
+    words = " ".join(re.sub(r"\.reg [^;]*;", "", words).strip().removeprefix("{").split())
+    operands, rest = [], statement[template.end() :]
+    for match in re.finditer(r'"[+=]?[a-z]"\s*\(', rest):
+        operands.append(rest[match.end() : _closing(rest, match.end() - 1)])
+    if product := re.search(PRODUCT, words):
+        return _product(product.groups(), operands)
+    for pattern, form in TABLE:
+        if match := re.match(pattern, words):
+            groups = [f"%{group}" if group.isdigit() else group for group in match.groups()]
+            text = form.format(*groups) if groups else form
+            return re.sub(r"%(\d+)", lambda found: f"({operands[int(found[1])]})", text)
+    return f'on_cpu::fail("{words[:60]}")'
+
+
+def _product(names: Sequence[str], operands: Sequence[str]) -> str:
+    """Returns the call for one product: its sums, A by a descriptor or in four registers, B, whether to add, which lie across k."""
+    columns, depth, sums, a, b = names
+    if sums == "f16" or not {a, b} <= FORMATS:
+        return f'on_cpu::fail("wgmma of {a} and {b} to {sums}")'
+    count = int(columns) // 2
+    given = list(operands[count:])
+    shared = "desc_a" in given[0]
+    first = given.pop(0) if shared else f"{{{', '.join(given.pop(0) for _ in range(4))}}}"
+    # Behind it: B, whether to add, two signs, then for 16 bits whether A, if it is in shared memory, and B lie across k.
+    second, add, across = given[0], given[1], given[4:]
+    arguments = ", ".join(["sums", first, second, *(f"{flag} != 0" for flag in (add, *across))])
+    name = f"wgmma_{'ss' if shared else 'rs'}<{columns}, {depth}, on_cpu::{a}, on_cpu::{b}>"
+    return (
+        f"void *const sums[] = {{{', '.join(f'&({each})' for each in operands[:count])}}}; on_cpu::{name}({arguments})"
+    )
+
+
+def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
+    """Compiles kernels; what is returned takes addresses in the CPU's memory."""
+    headers = cutlass_cpu.changed_headers(folder, dict.fromkeys(HEADERS, replaced))
+    return cutlass_cpu.build(configs, folder, headers, HERE)

@@ -1,0 +1,96 @@
+"""Caches of kernels for tests: a fixture that is the user's cache with one library in it, and one that counts how often nvcc compiles.
+
+A plugin of pytest: modules that want its fixtures name it in `pytest_plugins`.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_units import small_unit
+
+from qsync_fx.backend.cuda.libraries import cache, compiler
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda.tools.toolchain import Toolchain
+from qsync_fx.errors import ToolchainError
+
+UNIT = small_unit()
+
+WRAPPER = """\
+#!/bin/sh
+case "$*" in *--version*|*--dryrun*) exec {real} "$@";; esac
+echo run >> {calls}
+{before}
+exec {real} "$@"
+"""
+
+
+@functools.cache
+def _tools() -> Toolchain | str:
+    try:
+        return toolchain.toolchain("sm_80")
+    except ToolchainError as error:
+        return str(error)
+
+
+def tools_or_skip() -> Toolchain:
+    """Returns what compiles; skips the module where nothing does. First asked when a module is read, before tests change where nvcc is."""
+    tools = _tools()
+    if isinstance(tools, str):
+        pytest.skip(tools, allow_module_level=True)
+    return tools
+
+
+def cache_of(factory: pytest.TempPathFactory, *units: Unit) -> Path:
+    """Returns a new cache that holds units."""
+    home = factory.mktemp("a cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("QSYNC_KERNELS_PATH", raising=False)
+        patch.setenv("QSYNC_CACHE_DIR", str(home))
+        compiler.build(list(units), progress=False)
+    return home
+
+
+@pytest.fixture(scope="session")
+def one_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds `UNIT`."""
+    return cache_of(tmp_path_factory, UNIT)
+
+
+@pytest.fixture
+def home(one_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which is the user's cache."""
+    copy = tmp_path / "the cache"
+    shutil.copytree(one_library, copy)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(copy))
+    monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
+    return copy
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Puts a program that counts before nvcc; returns what tells how often it was called to compile."""
+    return watched(tmp_path, monkeypatch)
+
+
+def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> Callable[[], int]:
+    log, script = folder / "calls", folder / "nvcc"
+    script.write_text(WRAPPER.format(real=tools_or_skip().nvcc.path, calls=log, before=before))
+    script.chmod(0o755)
+    monkeypatch.setenv("QSYNC_NVCC", str(script))
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def entry_of(home: Path) -> cache.Entry:
+    (found,) = cache.entries(home / "kernels")
+    assert isinstance(found, cache.Entry)
+    return found
+
+
+def nothing_is_left(home: Path) -> bool:
+    return not list((home / "kernels").glob(".build-*"))

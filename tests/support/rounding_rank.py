@@ -1,0 +1,103 @@
+"""One rank of the tests of rounding over processes, started by torchrun from test_rounding_ranks.py: `rounding_rank.py JOB FOLDER`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pages
+import torch
+import torch.distributed as dist
+from small_models import Perceptron, build, compiled
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+
+REPETITIONS = 200
+STEPS, SAVED_AT, KILLED_AT = 6, 3, 4
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproducibility.md"
+
+
+def variance() -> dict[str, Any]:
+    """The variance of the averaged gradient over repetitions, summed over its elements: same seed, same data, 1, 2 and 4 ranks."""
+    rank, found = dist.get_rank(), {}
+    for ranks in (1, 2, 4):
+        group = dist.new_group(list(range(ranks)))
+        if rank < ranks:
+            model = build(Perceptron)
+            fast = compiled(DistributedDataParallel(model, process_group=group), precision="int8", inner="eager")
+            x = torch.randn(32, 16)
+            torch.manual_seed(0)
+            found[ranks] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])
+        dist.barrier()
+    return {"variance": found, "generator": _digest(torch.get_rng_state())}
+
+
+def _gradient(model: torch.nn.Module, fast: Any, x: Tensor) -> Tensor:
+    model.zero_grad()
+    fast(x).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _variance(gradients: list[Tensor]) -> float:
+    return torch.stack(gradients).double().var(0).sum().item()
+
+
+def train(folder: Path, interrupted: bool) -> dict[str, Any]:
+    """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be interrupted, rank 1 is killed once."""
+    rank, restarted = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
+    (block,) = (b for b in pages.blocks(PAGE.read_text()) if b.values.get("name") == "checkpoint.py")
+    exec(block.text, advice)
+
+    # A restarted run is another process, and does not start from where the first one did.
+    torch.manual_seed(restarted)
+    model = build(lambda: Perceptron(0.5), seed=restarted)
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))
+    parallel = DistributedDataParallel(model)
+    fast = compiled(parallel, precision="int8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    path, first = folder / f"{rank}.pt", 0
+    if path.exists():
+        first = advice["load"](path, model, optimizer)
+    losses = []
+    for step in range(first, STEPS):
+        if step == SAVED_AT and not restarted:
+            advice["save"](path, model, optimizer, step)
+            dist.barrier()
+        if step == KILLED_AT and interrupted and not restarted and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss = fast(x[torch.randperm(64)[:16]]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {
+        "first": first,
+        "losses": losses[SAVED_AT - first :],
+        "weights": _digest(weights),
+        "generator": _digest(torch.get_rng_state()),
+    }
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def main(job: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = variance() if job == "variance" else train(folder, interrupted=job == "interrupted")
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""Tiers of tests: what a newcomer runs, what continuous integration runs, and what takes hours.
+
+    pytest                 fast: one of each idea; `make test`
+    pytest --tier all      all models in all formats, each kind of kernel on the CPU, samples of what nvcc makes; `make test-all`
+    pytest --tier every    every kernel on the CPU
+
+A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
+a quicker test of the same idea stays without.
+
+Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier.
+
+A plugin of pytest; see conftest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import pytest
+
+TIERS: Final = ("fast", "all", "every")
+ALL: Final = pytest.mark.tier("all")
+EVERY: Final = pytest.mark.tier("every")
+T = TypeVar("T")
+_chosen = "fast"
+
+
+def chosen(fast: Sequence[T], everything: Sequence[T], every: Sequence[T] | None = None) -> list[T]:
+    """Returns what the tier of this run takes, for what a file prepares at once for all of its tests."""
+    return list({"fast": fast, "all": everything, "every": everything if every is None else every}[_chosen])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, default="fast", help="how much is tested; see tests/support/tiers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _chosen
+    _chosen = config.getoption("tier")
+    config.addinivalue_line("markers", "tier(name): runs in this tier and wider ones alone; see tests/support/tiers.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any("::" in argument for argument in config.args):
+        return
+    left = [item for item in items if any(not _runs(mark.args[0]) for mark in item.iter_markers("tier"))]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+
+
+def _runs(tier: str) -> bool:
+    return TIERS.index(tier) <= TIERS.index(_chosen)
