@@ -31,6 +31,7 @@ from qsync_fx.passes.casting.casts import Casts, drop_unread_casts, plain_type
 from qsync_fx.passes.casting.outputs import cast_outputs
 from qsync_fx.passes.lowering import Lowering, Role
 from qsync_fx.precision import Precision
+from qsync_fx.rounding.mode import Rounding
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class InsertCasts:
     name: ClassVar[str] = "insert_casts"
     scope: ClassVar[Scope] = Scope.MODEL
 
-    rounding: str = "stochastic"
+    rounding: Rounding = "stochastic"
     scaling: str = "tensor"
     lowerings: Mapping[str, Lowering] = field(default_factory=dict)
 
@@ -135,7 +136,7 @@ class _Inserter:
         if row.output_only:
             self._map(node, lambda used: self._cast(node, used, self.casts.own.get(used)))
             return
-        special: dict[Place, Role] = {} if fmt.plain else {row.scaled[0]: "activation", row.scaled[1]: "weight"}
+        special: dict[Place, Role] = {} if fmt.plain else dict(zip(row.scaled, Role, strict=True))
         dtype = note.output.dtype if fmt.scaled else fmt.dtype
         converted = row.converted(tuple(arguments(node).values()))
 

@@ -21,6 +21,7 @@ from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casting.casts import drop_unread_casts
 from qsync_fx.passes.lowering import Lowering, Operands
+from qsync_fx.rounding.mode import Rounding
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Lower:
     scope: ClassVar[Scope] = Scope.BODY
 
     lowerings: Mapping[str, Lowering]
-    rounding: str = "stochastic"
+    rounding: Rounding = "stochastic"
 
     def __call__(self, graph: PrecisionGraph) -> None:
         for operator in graph.own_operators():

@@ -6,14 +6,21 @@ share is the lower pass's business.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import fx
 
-Role = Literal["activation", "weight"]
+from qsync_fx.rounding.mode import Rounding
+
+
+class Role(enum.StrEnum):
+    """What a factor is to a product with a weight."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Operands:
     seed: fx.Node
     stream: int
     fmt: str
-    rounding: str
+    rounding: Rounding
     out_dtype: torch.dtype
 
 

@@ -18,9 +18,9 @@ from qsync_fx.devices import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.rounding.mode import ROUNDINGS, Rounding
 
 Inner = Literal["inductor", "aot_eager", "eager"]
-Rounding = Literal["stochastic", "nearest", "floor"]
 GradientRounding = Literal["nearest", "stochastic"]
 Scaling = Literal["tensor", "channel"]
 
@@ -49,7 +49,7 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inner": get_args(Inner),
-        "rounding": get_args(Rounding),
+        "rounding": ROUNDINGS,
         "gradient_rounding": get_args(GradientRounding),
         "scaling": get_args(Scaling),
     }

@@ -12,30 +12,20 @@ Stochastic rounding is that of QSync, section IV-A: up with the probability of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, TypeVar, cast
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from qsync_fx.backend.numerics import philox
-from qsync_fx.errors import OptionError, nearest
 from qsync_fx.precision import Precision
-
-Rounding = Literal["stochastic", "nearest", "floor"]
-ROUNDINGS: Final = ("stochastic", "nearest", "floor")
+from qsync_fx.rounding.mode import Rounding
 
 SMALLEST_SCALE: Final = 2.0**-126
 """The smallest normal FP32 number: a smaller scale would lose bits, or be flushed to zero."""
 
 _LOW: Final = 0xFFFFFFFF
 _Words = TypeVar("_Words", int, Tensor)
-
-
-def rounding_mode(name: str) -> Rounding:
-    """Returns `name` if it is a way to round; raises `OptionError` naming the nearest one otherwise."""
-    if name not in ROUNDINGS:
-        raise OptionError(f"{name!r} is not a way to round", do=nearest(str(name), ROUNDINGS))
-    return cast(Rounding, name)
 
 
 def _mix(word: _Words) -> _Words:

@@ -230,20 +230,22 @@ class _Convolution(torch.autograd.Function):
         # The input gradient contracts the output channels, the weight gradient the batch: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
-            folds["activation"] = None if uniform(w_left) else _per_channel(w_left, ndim)
+            folds[Role.ACTIVATION] = None if uniform(w_left) else _per_channel(w_left, ndim)
         if need_weight:
-            folds["weight"] = None if uniform(x_left) else x_left
+            folds[Role.WEIGHT] = None if uniform(x_left) else x_left
         rounded = round_gradients(g, folds, seed, stream, fmt, rounding, gradients=gradients)
         factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
         saved, how = (xc, wc), (geometry, row)
         grad_x = grad_weight = grad_bias = None
         if need_x:
-            grad_x = input_gradient(rounded["activation"], saved, factors[0], *how, summed(x_dtype, gradients))
+            grad_x = input_gradient(rounded[Role.ACTIVATION], saved, factors[0], *how, summed(x_dtype, gradients))
         if need_weight:
-            grad_weight = weight_gradient(rounded["weight"], saved, factors[1], *how, summed(weight_dtype, gradients))
+            grad_weight = weight_gradient(
+                rounded[Role.WEIGHT], saved, factors[1], *how, summed(weight_dtype, gradients)
+            )
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
-        own_bias = need_bias and missing[1] and incoming(row, g.device).plain and rounded["weight"][1] is None
+        own_bias = need_bias and missing[1] and incoming(row, g.device).plain and rounded[Role.WEIGHT][1] is None
 
         def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
             """The gradients of input, weight and bias, and the scales that are left for the first two."""
@@ -257,13 +259,13 @@ class _Convolution(torch.autograd.Function):
             return *found, combined(left, w_factor), combined(left, x_factor)
 
         to_x = to_weight = x_rest = w_rest = None
-        if all(missing) and rounded["activation"] is rounded["weight"]:
-            to_x, to_weight, grad_bias, x_rest, w_rest = products("activation", [True, True, own_bias])
+        if all(missing) and rounded[Role.ACTIVATION] is rounded[Role.WEIGHT]:
+            to_x, to_weight, grad_bias, x_rest, w_rest = products(Role.ACTIVATION, [True, True, own_bias])
         else:
             if missing[0]:
-                to_x, _, _, x_rest, _ = products("activation", [True, False, False])
+                to_x, _, _, x_rest, _ = products(Role.ACTIVATION, [True, False, False])
             if missing[1]:
-                _, to_weight, grad_bias, _, w_rest = products("weight", [False, True, own_bias])
+                _, to_weight, grad_bias, _, w_rest = products(Role.WEIGHT, [False, True, own_bias])
         if to_x is not None:
             grad_x = scaled(to_x, x_rest, None, summed(x_dtype, gradients))
         if to_weight is not None:
@@ -272,9 +274,9 @@ class _Convolution(torch.autograd.Function):
             grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
         own = seed, stream
         if grad_x is not None:
-            grad_x = result(grad_x, x_dtype, *own, "activation", gradients).view(xq.shape)
+            grad_x = result(grad_x, x_dtype, *own, Role.ACTIVATION, gradients).view(xq.shape)
         if grad_weight is not None:
-            grad_weight = result(grad_weight, weight_dtype, *own, "weight", gradients)
+            grad_weight = result(grad_weight, weight_dtype, *own, Role.WEIGHT, gradients)
         if need_bias:
             if grad_bias is None or not own_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)

@@ -106,17 +106,17 @@ class _Grouped(torch.autograd.Function):
         by_row = _by_row(w_scale, offs, gradient)
         folds: dict[Role, Tensor | None] = {}
         if need_x:
-            folds["activation"] = None if shared else by_row
+            folds[Role.ACTIVATION] = None if shared else by_row
         if need_weight:
-            folds["weight"] = None if uniform(x_scale) else x_scale
+            folds[Role.WEIGHT] = None if uniform(x_scale) else x_scale
         rounded = round_gradients(gradient, folds, seed, stream, fmt, rounding)
         grad_x = grad_weight = None
         if need_x:
-            g, scale = rounded["activation"]
+            g, scale = rounded[Role.ACTIVATION]
             product = _multiplied(g, wq.mT, offs, (narrow, row), dtype)
             grad_x = scaled(product, combined(scale, by_row if shared else None), None, x_dtype)
         if need_weight:
-            g, scale = rounded["weight"]
+            g, scale = rounded[Role.WEIGHT]
             product = _multiplied(xq.t(), g, offs, (row, narrow), dtype)
             grad_weight = scaled(product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype)
         return grad_x, grad_weight, *[None] * 10

@@ -266,9 +266,9 @@ class _Linear(torch.autograd.Function):
         # The input gradient contracts the output channels, the weight gradient the rows: the very dimensions that scales vary along.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
-            folds["activation"] = None if _uniform(w_scale, stacked) else _per_column(w_scale)
+            folds[Role.ACTIVATION] = None if _uniform(w_scale, stacked) else _per_column(w_scale)
         if need_weight:
-            folds["weight"] = None if _uniform(x_scale, stacked) else _per_row(x_scale, stacked)
+            folds[Role.WEIGHT] = None if _uniform(x_scale, stacked) else _per_row(x_scale, stacked)
         grad_x = grad_weight = grad_bias = None
         rounded: dict[Role, tuple[Tensor, Tensor | None]]
         turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
@@ -282,12 +282,14 @@ class _Linear(torch.autograd.Function):
         own = seed, stream
         if need_x:
             w_factor = w_scale if _uniform(w_scale, stacked) else None
-            to_x = input_gradient(*rounded["activation"], wq, w_factor, row, summed(x_dtype, gradients), gradients)
-            grad_x = result(to_x, x_dtype, *own, "activation", gradients).view(ctx.shape)
+            to_x = input_gradient(*rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients)
+            grad_x = result(to_x, x_dtype, *own, Role.ACTIVATION, gradients).view(ctx.shape)
         if need_weight:
             values, by_columns, dtype = _rows(xq, stacked), ctx.by_columns, summed(weight_dtype, gradients)
-            to_weight = weight_gradient(*rounded["weight"], values, factor, row, dtype, turned, by_columns, gradients)
-            grad_weight = result(to_weight, weight_dtype, *own, "weight", gradients)
+            to_weight = weight_gradient(
+                *rounded[Role.WEIGHT], values, factor, row, dtype, turned, by_columns, gradients
+            )
+            grad_weight = result(to_weight, weight_dtype, *own, Role.WEIGHT, gradients)
         if need_bias:
             grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *own, gradients)
         return grad_x, grad_weight, grad_bias, *[None] * 10

@@ -23,6 +23,7 @@ from qsync_fx.passes.casting.seed import drawn
 from qsync_fx.plan.opid import OpId
 from qsync_fx.precision import Precision, precision_of
 from qsync_fx.rounding.layout import Streams
+from qsync_fx.rounding.mode import Rounding
 
 
 class Casts:
@@ -35,7 +36,7 @@ class Casts:
     """
 
     def __init__(
-        self, graph: PrecisionGraph, rounding: str = "nearest", outer: tuple[Casts, fx.Node] | None = None
+        self, graph: PrecisionGraph, rounding: Rounding = "nearest", outer: tuple[Casts, fx.Node] | None = None
     ) -> None:
         self.graph, self.rounding, self.outer = graph, rounding, outer
         self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}

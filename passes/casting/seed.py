@@ -14,9 +14,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from qsync_fx.graph import PrecisionGraph, meta
+from qsync_fx.rounding.mode import Rounding
 
 
-def drawn(graph: PrecisionGraph, rounding: str) -> fx.Node:
+def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
     """Returns a new first node that draws the number; one that gives zero where no rounding is random."""
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     device = graph.context.device

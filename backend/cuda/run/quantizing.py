@@ -22,9 +22,9 @@ from qsync_fx.backend.cuda.run import calls, reasons
 from qsync_fx.backend.cuda.run.device import known_of
 from qsync_fx.backend.cuda.source.quantizer_source import FORMATS, ROUNDINGS, X_TYPES, written
 from qsync_fx.backend.numerics import reference
-from qsync_fx.backend.numerics.reference import Rounding
 from qsync_fx.errors import KernelError
 from qsync_fx.precision import Precision, encoding
+from qsync_fx.rounding.mode import Rounding
 
 _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -18,6 +18,7 @@ from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.library import define
 from qsync_fx.errors import PrecisionError
 from qsync_fx.precision import Precision, precision
+from qsync_fx.rounding.mode import rounding_mode
 
 
 def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
@@ -69,7 +70,7 @@ def quantize(
 
 def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]) -> tuple[Tensor, Tensor]:
     row = scaled_format(fmt, x, keep)
-    reference.rounding_mode(rounding)
+    rounding_mode(rounding)
     q = reference.empty_quantized(x, row.dtype)
     return q, x.new_empty(reference.scale_shape(x, keep), dtype=torch.float32)
 
@@ -79,13 +80,13 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     from qsync_fx.backend.cuda.run import quantizing
 
-    return quantizing.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
+    return quantizing.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
 
 
 def _native(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return native.quantize(x, seed, stream, scaled_format(fmt, x, keep), reference.rounding_mode(rounding), keep)
+    return native.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
 
 
 define(

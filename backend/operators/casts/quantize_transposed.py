@@ -14,6 +14,7 @@ from torch import Tensor
 from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.casts.quantize import scaled_format
 from qsync_fx.backend.operators.library import define
+from qsync_fx.rounding.mode import rounding_mode
 
 
 def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,21 +34,21 @@ def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding
 
 def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     row = scaled_format(fmt, x, ())
-    reference.rounding_mode(rounding)
+    rounding_mode(rounding)
     rows, columns = x.shape
     q = reference.empty_quantized(x, row.dtype)
     return q, x.new_empty((columns, rows), dtype=row.dtype), x.new_empty((), dtype=torch.float32)
 
 
 def _native(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale = native.quantize(x, seed, stream, scaled_format(fmt, x, ()), reference.rounding_mode(rounding), ())
+    q, scale = native.quantize(x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding), ())
     return q, q.t().clone(memory_format=torch.contiguous_format), scale
 
 
 def _kernel(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     from qsync_fx.backend.cuda.run import quantizing
 
-    row, mode = scaled_format(fmt, x, ()), reference.rounding_mode(rounding)
+    row, mode = scaled_format(fmt, x, ()), rounding_mode(rounding)
     return quantizing.quantize_transposed(x, seed, stream, row, mode)
 
 

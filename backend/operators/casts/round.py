@@ -17,6 +17,7 @@ from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.library import define, differentiate
 from qsync_fx.errors import PrecisionError
 from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.rounding.mode import rounding_mode
 
 
 def gridded_format(fmt: str, x: Tensor) -> Precision:
@@ -60,16 +61,16 @@ def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> T
 
 
 def _fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
-    reference.rounding_mode(rounding)
+    rounding_mode(rounding)
     return torch.empty_like(x, dtype=gridded_format(fmt, x).dtype)
 
 
 def _reference(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
-    return reference.round_to(x, seed, stream, gridded_format(fmt, x), reference.rounding_mode(rounding))
+    return reference.round_to(x, seed, stream, gridded_format(fmt, x), rounding_mode(rounding))
 
 
 def _native(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
-    return native.round_to(x, seed, stream, gridded_format(fmt, x), reference.rounding_mode(rounding))
+    return native.round_to(x, seed, stream, gridded_format(fmt, x), rounding_mode(rounding))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -21,13 +21,14 @@ from qsync_fx.backend.operators.casts.quantize import quantize
 from qsync_fx.backend.operators.casts.round import round_to
 from qsync_fx.errors import OptionError, PrecisionError
 from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.rounding.mode import ROUNDINGS, Rounding
 
 SCALED = [row.name for row in FORMATS.values() if row.scaled]
 GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.plain]
 INT4 = dataclasses.replace(FORMATS["int8"], name="int4", bits=4, max=7.0)
 
 every_scaled = pytest.mark.parametrize("fmt", SCALED)
-every_rounding = pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+every_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 SEED = torch.tensor([-7262512093])
 
@@ -98,7 +99,7 @@ def test_the_reference_takes_a_neighbour(row: Precision, data: st.DataObject) ->
     below, above = neighbours(u, row)
     fraction = np.where(above > below, (u - below) / np.where(above > below, above - below, 1), 0)
     r = uniform(n, seed % 2**64, stream)
-    for rounding in reference.ROUNDINGS:
+    for rounding in ROUNDINGS:
         q = reference.quantize(x, torch.tensor(seed), stream, row, rounding, ())[0].double().numpy()
         assert (((q == below) | (q == above)) & (np.abs(q) <= row.max)).all()
         if rounding == "floor":
@@ -146,7 +147,7 @@ def test_random_numbers_are_those_of_the_kernels_in_any_layout() -> None:
 def test_native_quantization_has_the_bits_of_the_reference(row: Precision, x: Tensor, data: st.DataObject) -> None:
     keep = data.draw(st.lists(st.integers(-x.dim(), x.dim() - 1), max_size=3)) if x.dim() else []
     seed, stream = torch.tensor([data.draw(SEEDS)]), data.draw(st.integers(0, 2**32 - 1))
-    rounding = data.draw(st.sampled_from(reference.ROUNDINGS))
+    rounding = data.draw(st.sampled_from(ROUNDINGS))
     found = native.quantize(x, seed, stream, row, rounding, keep)
     expected = reference.quantize(x, seed, stream, row, rounding, keep)
     for one, other in zip(found, expected, strict=True):
@@ -155,9 +156,9 @@ def test_native_quantization_has_the_bits_of_the_reference(row: Precision, x: Te
 
 @pytest.mark.parametrize("fmt", GRIDDED)
 @settings(max_examples=100)
-@given(x=tensors(FLOATS), seed=SEEDS, stream=st.integers(0, 2**32 - 1), rounding=st.sampled_from(reference.ROUNDINGS))
+@given(x=tensors(FLOATS), seed=SEEDS, stream=st.integers(0, 2**32 - 1), rounding=st.sampled_from(ROUNDINGS))
 def test_native_rounding_has_the_bits_of_the_reference(
-    fmt: str, x: Tensor, seed: int, stream: int, rounding: reference.Rounding
+    fmt: str, x: Tensor, seed: int, stream: int, rounding: Rounding
 ) -> None:
     arguments = x, torch.tensor(seed), stream, FORMATS[fmt], rounding
     assert_same(native.round_to(*arguments), reference.round_to(*arguments))

@@ -23,6 +23,7 @@ from qsync_fx.backend.cuda.run import quantizing, reasons
 from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.precision import precision
+from qsync_fx.rounding.mode import rounding_mode
 
 SEED = torch.tensor([0x0123456789ABCDEF])
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
@@ -84,7 +85,7 @@ def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
     how: str,
     data: st.DataObject,
 ) -> None:
-    row, mode = precision(types[0]), reference.rounding_mode(how)
+    row, mode = precision(types[0]), rounding_mode(how)
     keep = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True))
     x = laid_out(torch.randn(shape).to(types[1]), lies)
     q = reference.empty_quantized(x, row.dtype)

@@ -27,6 +27,7 @@ from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.errors import ToolchainError
 from qsync_fx.precision import precision
+from qsync_fx.rounding.mode import ROUNDINGS, rounding_mode
 
 TESTS = Path(__file__).parents[3]
 SOURCES = TESTS.parent / "cpp" / "cutlass"
@@ -129,7 +130,7 @@ def run(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> tuple[Te
 
 def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     """`reference.quantize` with the random numbers that it has on CUDA devices."""
-    row, mode = precision(case.fmt), reference.rounding_mode(case.rounding)
+    row, mode = precision(case.fmt), rounding_mode(case.rounding)
     scale = reference.scales(x, row, KEEP[case.group])
     q = torch.empty(x.shape, dtype=row.dtype)
     random = philox.uniform(q, torch.tensor(case.seed), case.stream) if mode == "stochastic" else None
@@ -177,7 +178,7 @@ def matrices(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
 
 
 @every_pair
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @settings(max_examples=10)
 @given(data=st.data())
 def test_equals_the_reference(on_cpu: Compiled, x_type: str, fmt: str, rounding: str, data: st.DataObject) -> None:

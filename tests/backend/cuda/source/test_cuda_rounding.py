@@ -18,6 +18,7 @@ from torch import Tensor
 from qsync_fx.backend.cuda.source.quantizer_source import FORMATS, ROUNDINGS
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.precision import precision
+from qsync_fx.rounding.mode import rounding_mode
 
 TESTS = Path(__file__).parents[3]
 N = 1 << 16
@@ -90,7 +91,7 @@ def rounded(functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: T
 
 
 def assert_rounded(functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor) -> None:
-    row, mode = precision(fmt), reference.rounding_mode(rounding)
+    row, mode = precision(fmt), rounding_mode(rounding)
     random = (sixteen.float() + 0.5) * 2.0**-16
     value = reference.to_grid(x / scale, row, mode, random if rounding == "stochastic" else None)
     wanted = value.to(row.dtype).view(torch.uint8)
