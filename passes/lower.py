@@ -69,9 +69,7 @@ class Lower:
 
     def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
-        clause = self.lowerings[operator.row.name].computed(operator.node, graph.context.device)
-        if clause:
-            operator.update(reason=f"{operator.note.reason}; {clause}" if operator.note.reason else clause)
+        operator.update(computed=self.lowerings[operator.row.name].computed(operator.node, graph.context.device))
 
     def _operands(self, operator: Operator) -> Operands:
         """Reads what insert_casts has put in front of the operator."""

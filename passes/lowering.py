@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from qsync_fx.graph.notes import Computed
 from qsync_fx.rounding.mode import Rounding
 
 
@@ -56,8 +57,8 @@ def _never(node: fx.Node) -> str | None:
     return None
 
 
-def _unsaid(node: fx.Node, device: torch.device) -> str:
-    return ""
+def _by_torch(node: fx.Node, device: torch.device) -> Computed | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Lowering:
             scales are per channel, `[]` where the operand has one scale even then.
         refuses: called with a node when its precision is decided; returns the reason why the operator cannot be lowered, None where it can.
             Types of values are then the model's.
-        computed: called with the node that `emit` made and the device; returns a clause on what computes it there, for reports, "" where
-            there is nothing to say.
+        computed: called with the node that `emit` made and the device; returns what computes its products there, None where nothing but
+            torch ever does.
         plain: called with a node that runs in a plain format, in training, with the insertion point before it; puts other operands in the
             place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
         separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
@@ -84,7 +85,7 @@ class Lowering:
     emit: Callable[[fx.Node, Operands], fx.Node]
     keep: Callable[[fx.Node, Role], list[int]]
     refuses: Callable[[fx.Node], str | None] = _never
-    computed: Callable[[fx.Node, torch.device], str] = _unsaid
+    computed: Callable[[fx.Node, torch.device], Computed | None] = _by_torch
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
     separate: Callable[[fx.Node, Role], list[int]] = _none
 

@@ -72,6 +72,8 @@ class Operator:
     @property
     def reason(self) -> str:
         by, reason = self.note.by, self.note.reason
+        if self.note.computed is not None:
+            reason = f"{reason}; {self.note.computed}" if reason else str(self.note.computed)
         return f"{self.note.how} by {by}; {reason}" if by and reason else reason
 
     @property

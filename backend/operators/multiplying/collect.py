@@ -21,14 +21,14 @@ from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.operands import format_name, outline
 from qsync_fx.backend.cuda.run.device import decision, known_of
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.devices import standing_for
+from qsync_fx.devices import row_on, standing_for
+from qsync_fx.graph import meta
+from qsync_fx.graph.notes import Computed, Product
 from qsync_fx.precision import precision
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
-    from qsync_fx.graph import PrecisionGraph
-
-_LAYERS = ("qsync::linear", "qsync::contract", "qsync::convolution")
+    from qsync_fx.graph import Operator, PrecisionGraph
 
 
 def problems_of(explanation: Explanation) -> list[Problem]:
@@ -43,11 +43,23 @@ def problems_of(explanation: Explanation) -> list[Problem]:
 
 
 def _problems(graph: PrecisionGraph) -> list[Problem]:
-    return [p for part in graph.walk() for node in part.nodes if _is_layer(node) for p in problems_of_layer(node)]
+    return [problem for operator in _layers(graph) for problem in _asked(operator)]
 
 
-def _is_layer(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _LAYERS
+def _asked(operator: Operator) -> list[Problem]:
+    known = operator.note.computed
+    return [product.problem for product in known.products] if known is not None else problems_of_layer(operator.node)
+
+
+def _layers(graph: PrecisionGraph) -> list[Operator]:
+    """The operators whose lowering asks for kernels: they were given a stream to round their gradients from."""
+    ours = [operator for operator in graph.operators() if operator.note.stream is not None and operator.row is not None]
+    return [operator for operator in ours if _asks(operator)]
+
+
+def _asks(operator: Operator) -> bool:
+    lowering = operator.graph.context.lowerings.get(operator.row.name) if operator.row is not None else None
+    return lowering is not None and lowering.computed is computed
 
 
 def problems_of_layer(node: fx.Node) -> list[Problem]:
@@ -103,22 +115,16 @@ def _trained(argument: Any) -> bool:
     return not (argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad)
 
 
-def computed(node: fx.Node, device: torch.device) -> str:
-    """Returns what computes a layer on a device: its kernels, or torch and why; "" for devices that never have kernels."""
+def computed(node: fx.Node, device: torch.device) -> Computed | None:
+    """Returns what computes a layer on a device: its kernels, or torch and why; None for devices that never have kernels."""
     found = known_of(device)
     if found.arch is None:
-        return f"torch computes: {found.reason}" if device.type == "cuda" else ""
+        return Computed(because=found.reason) if device.type == "cuda" else None
     asked = problems_of_layer(node)
     if not asked:
-        return "torch computes: there are no kernels for layers like it"
-    ours: list[str] = []
-    left: dict[str, list[str]] = {}
-    for product, problem in zip(_products(node, asked), asked, strict=True):
-        decided = decision(problem, device)
-        (ours if decided.config is not None else left.setdefault(decided.reason, [])).append(product)
-    clauses = [f"CUTLASS {found.arch} kernels for {', '.join(ours)}"] if ours else []
-    clauses += [f"torch computes {', '.join(products)}: {reason}" for reason, products in left.items()]
-    return "; ".join(clauses)
+        return Computed(found.arch, because="there are no kernels for layers like it")
+    named = zip(_products(node, asked), asked, strict=True)
+    return Computed(found.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
 
 
 def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
@@ -149,7 +155,8 @@ def prepare(graph: PrecisionGraph) -> str:
     arch = known_of(device).arch
     if arch is None:
         return ""
-    decided = {problem: decision(problem, device) for problem in _problems(graph)}
+    layers = [operator.note.computed for operator in _layers(graph)]
+    decided = {product.problem: product.decision for layer in layers if layer is not None for product in layer.products}
     configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
     copiers = kernels.copiers(arch) if configs else []
     kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch), *copiers])
@@ -168,10 +175,11 @@ def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
     pairs: dict[tuple[str | None, str | None], None] = {}
     for part in graph.walk():
         for node in part.nodes:
-            if node.target is torch.ops.qsync.quantize.default:
-                pairs[format_name(part.value(node.args[0]).dtype), written(precision(str(node.args[3])))] = None
-            elif _is_layer(node):
-                # The last arguments of a layer: format, rounding, type of the output, which is the gradient's.
-                fmt, _, out = node.args[-3:]
-                pairs[format_name(out), written(precision(precision(str(fmt)).gradient))] = None  # type: ignore[arg-type]
+            cast = meta.CAST.get(node)
+            if cast is not None and cast.part is meta.Part.QUANTIZE and cast.format is not None:
+                pairs[format_name(part.value(meta.cast_source(node)).dtype), written(cast.format)] = None
+    for note in (operator.note for operator in _layers(graph)):
+        assert note.precision is not None and note.output is not None
+        gradient = precision(row_on(graph.context.device, note.precision).gradient)
+        pairs[format_name(note.output.dtype), written(gradient)] = None
     return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]
