@@ -135,7 +135,8 @@ class Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch's own attention calls two behind the mode's back: to query, key and value, and to the output.
         self.count += 2 if func is F.multi_head_attention_forward else func in self.counted
-        self.count += func in self.others and any(map(is_parameter, args))
+        several = func is torch.einsum and len(args) > 3  # which takes no scaled format
+        self.count += func in self.others and any(map(is_parameter, args)) and not several
         return func(*args, **(kwargs or {}))
 
 

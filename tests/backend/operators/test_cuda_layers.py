@@ -281,7 +281,6 @@ def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.Mo
         after, calls = train()
     assert calls == 5
     torch.compiler.reset()
-    print('SAVED',[(t.dtype,tuple(t.shape)) for t in saved])
     # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward pass converts it to.
     assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner == "inductor" else 2)
     for one, other in zip(before, after, strict=True):
