@@ -72,7 +72,7 @@ def _transposed(node: fx.Node) -> bool:
 def _keep(node: fx.Node, role: Role) -> list[int]:
     """A scale per sample, and one per output channel, which grouped transposed convolutions have no dimension of their own for."""
     found = arguments(node)
-    if role is Role.ACTIVATION:
+    if role == Role.ACTIVATION:
         return [0] if dimensions(found["input"]) == dimensions(found["weight"]) else []
     if not _transposed(node):
         return [0]

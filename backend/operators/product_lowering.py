@@ -82,7 +82,7 @@ def _dimensions(node: fx.Node, role: Role, channels: bool) -> list[int]:
     found = _contraction(node)
     if isinstance(found, str):
         return []
-    factor = 0 if role is Role.ACTIVATION else 1
+    factor = 0 if role == Role.ACTIVATION else 1
     return found.channels(factor) if channels else found.separate(factor)
 
 
