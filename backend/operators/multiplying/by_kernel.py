@@ -32,8 +32,8 @@ from qsync_fx.backend.cuda.run.device import decision, known_of
 from qsync_fx.backend.cuda.tune.problem_json import shown
 from qsync_fx.backend.operators.multiplying.gemm import gemm, multiplies
 from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
-from qsync_fx.devices import row_on
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.backend.operators.products import incoming
+from qsync_fx.precision import Precision
 
 _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
 
@@ -107,7 +107,7 @@ def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype
         gradient: `[M, N]`, not rounded yet.
         xq: the saved activation, `[M, K]`.
     """
-    rounded = FORMATS[row_on(gradient.device, row).gradient]
+    rounded = incoming(row, gradient.device)
     lies = outline(gradient)
     if silent(gradient.device) or not rounded.scaled or lies is None or len(lies.shape) != 2:
         return False

@@ -21,10 +21,10 @@ from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.operands import format_name, outline
 from qsync_fx.backend.cuda.run.device import decision, known_of
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.devices import row_on, standing_for
+from qsync_fx.backend.operators.products import incoming
+from qsync_fx.devices import standing_for
 from qsync_fx.graph import meta
 from qsync_fx.graph.notes import Computed, Product
-from qsync_fx.precision import precision
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
@@ -180,6 +180,5 @@ def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
                 pairs[format_name(part.value(meta.cast_source(node)).dtype), written(cast.format)] = None
     for note in (operator.note for operator in _layers(graph)):
         assert note.precision is not None and note.output is not None
-        gradient = precision(row_on(graph.context.device, note.precision).gradient)
-        pairs[format_name(note.output.dtype), written(gradient)] = None
+        pairs[format_name(note.output.dtype), written(incoming(note.precision, graph.context.device))] = None
     return [kernels.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]
