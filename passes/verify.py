@@ -226,12 +226,10 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
     """What the model itself holds is its own affair."""
-    whole = graph
-    while whole.parent is not None:
-        whole = whole.parent
-    if whole.written is None:
+    written = graph.whole.written
+    if written is None:
         return
-    held = {fmt for part in whole.written.walk() for node in part.nodes for fmt in _formats(part, node)}
+    held = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}
     for node in graph.nodes:
         for fmt in _formats(graph, node):
             if fmt not in held and not compiles(graph.context.device, fmt):

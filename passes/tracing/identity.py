@@ -104,9 +104,7 @@ def identify_new(
         near: the operator whose place the nodes take, or follow; None where there is none.
         instead_of: the operators that the nodes replace. One of the same name takes over id and decision, and uses them up.
     """
-    whole = graph
-    while whole.parent is not None:
-        whole = whole.parent
+    whole = graph.whole
     for node in nodes:
         if not _is_operator(graph, node):
             continue

@@ -207,6 +207,11 @@ class PrecisionGraph:
     def nodes(self) -> list[fx.Node]:
         return list(self.graph.nodes)
 
+    @property
+    def whole(self) -> PrecisionGraph:
+        """The graph at the top, of which this one is a body, or a body of a body; itself where it is no body."""
+        return self if self.parent is None else self.parent.whole
+
     def own_operators(self) -> list[Operator]:
         """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
         return [Operator(self, node) for node in self.nodes if node in meta.NOTE]

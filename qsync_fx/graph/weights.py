@@ -35,10 +35,7 @@ class Origins:
 
     def __init__(self, graph: PrecisionGraph) -> None:
         self._known: dict[fx.Node, Origin] = {}
-        outer = graph
-        while outer.parent is not None:
-            outer = outer.parent
-        self._walk(outer)
+        self._walk(graph.whole)
 
     def of(self, node: Any) -> Origin:
         return self._known.get(node, Origin.HELD)
