@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PlanError as PlanError,
         PlanWarning as PlanWarning,
         PrecisionError as PrecisionError,
+        ProfileError as ProfileError,
         QSyncError as QSyncError,
     )
     from qsync_fx.explanation import Explanation as Explanation, explain as explain
@@ -38,7 +39,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     **dict.fromkeys(
-        ("QSyncError", "OptionError", "PrecisionError", "PlanError", "PlanWarning", "PassError", "DeviceError"),
+        (
+            "QSyncError",
+            "OptionError",
+            "PrecisionError",
+            "PlanError",
+            "PlanWarning",
+            "PassError",
+            "DeviceError",
+            "ProfileError",
+        ),
         "qsync_fx.errors",
     ),
     **dict.fromkeys(("applied", "Applied"), "qsync_fx.explanation.applied_plan"),

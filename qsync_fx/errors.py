@@ -77,6 +77,10 @@ class DeviceError(QSyncError):
     """A device that qsync_fx cannot run on."""
 
 
+class ProfileError(QSyncError):
+    """A profile, trace or cluster that cannot be read, or that does not fit the model or the machine."""
+
+
 class KernelError(QSyncError):
     """A CUDA kernel that cannot be compiled, loaded or run."""
 

@@ -96,9 +96,10 @@ def test_one_file_a_pass() -> None:
 LAYERS = (
     "errors files codec installed plan rounding precision ops devices resolve options plan_in_force "
     "autocast_policy module_tree graph coverage",
+    "predictor",
     "passes",
     "backend",
-    "explanation report switching",
+    "explanation profiling report switching",
     "cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""
