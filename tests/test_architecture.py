@@ -48,7 +48,8 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
     because = {
         "qsync_fx/precision.py": "the table",
-        "qsync_fx/devices.py": "which devices have which units, and what runs when the user asks for nothing",
+        "qsync_fx/devices/offers.py": "which devices have which units, and what runs when the user asks for nothing",
+        "qsync_fx/devices/integers.py": "the one product of integers that a CPU may get wrong",
         "qsync_fx/cli/machine.py": "an instruction set of processors is called bf16",
         "qsync_fx/graph/values.py": "the short name of a torch type in texts of graphs is bf16",
     }

@@ -205,7 +205,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
     def on_cpu(fmt: Precision, units: bool) -> Support:
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: units, raising=False)
-            patch.setattr("qsync_fx.devices.cpu_multiplies_integers", lambda: units)
+            patch.setattr("qsync_fx.devices.offers.cpu_multiplies_integers", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)
 
     def on_cuda(fmt: Precision) -> str:

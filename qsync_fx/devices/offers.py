@@ -6,18 +6,16 @@ Invariant: one answer per (device, format), with a reason, and everybody asks he
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from qsync_fx.devices.counted import Kernels, Offer, capability
+from qsync_fx.devices.integers import cpu_multiplies_integers
 from qsync_fx.errors import DeviceError
 from qsync_fx.precision import Precision, encoding, precision
 
@@ -29,22 +27,6 @@ _COMPILED_SINCE = {"bf16": (8, 0)}
 
 _INSTEAD = {"bf16": "fp16"}
 """What stands in for a format that a device does not compile."""
-
-TARGETS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "v100": (7, 0),
-        "t4": (7, 5),
-        "a100": (8, 0),
-        "a30": (8, 0),
-        "a10": (8, 6),
-        "a40": (8, 6),
-        "l4": (8, 9),
-        "l40s": (8, 9),
-        "h100": (9, 0),
-        "h200": (9, 0),
-    }
-)
-"""GPUs that a graph may be looked at for where there is none, with their compute capability."""
 
 _EVERYWHERE = ("fp64", "fp32")
 
@@ -64,40 +46,12 @@ class Support:
     reason: str
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Whether there are kernels of ours for a CUDA device.
-
-    Attributes:
-        arch: what they are compiled for; None where there are none.
-        reason: why not.
-        formats: names of the encodings that they multiply with themselves.
-        capability: of a device that is assumed and not there; None for one that torch knows.
-    """
-
-    arch: str | None
-    reason: str
-    formats: frozenset[str] = frozenset()
-    capability: tuple[int, int] | None = None
-
-
-def _not_loaded(device: torch.device) -> Kernels:
-    return Kernels(None, "the backend is not loaded")
-
-
-class _Offer:
-    """Who knows of kernels: the backend, which stands above this module and says so when it is imported."""
-
-    kernels: Callable[[torch.device], Kernels] = staticmethod(_not_loaded)
-    forget: tuple[Callable[[], object], ...] = ()
-
-
 def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], object]) -> None:
     """Lets `support` ask `kernels` for what there is for a CUDA device; what it has answered before is forgotten.
 
     `forgets` are called where answers of the backend's own do not hold any longer.
     """
-    _Offer.kernels, _Offer.forget = staticmethod(kernels), forgets
+    Offer.kernels, Offer.forget = staticmethod(kernels), forgets
     forget()
 
 
@@ -116,53 +70,13 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
         )
     if fmt.name in _EVERYWHERE:
         return Support("native", fmt, f"{fmt} runs everywhere")
-    gpu = device.type == "cuda" or _Offer.kernels(device).capability is not None
+    gpu = device.type == "cuda" or Offer.kernels(device).capability is not None
     return _cuda(device, fmt, exact) if gpu else _cpu(fmt, exact)
-
-
-_target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_target", default=None)
-
-
-@contextlib.contextmanager
-def targeted(name: str | None, on: torch.device) -> Iterator[None]:
-    """Lets all devices of the type of `on` count as the GPU called `name`, one of `TARGETS`; None changes nothing."""
-    if name is None:
-        yield
-        return
-    token = _target.set((on.type, TARGETS[name]))
-    forget()
-    try:
-        yield
-    finally:
-        _target.reset(token)
-        forget()
-
-
-def target_of(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability that a device counts as having; None where it counts as what it is."""
-    found = _target.get()
-    return found[1] if found is not None and found[0] == device.type else None
-
-
-def check_target(name: str, device: torch.device) -> None:
-    """Raises `DeviceError` where code is to be compiled for a device that is not the one at hand."""
-    if device.type == "cuda" and _capability(device) == TARGETS[name]:
-        return
-    here = (
-        f"a GPU of compute capability {'.'.join(map(str, _capability(device)))}"
-        if device.type == "cuda"
-        else str(device)
-    )
-    raise DeviceError(
-        f"the graph runs on {here}, and its target is {name}",
-        where='option "target"',
-        do=f"drop it to compile; qsync_fx.explain and qsync inspect show what would run on {name}",
-    )
 
 
 def compiles(device: torch.device, fmt: Precision) -> bool:
     """Whether graphs that hold values of a plain format are compiled for a device; Dynamo runs others as they are, without a plan."""
-    return fmt.name not in _COMPILED_SINCE or _capability(device) >= _COMPILED_SINCE[fmt.name]
+    return fmt.name not in _COMPILED_SINCE or capability(device) >= _COMPILED_SINCE[fmt.name]
 
 
 def row_on(device: torch.device, fmt: Precision) -> Precision:
@@ -190,32 +104,9 @@ def _without(fmt: Precision) -> Precision:
     )
 
 
-_ANY = (99, 0)
-"""The capability of a device that is no GPU, and compiles everything."""
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a CUDA device, or the one that a device counts as having."""
-    assumed = target_of(device) or (_Offer.kernels(device).capability if device.type != "meta" else None)
-    if assumed is not None:
-        return assumed
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else _ANY
-
-
-@contextlib.contextmanager
-def standing_for(device: torch.device) -> Iterator[None]:
-    """Lets tensors without values (of the type "meta") count as ones of `device`."""
-    token = _target.set(("meta", found)) if (found := _capability(device)) != _ANY else None
-    try:
-        yield
-    finally:
-        if token is not None:
-            _target.reset(token)
-
-
 def forget() -> None:
     """Drops what has been answered, of devices that are assumed no longer."""
-    for clear in (support.cache_clear, *_Offer.forget):
+    for clear in (support.cache_clear, *Offer.forget):
         clear()
 
 
@@ -223,22 +114,6 @@ def default_precision(device: torch.device) -> Precision:
     """Returns what runs when the user asks for nothing: BF16 where the device has it, else FP32."""
     bf16 = precision("bf16")
     return bf16 if support(device, bf16).how == "native" else precision("fp32")
-
-
-@functools.cache
-def cpu_multiplies_integers() -> bool:
-    """Whether oneDNN's products of INT8 matrices are exact on this CPU.
-
-    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products up in 16 bits, saturated, so that eight of 127 by 127
-    come out as 1020 (docs/known-issues.md). That is tried, not looked up: what oneDNN uses is narrowed by ONEDNN_MAX_CPU_ISA, which no
-    query of torch's knows.
-    """
-    # Whoever asks may be tracing, where nothing has a value.
-    with _disable_current_modes():
-        int8 = precision("int8")
-        largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
-        found = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
-        return all(bool((sums == 8 * int8.max**2).all()) for sums in found)
 
 
 def _cpu(fmt: Precision, exact: bool) -> Support:
@@ -264,7 +139,7 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
 
 
 def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
-    kernels = _Offer.kernels(device)
+    kernels = Offer.kernels(device)
     values = encoding(fmt)
     since = _CUDA_SINCE.get(values.name)
     major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
