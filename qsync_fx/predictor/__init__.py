@@ -2,3 +2,7 @@
 
 Invariant: pure functions of profiles, catalogs and DAGs. Nothing here runs a model; what runs it stands in qsync_fx.profiling.
 """
+
+from qsync_fx.predictor.replay.buckets import ddp_buckets
+
+__all__ = ["ddp_buckets"]
