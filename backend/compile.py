@@ -40,7 +40,7 @@ from qsync_fx.passes.tracing.frames import (
 )
 from qsync_fx.plan.opid import OpId
 from qsync_fx.plan_in_force import plan_in_force
-from qsync_fx.precision import FORMATS
+from qsync_fx.precision import FP32
 
 Compiled = Callable[..., Any]
 
@@ -145,7 +145,7 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options,
     here = place(options)
     tracing = TracingContext.try_get()
     device = _device(module, inputs)
-    support(device, FORMATS["fp32"])  # raises for a device that qsync_fx does not run on
+    support(device, FP32)  # raises for a device that qsync_fx does not run on
     return Context(
         device=device,
         options=options,

@@ -15,7 +15,7 @@ from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.plan.plan_check import check_plan
-from qsync_fx.precision import FORMATS, Precision, promoted
+from qsync_fx.precision import FP32, Precision, promoted
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,18 @@ def _check(graph: PrecisionGraph) -> None:
 
 def _assign(graph: PrecisionGraph, operator: Operator) -> None:
     choice = graph.context.plan.precision_for(operator.id)
-    own = format_of(graph.value(operator.node)) or FORMATS["fp32"]
+    own = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit
+    region = operator.note.autocast
     if choice is None:
         operator.decide(own, "the plan does not name it: it stays as the model wrote it")
-    elif operator.note.autocast == "off" and not explicit:
+    elif region == "off" and not explicit:
         operator.decide(own, "the model disables autocast here, and the plan does not name the operator")
-    elif operator.note.autocast not in (None, "off") and graph.context.automatic:
-        operator.decide(FORMATS[str(operator.note.autocast)], "the model's autocast region")
+    elif isinstance(region, Precision) and graph.context.automatic:
+        operator.decide(region, "the model's autocast region")
     elif (
         not explicit
-        and operator.note.autocast is None
+        and region is None
         and _stays(own, row_on(graph.context.device, choice.precision), graph.context.automatic)
     ):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
@@ -63,6 +64,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
 
 def _stays(own: Precision, planned: Precision, automatic: bool) -> bool:
     """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked."""
-    wide = FORMATS[planned.output]
-    widened = not planned.scaled and own.dtype is not wide.dtype and promoted(own, wide) is wide
+    widened = (
+        not planned.scaled and own.dtype is not planned.output.dtype and promoted(own, planned.output) is planned.output
+    )
     return own.name == "fp64" or widened or (automatic and own.bits < 32)

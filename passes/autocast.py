@@ -57,7 +57,7 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     enabled, dtype = region
     operator = Operator(graph, node)
     # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
-    operator.update(autocast=str(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
+    operator.update(autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
     for body in meta.bodies(node):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:

@@ -21,7 +21,7 @@ from qsync_fx.graph.notes import Note
 from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
-from qsync_fx.precision import FORMATS, Precision, precision_of, promoted
+from qsync_fx.precision import FP32, Precision, precision_of, promoted
 
 Formats = dict[fx.Node, Precision | None]
 
@@ -99,11 +99,11 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: Note, own: Precision | N
         return None
     given = row_on(graph.context.device, note.precision)
     if not note.precision.scaled:
-        return FORMATS[given.output]
+        return given.output
     if own.bits < 32:
         return own
     wide = all(_wants_wide(user) for user in readers(node))
-    return own if wide else FORMATS[given.output]
+    return own if wide else given.output
 
 
 def _wants_wide(user: fx.Node) -> bool:
@@ -120,8 +120,8 @@ def _wants_wide(user: fx.Node) -> bool:
 
 def _fixed(graph: PrecisionGraph, operator: Operator, own: Precision | None) -> Precision | None:
     """What the model wrote; where only its autocast region has it narrow and a plan decides in the region's place, at least FP32."""
-    narrowed = operator.row is not None and operator.note.autocast not in (None, "off")
-    return promoted(own, FORMATS["fp32"]) if own is not None and narrowed and not graph.context.automatic else own
+    narrowed = operator.row is not None and isinstance(operator.note.autocast, Precision)
+    return promoted(own, FP32) if own is not None and narrowed and not graph.context.automatic else own
 
 
 def _conversion(graph: PrecisionGraph, node: fx.Node, formats: Formats, own: Precision | None) -> Precision | None:

@@ -30,7 +30,6 @@ from qsync_fx.passes.casting.casts import drop_unread_casts
 from qsync_fx.passes.casting.seed import drawn
 from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering import Lowering, Operands
-from qsync_fx.precision import FORMATS, precision
 from qsync_fx.rounding.layout import GRADIENTS, RESULT, Streams
 
 
@@ -87,7 +86,7 @@ class _Rewriter:
             return
         node = operator.node
         if not fmt.plain:
-            rounded, lowered = precision(fmt.gradient), FORMATS[fmt.carrier]
+            rounded, lowered = fmt.gradient, fmt.carrier
             if "gradients" in arguments(node):
                 self._ask(node)
             elif rounded.bits == 16 or lowered.bits == 16:

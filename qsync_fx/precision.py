@@ -8,6 +8,8 @@ is kept as `q * scale`. Where a device has no unit for a format its products are
 every value of the format is exact and whose products are accumulated in FP32, so that the numerics are the format's own. Rows with
 the same values have the same units and kernels, whose name for them is that of the first such row (`encoding`).
 
+A row is written with the names of the formats that it refers to, and read as the formats themselves: nobody looks one up again.
+
 INT8 has two rows. `int8` rounds the incoming gradient to BF16, as QSync does (section IV-B). `int8_grad` rounds it to INT8 too, with one
 scale and by default stochastically: all three products are then INT8's, faster on its tensor cores, and gradients are noisier.
 """
@@ -17,14 +19,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from qsync_fx.errors import PrecisionError, nearest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Precision:
     """One number format.
 
@@ -51,10 +53,10 @@ class Precision:
     max: float
     dtype: torch.dtype
     scaled: bool
-    carrier: str
-    output: str
-    gradient: str
-    elsewhere: str
+    carrier: Precision
+    output: Precision
+    gradient: Precision
+    elsewhere: Precision
 
     @property
     def eps(self) -> float:
@@ -69,28 +71,51 @@ class Precision:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Precision({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Precision) and self._content() == other._content())
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        """What is copied or read from a pickle of a row of the table is that row, which passes compare by identity."""
+        return (precision, (self.name,)) if FORMATS.get(self.name) is self else super().__reduce_ex__(protocol)
+
+    def _content(self) -> tuple[object, ...]:
+        """What makes formats equal. Those that it refers to count by their names: a plain format refers to itself."""
+        return tuple(fact.name if isinstance(fact, Precision) else fact for fact in vars(self).values())
+
+
+_Row: TypeAlias = tuple[str, Literal["float", "integer"], int, int, int, float, torch.dtype, bool, str, str, str, str]
+"""The fields of a `Precision`, with names of rows for formats."""
 
 # fmt: off
-_ROWS = (
-    # name        kind       bits  k  e_min  max                     dtype                scaled carrier  output  gradient    elsewhere
-    Precision("fp64",     "float",   64, 52, -1022, 1.7976931348623157e308, torch.float64,       False, "fp64", "fp64", "fp64",     "fp64"),
-    Precision("fp32",     "float",   32, 23, -126,  3.4028234663852886e38,  torch.float32,       False, "fp32", "fp32", "fp32",     "fp32"),
-    Precision("tf32",     "float",   19, 10, -126,  3.4011621342146535e38,  torch.float32,       False, "fp32", "fp32", "tf32",     "fp32"),
-    Precision("bf16",     "float",   16,  7, -126,  3.3895313892515355e38,  torch.bfloat16,      False, "bf16", "bf16", "bf16",     "bf16"),
-    Precision("fp16",     "float",   16, 10, -14,   65504.0,                torch.float16,       False, "fp16", "fp16", "fp16",     "fp16"),
-    Precision("fp8",      "float",    8,  3, -6,    448.0,                  torch.float8_e4m3fn, True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
-    Precision("fp8_e5m2", "float",    8,  2, -14,   57344.0,                torch.float8_e5m2,   True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
-    Precision("int8",     "integer",  8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "bf16",     "bf16"),
-    Precision("int8_grad", "integer", 8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "int8",     "bf16"),
+_ROWS: tuple[_Row, ...] = (
+    # name     kind       bits  k  e_min  max                     dtype                scaled carrier  output  gradient  elsewhere
+    ("fp64",     "float",   64, 52, -1022, 1.7976931348623157e308, torch.float64,       False, "fp64", "fp64", "fp64",     "fp64"),
+    ("fp32",     "float",   32, 23, -126,  3.4028234663852886e38,  torch.float32,       False, "fp32", "fp32", "fp32",     "fp32"),
+    ("tf32",     "float",   19, 10, -126,  3.4011621342146535e38,  torch.float32,       False, "fp32", "fp32", "tf32",     "fp32"),
+    ("bf16",     "float",   16,  7, -126,  3.3895313892515355e38,  torch.bfloat16,      False, "bf16", "bf16", "bf16",     "bf16"),
+    ("fp16",     "float",   16, 10, -14,   65504.0,                torch.float16,       False, "fp16", "fp16", "fp16",     "fp16"),
+    ("fp8",      "float",    8,  3, -6,    448.0,                  torch.float8_e4m3fn, True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
+    ("fp8_e5m2", "float",    8,  2, -14,   57344.0,                torch.float8_e5m2,   True,  "bf16", "bf16", "fp8_e5m2", "bf16"),
+    ("int8",     "integer",  8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "bf16",     "bf16"),
+    ("int8_grad", "integer", 8,  0, 0,     127.0,                  torch.int8,          True,  "bf16", "bf16", "int8",     "bf16"),
 )
 # fmt: on
 
 
 class _Table(Mapping[str, Precision]):
-    """The formats by name. Read-only: a format is a row above, or comes in through `added`."""
+    """The formats by name. Read-only: a format is a row above."""
 
-    def __init__(self, rows: tuple[Precision, ...]) -> None:
-        self._rows = {row.name: row for row in rows}
+    def __init__(self, rows: tuple[_Row, ...]) -> None:
+        self._rows = {row[0]: object.__new__(Precision) for row in rows}
+        for row in rows:
+            facts, others = row[:8], (self._rows[name] for name in row[8:])
+            self._rows[row[0]].__init__(*facts, *others)  # type: ignore[misc]
 
     def __getitem__(self, name: str) -> Precision:
         return self._rows[name]
@@ -104,7 +129,10 @@ class _Table(Mapping[str, Precision]):
 
 FORMATS: Mapping[str, Precision] = _Table(_ROWS)
 
-_BY_DTYPE = {row.dtype: row for row in reversed(_ROWS) if row.plain}
+FP32 = FORMATS["fp32"]
+"""The format of parameters, and of what no plan is for."""
+
+_BY_DTYPE = {row.dtype: row for row in reversed(tuple(FORMATS.values())) if row.plain}
 
 
 def precision(name: str | Precision) -> Precision:

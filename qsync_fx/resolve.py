@@ -9,7 +9,7 @@ import torch
 
 from qsync_fx.devices import row_on, support
 from qsync_fx.ops import OperatorRow
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.precision import Precision
 
 
 def resolve(
@@ -30,7 +30,7 @@ def resolve(
     runs, reasons = planned, []
     # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
     if not runs.plain and (refused is not None or not row.scaled):
-        runs = held if held is not None and held.bits < 32 else FORMATS[row_on(device, planned).elsewhere]
+        runs = held if held is not None and held.bits < 32 else row_on(device, planned).elsewhere
         but = f", and {row.unscaled}:" if row.unscaled else ","
         why = f"{refused}, so it" if refused is not None else f"{planned} is for products with a weight{but} {row.name}"
         reasons.append(f"{why} runs in {runs}")

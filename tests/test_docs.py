@@ -195,7 +195,7 @@ def formats() -> str:
         largest = f"{fmt.max:.8g}"
         kind = "integer" if fmt.kind == "integer" else f"float, {fmt.mantissa} bits of mantissa"
         kept = str(fmt.dtype).removeprefix("torch.") + (" and a scale" if fmt.scaled else "")
-        return f"`{fmt.name}`", str(fmt.bits), kind, largest, kept, fmt.output, fmt.gradient, fmt.elsewhere
+        return f"`{fmt.name}`", str(fmt.bits), kind, largest, kept, *map(str, (fmt.output, fmt.gradient, fmt.elsewhere))
 
     head = "| format | bits | kind | largest | kept as | output | gradient rounded to | where it cannot run |"
     return markdown(head, map(row, FORMATS.values()))

@@ -274,7 +274,9 @@ class _Linear(torch.autograd.Function):
         turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
         if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
-            g, turned, scale = quantize_transposed(rows, seed, stream + stream_layout.SHARED, row.gradient, rounding)
+            g, turned, scale = quantize_transposed(
+                rows, seed, stream + stream_layout.SHARED, row.gradient.name, rounding
+            )
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:

@@ -19,7 +19,7 @@ from qsync_fx.backend.operators.casts.quantize import quantize
 from qsync_fx.backend.operators.casts.round import round_to
 from qsync_fx.devices import row_on
 from qsync_fx.passes.lowering import Role
-from qsync_fx.precision import FORMATS, Precision, precision, precision_of
+from qsync_fx.precision import FP32, Precision, precision, precision_of
 from qsync_fx.rounding import layout as stream_layout
 
 _DOWN: Final = 2.0**-9
@@ -27,17 +27,17 @@ _DOWN: Final = 2.0**-9
 
 def carrier(row: Precision, device: torch.device) -> torch.dtype:
     """Returns the type that products of `row` are computed in. Their results are rounded to it, their sums are FP32."""
-    return FORMATS[row_on(device, row).carrier].dtype
+    return row_on(device, row).carrier.dtype
 
 
 def incoming(row: Precision, device: torch.device) -> Precision:
     """Returns the format that incoming gradients of operators in `row` are rounded to."""
-    return FORMATS[row_on(device, row).gradient]
+    return row_on(device, row).gradient
 
 
 def short(row: Precision | None) -> bool:
     """Whether a format's range is less than FP32's, which sums and gradients may leave."""
-    return row is not None and row.plain and row.e_min > FORMATS["fp32"].e_min
+    return row is not None and row.plain and row.e_min > FP32.e_min
 
 
 def carried(q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False) -> tuple[Tensor, Tensor | None]:

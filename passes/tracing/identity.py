@@ -11,7 +11,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -26,6 +26,7 @@ from qsync_fx.module_tree import joined
 from qsync_fx.ops import Kind, OperatorRow, row_for
 from qsync_fx.passes.tracing.frames import Place, clean_path, translator
 from qsync_fx.plan.opid import Numbering, OpId
+from qsync_fx.precision import Precision
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
@@ -119,10 +120,10 @@ def identify_new(
         _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
 
 
-def _region(graph: PrecisionGraph, node: fx.Node, near: Note | None) -> str | None:
+def _region(graph: PrecisionGraph, node: fx.Node, near: Note | None) -> Precision | Literal["off"] | None:
     """What the autocast region of an operator says of one that is put beside it."""
     region = near.autocast if near is not None else None
-    return region if region in (None, "off") else str(format_of(graph.value(node)) or region)
+    return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
 
 
 def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:

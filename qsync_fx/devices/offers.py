@@ -17,7 +17,7 @@ import torch
 from qsync_fx.devices.counted import Kernels, Offer, capability
 from qsync_fx.devices.integers import cpu_multiplies_integers
 from qsync_fx.errors import DeviceError
-from qsync_fx.precision import Precision, encoding, precision
+from qsync_fx.precision import FP32, Precision, encoding, precision
 
 _CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
 """Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
@@ -92,12 +92,12 @@ def row_on(device: torch.device, fmt: Precision) -> Precision:
 def _without(fmt: Precision) -> Precision:
     wide = fmt.scaled and fmt.kind == "float"
 
-    def instead(name: str) -> str:
-        return _INSTEAD.get(name, name)
+    def instead(other: Precision) -> Precision:
+        return precision(_INSTEAD.get(other.name, other))
 
     return dataclasses.replace(
         fmt,
-        carrier="fp32" if wide else instead(fmt.carrier),
+        carrier=FP32 if wide else instead(fmt.carrier),
         output=instead(fmt.output),
         gradient=instead(fmt.gradient),
         elsewhere=instead(fmt.elsewhere),
@@ -113,7 +113,7 @@ def forget() -> None:
 def default_precision(device: torch.device) -> Precision:
     """Returns what runs when the user asks for nothing: BF16 where the device has it, else FP32."""
     bf16 = precision("bf16")
-    return bf16 if support(device, bf16).how == "native" else precision("fp32")
+    return bf16 if support(device, bf16).how == "native" else FP32
 
 
 def _cpu(fmt: Precision, exact: bool) -> Support:

@@ -31,7 +31,7 @@ from qsync_fx.options import Options
 from qsync_fx.passes.running.instruments import Snapshots, Timing
 from qsync_fx.plan import Plan
 from qsync_fx.plan.plan_check import check_plan
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _plannable(operator: Operator) -> Precision:
     """What a plan should say of an operator: what was planned, unless the operator runs elsewhere on every device."""
     planned, row = operator.note.planned or operator.precision, operator.row
     assert planned is not None and row is not None, f"{operator.id} was not assigned"
-    return planned if planned.plain or row.scaled else FORMATS[planned.elsewhere]
+    return planned if planned.plain or row.scaled else planned.elsewhere
 
 
 def line_of(operator: Operator) -> str:

@@ -83,7 +83,7 @@ class Operator:
     @property
     def held(self) -> Precision | None:
         """The format that the model itself holds the result in; None in an autocast region that gives way to a plan."""
-        region = self.note.autocast not in (None, "off") and not self.graph.context.automatic
+        region = isinstance(self.note.autocast, Precision) and not self.graph.context.automatic
         return None if region else format_of(self.graph.value(self.node))
 
     @property

@@ -6,7 +6,7 @@ Invariant: a note is frozen. A pass that learns more puts another in its place (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from qsync_fx.graph.algebra import Cost
 from qsync_fx.ops import Kind, OperatorRow
@@ -73,7 +73,7 @@ class Note:
         instead: why it is not the planned one that it computes in; "" where it is.
         precision: the format it computes in; None until assigned. It differs from `planned` only for the reason in `instead`.
         output: the format of its output; None until known, or for outputs that are no floating-point tensors.
-        autocast: "fp32", "bf16", ... where the model's own autocast region decides, "off" where it disables autocast, else None.
+        autocast: the format that the model's own autocast region gives it, "off" where that disables autocast, None outside of all.
         pinned: set by `Operator.assign`: later passes do not override it.
         cost: filled in by annotate_cost.
         stream: where the roundings of its gradients draw from; None where nothing of ours is rounded.
@@ -90,7 +90,7 @@ class Note:
     instead: str = ""
     precision: Precision | None = None
     output: Precision | None = None
-    autocast: str | None = None
+    autocast: Precision | Literal["off"] | None = None
     pinned: bool = False
     cost: Cost | None = None
     stream: int | None = None

@@ -51,11 +51,11 @@ def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
         for name, fmt in FORMATS.items():
             row = row_on(CPU, fmt)
             named = {row.carrier, row.output, row.gradient, row.elsewhere}
-            assert ("bf16" not in named) if old else row is fmt, name
-            assert all(compiles(CPU, FORMATS[other]) for other in named if FORMATS[other].plain)
+            assert (FORMATS["bf16"] not in named) if old else row is fmt, name
+            assert all(compiles(CPU, other) for other in named if other.plain)
         int8, fp8 = row_on(CPU, FORMATS["int8"]), row_on(CPU, FORMATS["fp8"])
-        assert (int8.carrier, int8.output, int8.gradient) == (("fp16",) * 3 if old else ("bf16",) * 3)
-        assert fp8.carrier == ("fp32" if old else "bf16")
+        assert {int8.carrier, int8.output, int8.gradient} == {FORMATS["fp16" if old else "bf16"]}
+        assert fp8.carrier is FORMATS["fp32" if old else "bf16"]
     assert row_on(CPU, FORMATS["int8"]) is FORMATS["int8"]
 
 

@@ -164,7 +164,7 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     def rounded(fold: Tensor | None) -> Tensor:
         """The incoming gradient, times a scale that varies along what a product sums over."""
         value = g if fold is None else g * fold.float()
-        gradient = FORMATS[row.gradient]
+        gradient = row.gradient
         if not gradient.scaled:
             return value.to(gradient.dtype).double()
         q, scale = quantize(value, SEED, 0, gradient.name, "nearest", list(case.stacked[2]))
@@ -174,7 +174,7 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     at_x, at_w = ones(case.x, case.summed[0]), ones(case.w, case.summed[1])
     for_x = rounded(case.product(at_x, at_w * w_scale) if channel and _varies(case, 1) else None)
     for_w = rounded(case.product(at_x * x_scale, at_w) if channel and _varies(case, 0) else None)
-    narrow = None if row.gradient == "int8" else torch.bfloat16
+    narrow = None if row.gradient.name == "int8" else torch.bfloat16
     left_w = wq if channel and _varies(case, 1) else wq * w_scale
     left_x = xq if channel and _varies(case, 0) else xq * x_scale
     Product.of(lambda g, w: to_x(case, g, w), for_x, left_w).assert_met(gradients[0], narrow)
@@ -341,7 +341,7 @@ class Experts(nn.Module):
     ("ends", "turned"), [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)]
 )
 def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bool, fmt: str, scaling: str) -> None:
-    row, gradient, channel = FORMATS[fmt], FORMATS[FORMATS[fmt].gradient], scaling == "channel"
+    row, gradient, channel = FORMATS[fmt], FORMATS[fmt].gradient, scaling == "channel"
     offs = torch.tensor(ends, dtype=torch.int32)
     # torch traces grouped products in BF16 alone.
     net, x = Experts(turned).bfloat16(), torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -374,7 +374,7 @@ def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bo
         rounded(torch.where(of_rows[:, None], spread, w_scale[-1]) if channel else None),
         rounded(x_scale if channel else None),
     )
-    narrow = None if row.gradient == "int8" else torch.bfloat16
+    narrow = None if row.gradient.name == "int8" else torch.bfloat16
     left_b, left_a = (b, a) if channel else (b * w_scale.double(), a * x_scale.double())
     Product.of(lambda g, b: backward(g, a, b)[0], for_x, left_b).assert_met(to_x, narrow)
     of_w = Product.of(lambda g, a: backward(g, a, b)[1], for_w, left_a)

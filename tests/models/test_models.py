@@ -193,7 +193,7 @@ def total(gradients: Gradients) -> float:
 
 def assert_planned(notes: Notes, precision: str, called: int) -> None:
     """Every adjustable operator runs as planned, or says why not, and there are as many products as the model calls."""
-    elsewhere = FORMATS[precision].elsewhere
+    elsewhere = FORMATS[precision].elsewhere.name
     with_weight = 0
     for note in notes.adjustable():
         assert note.row is not None and note.precision is not None and note.planned is not None

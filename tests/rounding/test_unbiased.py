@@ -81,10 +81,8 @@ def results(layer: str, fmt: str, rounding: str, channel: bool) -> list[tuple[li
     exact = all_of(plain, x.double(), weight.double(), gradient.double())
     magnitude = all_of(plain, x.double().abs(), weight.double().abs(), gradient.double().abs())
     row = FORMATS[fmt]
-    one = unit(FORMATS[row.carrier].dtype)
-    allowed = [
-        one * (m if channel and FORMATS[row.gradient].plain else e.abs()) for m, e in zip(magnitude, exact, strict=True)
-    ]
+    one = unit(row.carrier.dtype)
+    allowed = [one * (m if channel and row.gradient.plain else e.abs()) for m, e in zip(magnitude, exact, strict=True)]
     # The output is FP32 here, and so is what it is computed in.
     allowed[0] = torch.zeros_like(exact[0])
     found = [all_of(functools.partial(run, seed=seed), x, weight, gradient) for seed in seeds()]

@@ -18,7 +18,7 @@ from qsync_fx.precision import FORMATS
 FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
 every_format = pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
 STREAM = 5
-OUT = {name: FORMATS[FORMATS[name].output].dtype for name in FORMATS_OF_PRODUCTS}
+OUT = {name: FORMATS[name].output.dtype for name in FORMATS_OF_PRODUCTS}
 
 
 @dataclass(frozen=True)

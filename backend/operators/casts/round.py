@@ -16,7 +16,7 @@ from torch import Tensor
 from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.library import define, differentiate
 from qsync_fx.errors import PrecisionError
-from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.precision import FP32, Precision, precision
 from qsync_fx.rounding.mode import rounding_mode
 
 
@@ -36,7 +36,7 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
         raise PrecisionError(
             f"{x.dtype} cannot be rounded to {row}", where="qsync::round", do="round floating-point tensors"
         )
-    return dataclasses.replace(row, max=FORMATS["fp32"].max) if row.plain else row
+    return dataclasses.replace(row, max=FP32.max) if row.plain else row
 
 
 def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:

@@ -90,9 +90,7 @@ def states(site: Site) -> tuple[State, ...]:
         return tuple(
             State(fmt, out)
             for fmt in takes
-            for out in dict.fromkeys(
-                [FORMATS[row_on(site.graph.context.device, fmt).output], *(wide if fmt.scaled else ())]
-            )
+            for out in dict.fromkeys([row_on(context.device, fmt).output, *(wide if fmt.scaled else ())])
         )
     if note.kind is Kind.DEPENDENT and own is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]

@@ -71,7 +71,7 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
     units = not (fmt == "fp8" and arch == "sm_80")
     assert calls.count("qsync::gemm") == (3 if units else 0)
-    turned = FORMATS[FORMATS[fmt].gradient].scaled and units and not channel
+    turned = FORMATS[fmt].gradient.scaled and units and not channel
     assert calls.count("qsync::quantize_transposed") == turned
     assert "aten::_int_mm" not in calls
 

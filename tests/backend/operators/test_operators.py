@@ -28,14 +28,14 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     found = torch.autograd.grad(y, inputs, gradient)
     assert [t.dtype for t in found] == [t.dtype for t in inputs]
     a, b = layer.operands(x, weight)
-    carrier = torch.promote_types(FORMATS[row.carrier].dtype, y.dtype)
+    carrier = torch.promote_types(row.carrier.dtype, y.dtype)
     narrow = None if summed_as_integers(layer, weight) else carrier
     forward, to_x, to_weight, spread = products(layer, x, weight)
     shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
     Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
 
-    carrier = FORMATS[row.carrier].dtype
-    plain = FORMATS[row.gradient].plain and layer.geometry is not None
+    carrier = row.carrier.dtype
+    plain = row.gradient.plain and layer.geometry is not None
     if plain:
         # The scale is in an operand of the carrier: always the weight's, and the activation's where it varies.
         b = Operand(b.value.float().to(carrier), None)
@@ -50,7 +50,7 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
     # Integers are summed as such, wherever the products of a linear layer are computed.
-    narrow = None if FORMATS[row.gradient].kind == row.kind == "integer" and layer.geometry is None else carrier
+    narrow = None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
     Product.of(to_x, into["activation"], for_x).assert_met(found[0], narrow)
     Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], narrow)
     if bias is not None:

@@ -22,7 +22,7 @@ from qsync_fx.precision import FORMATS
 @every_format
 def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
-    rounded = FORMATS[FORMATS[fmt].gradient]
+    rounded = FORMATS[fmt].gradient
     roundings = None if rounded.plain else "qsync::quantize" if rounded.scaled else "qsync::round"
     for channel, needed in itertools.product((False, True), itertools.product((False, True), repeat=3)):
         if not any(needed):
@@ -50,7 +50,7 @@ def test_a_convolution_computes_both_gradients_in_one_call() -> None:
             y.backward(torch.randn_like(y))
         assert [t.grad is not None for t in inputs] == list(needed)
         # A gradient that gets a scale is rounded for each product when scales vary; one that BF16 holds is not.
-        twice = FORMATS[FORMATS[fmt].gradient].scaled and channel and all(needed)
+        twice = FORMATS[fmt].gradient.scaled and channel and all(needed)
         assert calls.count("aten::convolution_backward") == (2 if twice else 1)
 
 

@@ -258,7 +258,7 @@ def test_rounding_to_tf32() -> None:
 @every_scaled
 def test_values_are_exact_in_the_carrier_and_gradients_too(fmt: str) -> None:
     row = FORMATS[fmt]
-    carrier, gradient = FORMATS[row.carrier], FORMATS[row.gradient]
+    carrier, gradient = row.carrier, row.gradient
     values = torch.from_numpy(grid_of(row))
     assert torch.equal(values.to(carrier.dtype).double(), values)
     assert gradient.mantissa <= carrier.mantissa
