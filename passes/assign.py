@@ -15,7 +15,8 @@ from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.plan.plan_check import check_plan
-from qsync_fx.precision import FP32, Precision, promoted
+from qsync_fx.precision import FP32, Precision
+from qsync_fx.resolve import stays
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,10 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
     elif (
         not explicit
         and region is None
-        and _stays(own, row_on(graph.context.device, choice.precision), graph.context.automatic)
+        and stays(own, row_on(graph.context.device, choice.precision), graph.context.automatic)
     ):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
     elif graph.context.automatic:
         operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
     else:
         operator.decide(choice.precision, choice.reason)
-
-
-def _stays(own: Precision, planned: Precision, automatic: bool) -> bool:
-    """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked."""
-    widened = (
-        not planned.scaled and own.dtype is not planned.output.dtype and promoted(own, planned.output) is planned.output
-    )
-    return own.name == "fp64" or widened or (automatic and own.bits < 32)

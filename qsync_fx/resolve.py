@@ -9,7 +9,7 @@ import torch
 
 from qsync_fx.devices import row_on, support
 from qsync_fx.ops import OperatorRow
-from qsync_fx.precision import Precision
+from qsync_fx.precision import Precision, promoted
 
 
 def resolve(
@@ -40,3 +40,14 @@ def resolve(
         runs = found.runs_as
         reasons.append(found.reason)
     return runs, "; ".join(reasons)
+
+
+def stays(own: Precision, planned: Precision, automatic: bool) -> bool:
+    """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked.
+
+    Args:
+        planned: the default's row on the device.
+    """
+    wide = planned.output
+    widened = not planned.scaled and own.dtype is not wide.dtype and promoted(own, wide) is wide
+    return own.name == "fp64" or widened or (automatic and own.bits < 32)
