@@ -1,0 +1,91 @@
+"""A plain simulation of a step, event by event: what the closed forms have to equal. It knows no formula, only who may go on when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Device:
+    """One device in the middle of a step."""
+
+    seconds: list[float]
+    handed_over: list[float]
+    done_after: list[int]
+    optimizer: float
+    begins: float
+    entry: int = 0
+    clock: float = 0.0
+    left: float | None = None
+    ended: list[float] = field(default_factory=list)
+
+    def ready(self, bucket: int) -> float | None:
+        """When a bucket was ready, None while it is not."""
+        done = self.done_after[bucket]
+        if done > len(self.ended):
+            return None
+        return self.ended[done - 1] if done else self.begins
+
+    @property
+    def computing(self) -> bool:
+        return self.entry < len(self.seconds)
+
+
+def simulated(
+    devices: list[Device], transfers: list[float], slower: float = 0.0, slows: float = 0.0
+) -> tuple[list[float], list[float], list[float]]:
+    """Returns when each bucket was sent, when it arrived, and when each device was done, its optimizer included.
+
+    `slower` is what a device takes longer while a bucket travels, `slows` what a bucket takes longer while any device computes.
+    """
+    now = 0.0
+    sent: list[float] = []
+    arrived: list[float] = []
+    travelling: float | None = None
+    while len(arrived) < len(transfers) or any(device.computing for device in devices):
+        if travelling is None and len(sent) < len(transfers):
+            moments = [device.ready(len(sent)) for device in devices]
+            if all(moment is not None and moment <= now for moment in moments) and now >= max(
+                device.begins for device in devices
+            ):
+                travelling = transfers[len(sent)]
+                sent.append(now)
+        busy = [device for device in devices if device.computing]
+        transfer_rate = 1 / (1 + slows) if any(device.begins <= now for device in busy) else 1.0
+        device_rate = 1.0 if travelling is None else 1 / (1 + slower)
+        until: list[float] = []
+        for device in busy:
+            if device.begins > now:
+                until.append(device.begins - now)
+                continue
+            if device.left is None and device.handed_over[device.entry] <= device.clock:
+                device.left = device.seconds[device.entry]
+            ahead = device.handed_over[device.entry] - device.clock if device.left is None else device.left
+            until.append(ahead / device_rate)
+        if travelling is not None:
+            until.append(travelling / transfer_rate)
+        after = min(until)
+        # What is next is next, whatever the rounding of the sums says.
+        for device, left in zip(busy, until, strict=False):
+            if device.begins > now:
+                continue
+            next_one = left == after
+            passed = after * device_rate
+            if device.left is None:
+                device.clock = device.handed_over[device.entry] if next_one else device.clock + passed
+            else:
+                device.clock += passed
+                device.left = 0.0 if next_one else device.left - passed
+                if next_one:
+                    device.ended.append(now + after)
+                    device.entry, device.left = device.entry + 1, None
+        if travelling is not None:
+            travelling = travelling - after * transfer_rate if until[-1] > after else None
+            if travelling is None:
+                arrived.append(now + after)
+        late = [device.begins for device in busy if device.begins > now and device.begins - now == after]
+        now = late[0] if late else now + after
+    last = max(arrived, default=0.0)
+    computed = [device.ended[-1] if device.ended else device.begins for device in devices]
+    synchronized = [max(end, last) if transfers else end for end in computed]
+    return sent, arrived, [end + device.optimizer for end, device in zip(synchronized, devices, strict=True)]
