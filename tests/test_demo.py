@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -75,12 +76,14 @@ def test_each_rank_ran_its_own_plan_and_explains_it(demo: Any) -> None:
         assert (output / f"explain-rank{rank}.dot").read_text().startswith("digraph")
 
 
+@tiers.ALL
 def test_the_same_seed_and_plan_give_the_same_weights(demo: Any, tmp_path: Path) -> None:
     finished, output = demo
     again = run(*DIGITS, "--epochs", "2", "--plan", str(output / "plan-rank1.json"), output=tmp_path)
     assert weights_of(again) == weights_of(finished)
 
 
+@tiers.ALL
 def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -> None:
     plan = tmp_path / "other.json"
     Plan("int8", operators={"stage9.conv1/conv2d": "fp32"}).save(plan)
@@ -148,6 +151,7 @@ def runs(pid: int) -> bool:
 linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the ranks in /proc")
 
 
+@tiers.ALL
 @linux
 def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Popen[str]) -> None:
     assert running.stdout is not None

@@ -14,12 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pages
 import pytest
+import tiers
 import torch
 
 from qsync_fx.backend.cuda.kernel.config import Arch
@@ -34,6 +35,14 @@ NEEDS = {"integrations": ("accelerate", "lightning", "transformers")}
 FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howto-verb": 1}
 PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
+
+QUICK = ("README", "architecture", "howto-format")
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    """Pages take half a minute; three kinds of them run in every tier: what people read first, the way of a model, and a how-to."""
+    return [pytest.param(name, marks=() if name in QUICK else tiers.ALL) for name in names]
+
 
 # Pages that change the tree run in a copy of it. An editable install would import the tree itself, whatever PYTHONPATH says.
 _NOT_THE_INSTALLED = """\
@@ -66,7 +75,7 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
         update_or_compare(path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text())))
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in FILES_TO_TOUCH])
+@pytest.mark.parametrize("name", parameters(name for name in PAGES if name not in FILES_TO_TOUCH))
 def test_page_runs(name: str, tmp_path: Path) -> None:
     if missing := [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]:
         pytest.skip(f"{', '.join(missing)} not installed")
@@ -79,7 +88,7 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
     run(PAGES[name], folder, tmp_path, (site,))
 
 
-@pytest.mark.parametrize("name", FILES_TO_TOUCH)
+@pytest.mark.parametrize("name", parameters(FILES_TO_TOUCH))
 def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None:
     tree, boot, site = tmp_path / "tree", tmp_path / "boot", tmp_path / "site"
     copy_tree(tree)

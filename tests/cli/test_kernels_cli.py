@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiers
 from kernel_caches import cache_of
 from small_units import small_unit
 
@@ -86,6 +87,7 @@ def names(home: Path) -> set[str]:
 # build
 
 
+@tiers.ALL
 @needs_nvcc
 def test_builds_what_a_model_needs_and_another_machine_finds_it(
     empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

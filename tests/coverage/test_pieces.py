@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -259,7 +260,10 @@ def test_a_model_with_a_wrapper_of_the_users_around_it_follows_its_own_plan() ->
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("block", [sequential_block, lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)])
+@pytest.mark.parametrize(
+    "block",
+    [sequential_block, pytest.param(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), marks=tiers.ALL)],
+)
 def test_blocks_of_torchs_own_classes(block: Callable[[], nn.Module]) -> None:
     """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks do."""
     for wrap in (lambda model: model, sharded):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -76,7 +77,10 @@ def _of_zoo(name: str) -> tuple[tuple[nn.Module, tuple[Any, ...]], dict[str, Any
     return (model, ()), inputs
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet", "mixtral", "llama_recomputing", *OWN])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", *(pytest.param(name, marks=tiers.ALL) for name in ("resnet", "mixtral", "llama_recomputing")), *OWN],
+)
 def test_it_is_what_explaining_afresh_says(name: str) -> None:
     torch.manual_seed(0)
     (model, inputs), named = (OWN[name](), {}) if name in OWN else _of_zoo(name)

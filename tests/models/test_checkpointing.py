@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import assert_equal, build, compiled, gradients
 from torch import Tensor, nn
@@ -119,6 +120,7 @@ def test_a_region_in_a_region() -> None:
         assert_equal(found, _gradients(lambda: Nested(False), precision=precision))
 
 
+@tiers.ALL
 def test_recomputed_under_inductor() -> None:
     """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
     first = _gradients(lambda: Stack(True, 0.5), precision="int8", inner="inductor")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 RANK = Path(__file__).parents[1] / "support" / "ddp_rank.py"
 
@@ -51,7 +52,7 @@ def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "graph break"])
+@pytest.mark.parametrize("breaks", [False, pytest.param(True, marks=tiers.ALL)], ids=["whole", "graph break"])
 def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -> None:
     first, second = ranks = train(tmp_path, plans=["fp32", "mixed"], breaks=breaks)
     for rank in ranks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 RANK = Path(__file__).parents[1] / "support" / "rounding_rank.py"
 
@@ -40,6 +41,7 @@ def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@tiers.ALL
 def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     ranks = torchrun("variance", 4, tmp_path / "variance")
     assert len({rank["generator"] for rank in ranks}) == 1, "torch's generators are where one seed leaves them"
@@ -50,6 +52,7 @@ def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_p
         assert found[n] * n / found[1] == pytest.approx(1, rel=0.15)
 
 
+@tiers.ALL
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole = torchrun("whole", 2, tmp_path / "whole")
     resumed = torchrun("interrupted", 2, tmp_path / "interrupted", restarts=1)

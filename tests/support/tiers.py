@@ -5,9 +5,11 @@
     pytest --tier every    every kernel on the CPU
 
 A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
-a quicker test of the same idea stays without.
+a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs a few, spread over all of them, which are
+the same ones each time.
 
-Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier.
+Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier, and a file that it
+names runs with all parameters.
 
 A plugin of pytest; see conftest.
 """
@@ -22,6 +24,8 @@ import pytest
 TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
+A_FEW: Final = 3
+"""How many of its parameters the fast tier runs a test with."""
 T = TypeVar("T")
 _chosen = "fast"
 
@@ -44,9 +48,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any("::" in argument for argument in config.args):
         return
-    left = [item for item in items if any(not _runs(mark.args[0]) for mark in item.iter_markers("tier"))]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    runs = [item for item in items if all(_runs(mark.args[0]) for mark in item.iter_markers("tier"))]
+    if _chosen == "fast" and not any(argument.endswith(".py") for argument in config.args):
+        runs = _few(runs)
+    chosen = set(runs)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = runs
+
+
+def _few(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items with a few for each test function, in their order."""
+    functions: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault((item.path, getattr(item, "originalname", item.name), item.parent), []).append(item)
+    chosen = {item for found in functions.values() for item in spread(found, A_FEW)}
+    return [item for item in items if item in chosen]
+
+
+def spread(values: Sequence[T], count: int) -> list[T]:
+    """Returns `count` of the values, the first and the last among them, the others as far apart as can be; all where there are no more."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(at * (len(values) - 1) / (count - 1))] for at in range(count)]
 
 
 def _runs(tier: str) -> bool:

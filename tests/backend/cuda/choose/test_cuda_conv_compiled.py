@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import tiers
 from hypothesis import given, settings, strategies as st
 from test_cuda_conv import problems
 
@@ -38,6 +39,9 @@ def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
     found |= {"stride_h": stride_h, "stride_w": stride_w, "b_scale_per_channel": p.b_scale == "channel"}
     found |= {"split": 1, "device": 0, "multiprocessors": 108}
     return ConvArguments(**found | changed)
+
+
+pytestmark = tiers.ALL
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import tiers
 from test_cuda_gemm import AMPERE, HOPPER, INT8, STREAM_K, kernels
 
 from qsync_fx.backend.cuda.kernel import hardware
@@ -114,6 +115,7 @@ def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> Gemm
 EACH = pytest.mark.parametrize("config", [STREAM_K, SMALL_HOPPER], ids=["2.x", "3.x"])
 
 
+@tiers.ALL
 @compiles
 @EACH
 @pytest.mark.timeout(900)
@@ -158,6 +160,7 @@ def test_the_host_side_refuses_what_the_device_could_not_do(libraries: Libraries
     assert {found.can_implement(each) for each in impossible} == {"Error Invalid Problem"}
 
 
+@tiers.ALL
 @compiles
 @EACH
 @pytest.mark.timeout(900)

@@ -25,11 +25,11 @@ except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 # Whichever test is first compiles for all.
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [tiers.ALL, pytest.mark.timeout(3600)]
 
 
 def products() -> list[KernelConfig]:
-    """One kernel for each pair of operands, layouts, schedule and order; the first is of INT8."""
+    """One kernel for each pair of operands, layouts, schedule and order."""
     kinds = (
         ((c.a, c.b, c.a_major, c.b_major, c.schedule, c.order), c)
         for c in gemm_configs("sm_90a")
@@ -44,8 +44,7 @@ def convolutions() -> list[KernelConfig]:
     return sorted(cutlass_cpu.smallest(kinds), key=lambda config: config.a != "int8")
 
 
-PRODUCTS = tiers.chosen(products()[:1], products())
-CONVOLUTIONS = tiers.chosen(convolutions()[:1], convolutions())
+PRODUCTS, CONVOLUTIONS = products(), convolutions()
 
 
 @pytest.fixture(scope="module")
