@@ -17,3 +17,13 @@ def short(size: Any, unit: str = "") -> str:
     while abs(value) >= 1000 and step < len(_STEPS) - 1:
         value, step = value / 1000, step + 1
     return f"{value:.3g}{_STEPS[step]}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Returns 0.0123 as "12.3 ms"; zero as "-"."""
+    if seconds == 0:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"

@@ -74,11 +74,11 @@ def fit(table: Table, width: int) -> None:
             column.no_wrap, column.overflow = False, "fold"
 
 
-def table_of(columns: Sequence[str]) -> Table:
-    """Returns an empty table with these columns."""
+def table_of(columns: Sequence[str], right: Sequence[str] = ("flops", "bytes", "saved")) -> Table:
+    """Returns an empty table with these columns; `right` names those of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in ("flops", "bytes", "saved") else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return table
 
 

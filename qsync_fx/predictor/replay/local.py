@@ -24,12 +24,14 @@ class Local:
     """
     Attributes:
         entries: what the device does, in order.
+        seconds: (entries,), how long each takes.
         ends: (entries,), when it has done each.
         ready: (buckets,), when each bucket can be sent.
         optimizer: seconds of the optimizer's step.
     """
 
     entries: tuple[Entry, ...]
+    seconds: Array
     ends: Array
     ready: Array
     optimizer: float
@@ -85,4 +87,4 @@ def local(
     handed_over = np.arange(1, len(entries) + 1) * launch
     all_ends = ends(handed_over, seconds)
     since = np.concatenate([[0.0], all_ends])
-    return Local(tuple(entries), all_ends, since[done], schedule.optimizer * slowdown)
+    return Local(tuple(entries), seconds, all_ends, since[done], schedule.optimizer * slowdown)

@@ -1,0 +1,70 @@
+"""How long an all-reduce takes: by bandwidth and latency of the slowest link, or by a table that was measured.
+
+Invariant: more bytes take no less time, whatever the table says between its points, and no bytes take none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from qsync_fx.predictor.replay.closed_form import Array
+
+
+class AllReduce(Protocol):
+    """How long an all-reduce takes."""
+
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
+        """Returns the seconds for each number of bytes that every one of the ranks gives."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A ring: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
+
+    Attributes:
+        bandwidth: bytes a second, in one direction, of the slowest link.
+        latency: seconds that the smallest all-reduce takes.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
+        sizes = np.asarray(nbytes, dtype=float)
+        taken: Array = np.where(sizes > 0, self.latency + _share(ranks) * sizes / self.bandwidth, 0.0)
+        return taken if ranks > 1 else np.zeros_like(sizes)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table, interpolated where both axes are logarithms.
+
+    Below its smallest all-reduce the time is that one's, which is latency; above its largest it goes on in proportion to the bytes.
+
+    Attributes:
+        table: pairs of bytes and seconds.
+        ranks: how many ranks took part.
+    """
+
+    table: Sequence[tuple[float, float]]
+    ranks: int
+
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
+        sizes = np.asarray(nbytes, dtype=float)
+        if ranks < 2:
+            return np.zeros_like(sizes)
+        points = np.array(sorted(self.table), dtype=float)
+        points[:, 1] = np.maximum.accumulate(points[:, 1])
+        within = np.clip(sizes, points[0, 0], points[-1, 0])
+        taken = np.exp(np.interp(np.log(within), np.log(points[:, 0]), np.log(points[:, 1])))
+        beyond = np.maximum(sizes / points[-1, 0], 1)
+        scaled: Array = np.where(sizes > 0, taken * beyond * _share(ranks) / _share(self.ranks), 0.0)
+        return scaled
+
+
+def _share(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks

@@ -1,0 +1,77 @@
+"""What `print(timeline)` shows: the step, each class of devices, and the operators that take longest.
+
+Invariant: seconds of a device are of one of its devices, and add up as `timeline` says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from qsync_fx.report.numbers import duration, short
+from qsync_fx.report.text import plain, table_of
+
+if TYPE_CHECKING:
+    from qsync_fx.timeline.timeline import OperatorSeconds, Timeline
+
+_SHOWN = 15
+
+
+def timeline_text(timeline: Timeline, width: int | None = None) -> str:
+    """Returns a timeline as plain text, fitted to a width where one is given."""
+    return plain(timeline_table(timeline), width)
+
+
+def timeline_table(timeline: Timeline, shown: int = _SHOWN) -> RenderableType:
+    """Returns a timeline for a rich console, with so many operators."""
+    operators = timeline.by_operator()
+    left = len(operators) - shown
+    more = [Text(f"{left} more operators")] if left > 0 else []
+    return Group(Text(_head(timeline)), _devices(timeline), _operators(timeline, operators[:shown]), *more)
+
+
+def _head(timeline: Timeline) -> str:
+    parts = [f"{duration(timeline.seconds)} a step"]
+    if timeline.seconds:
+        parts.append(f"{1 / timeline.seconds:.4g} steps a second")
+    if timeline.throughput is not None:
+        parts.append(f"{timeline.throughput:.4g} samples a second")
+    buckets = timeline.played.buckets
+    if buckets:
+        parts.append(f"{len(buckets)} buckets of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients")
+    return ", ".join(parts)
+
+
+def _devices(timeline: Timeline) -> RenderableType:
+    cluster, operators = timeline.played.cluster, timeline.by_operator()
+    parts = ("forward", "backward", "casts", "other")
+    columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
+    table = table_of([*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak"))
+    for name, device in cluster.devices.items():
+        own = [one for one in operators if one.device == name]
+        sums = [sum(getattr(one, part) for one in own) for part in parts]
+        times = [*sums, timeline.sending[name], timeline.waiting[name], timeline.played.devices[name].optimizer]
+        peak = [_peak(timeline, name)] if timeline.peak_bytes else []
+        table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
+    return table
+
+
+def _peak(timeline: Timeline, name: str) -> str:
+    peak, memory = timeline.peak_bytes[name], timeline.played.cluster.devices[name].memory
+    if memory is None:
+        return short(peak, "B")
+    return f"{short(peak, 'B')} of {short(memory, 'B')}{', too much' if peak > memory else ''}"
+
+
+def _operators(timeline: Timeline, operators: tuple[OperatorSeconds, ...]) -> RenderableType:
+    several = len(timeline.played.devices) > 1
+    columns = ("forward", "backward", "casts", "share")
+    table = table_of(["operator", *(["devices"] if several else []), *columns], right=columns)
+    for one in operators:
+        share = one.seconds / timeline.seconds if timeline.seconds else 0.0
+        times = (one.forward + one.other, one.backward, one.casts)
+        device = [Text(one.device)] if several else []
+        table.add_row(Text(one.operator or "(none)"), *device, *map(duration, times), f"{share:.1%}")
+    return table

@@ -1,0 +1,139 @@
+"""Files of clusters come from anyone: each is read, or an error says what is wrong, and where."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster, Device, Network
+from qsync_fx.predictor.replay.collectives import Link, Measured
+
+GOOD = """
+[devices.v100]
+count = 2
+device = "v100"
+batch = 32
+
+[devices.t4]
+profile = "profiles/t4.json"
+batch = 16
+memory = 15.8e9
+bandwidth = 1.25e9
+slowdown = 1.1
+
+[network]
+bandwidth = 12.5e9
+latency = 30e-6
+slows_compute = 0.05
+
+[buckets]
+bytes = 52_428_800
+
+[compression]
+ratio = 0.25
+each = 1e-11
+"""
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD)
+    cluster = Cluster.load(path)
+    assert cluster.ranks == 3
+    assert cluster.devices["t4"] == Device(
+        profile=str(tmp_path / "profiles/t4.json"), batch=16, memory=15.8e9, bandwidth=1.25e9, slowdown=1.1
+    )
+    assert cluster.all_reduce == Link(1.25e9, 30e-6), "a ring is as fast as its slowest link"
+    assert (cluster.overlap.compute, cluster.overlap.transfer) == (0.05, 0)
+    assert (cluster.buckets.first_bytes, cluster.buckets.bytes) == (2**20, 50 * 2**20)
+    assert cluster.compression is not None and cluster.compression.ratio == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "where"),
+    [
+        ("", "lacks the field 'devices'", ""),
+        ("[devices]", "has no devices", ""),
+        ("[devices.a]\ncount = 0", "has the count 0, which must be above 0", "devices.a"),
+        ("[devices.a]\ncount = -3", "has the count -3, which must be above 0", "devices.a"),
+        ("[devices.a]\ncount = 2.0", "the number 2.0 in place of a whole number", "devices.a.count"),
+        ("[devices.a]\ncount = '2'", "has text in place of a whole number", "devices.a.count"),
+        ("[devices.a]\ncount = 2", "says of the link of 'a' no bandwidth", ""),
+        ("[devices.a]\nbatch = true", "has true in place of a whole number", "devices.a.batch"),
+        ("[devices.a]\nslowdown = nan", "the number nan in place of a number", "devices.a.slowdown"),
+        ("[devices.a]\nslowdown = inf", "the number inf in place of a number", "devices.a.slowdown"),
+        ("[devices.a]\ndelay = -0.1", "has the delay -0.1, which must be at least 0", "devices.a"),
+        ("[devices.a]\ndevice = 'a'\nprofile = 'b'", "has both a device of the catalog and a profile", "devices.a"),
+        ("[devices.a]\nprofil = 'b'", "has an unknown field 'profil'", "devices.a"),
+        ("[device.a]", "has an unknown field 'device'", ""),
+        ("devices = 3", "has the number 3 in place of an object", "devices"),
+        ("devices = 1979-05-27", "a value of type date in place of an object", "devices"),
+        ("[devices.a]\n[network]\nbandwidth = 0", "has the bandwidth 0.0, which must be above 0", "network"),
+        ("[devices.a]\n[network]\nall_reduce = [[1]]", "has a list in place of a list of 2", "network.all_reduce[0]"),
+        ("[devices.a]\n[network]\nall_reduce = [[0, 1]]", "has a point in all_reduce that is not above 0", "network"),
+        ("[devices.a]\n[network]\nall_reduce = [[1, 1], [1, 2]]", "has two points of the same bytes", "network"),
+        ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nbandwidth = 3", "both a bandwidth and all_reduce", "network"),
+        ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nranks = 1", "all_reduce of fewer than 2 ranks", "network"),
+        ("[devices.a]\n[buckets]\nbytes = 0", "has the bytes 0", "buckets"),
+        ("[devices.a]\n[compression]\nratio = 0", "has the ratio 0", "compression"),
+        ("[devices.a]\n[devices.a]", "is not TOML", "line 2"),
+        ("[devices.a\n", "is not TOML", "line 1"),
+        ("x = " + "[" * 5000, "is nested too deeply", ""),
+        ("x = " + "9" * 5000, "is not TOML", ""),
+        (b"\xff\xfe", "is not UTF-8", "byte 0"),
+        ("#" * 2**21, "is larger than", ""),
+    ],
+)
+def test_bad_files(text: str | bytes, what: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ProfileError) as caught:
+        Cluster.load(path)
+    assert what in caught.value.what
+    assert caught.value.where is not None and str(path) in caught.value.where and where in caught.value.where
+    assert caught.value.do
+
+
+def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.a]\nprofil = 'b'")
+    with pytest.raises(ProfileError, match=r"did you mean 'profile'\?"):
+        Cluster.load(path)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="the cluster cannot be read"):
+        Cluster.load(tmp_path / "none.toml")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200) | st.text(alphabet="[]{}=.\n\"' devicsntwork019-+e_", max_size=100))
+def test_any_text_ends_in_a_cluster_or_an_error(text: bytes | str) -> None:
+    with suppress(ProfileError):
+        assert isinstance(CLUSTER.decode(text), Cluster)
+
+
+def test_python_is_checked_like_files() -> None:
+    with pytest.raises(ProfileError, match="says of the link of 'a' no bandwidth"):
+        Cluster({"a": Device(count=2)})
+
+
+def test_a_table_is_met_and_goes_on() -> None:
+    table = Measured([(2.0**20, 1e-3), (2.0**10, 2e-5), (2.0**26, 0.05)], ranks=4)
+    sizes = np.array([1.0, 2**10, 2**15, 2**20, 2**26, 2**27])
+    seconds = table.seconds(sizes, ranks=4)
+    assert seconds[[0, 1, 3, 4, 5]].tolist() == pytest.approx([2e-5, 2e-5, 1e-3, 0.05, 0.1])
+    assert seconds[2] == pytest.approx((2e-5 * 1e-3) ** 0.5)
+    assert table.seconds(sizes, ranks=2).tolist() == pytest.approx((seconds / 1.5).tolist())
+    assert table.seconds(np.zeros(1), ranks=4) == 0
+    assert not table.seconds(sizes, ranks=1).any()
+
+
+def test_a_ring() -> None:
+    assert Link(1e9, 1e-5).seconds([0, 4e6], ranks=4).tolist() == pytest.approx([0, 1e-5 + 1.5 * 4e-3])
+    assert Cluster({"a": Device(count=8)}, Network(all_reduce=[(4, 1e-5)])).all_reduce == Measured(((4, 1e-5),), 8)
