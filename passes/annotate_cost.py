@@ -13,8 +13,8 @@ from typing import ClassVar
 from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.algebra import Cost, Work
 from qsync_fx.graph.costs.operator import flops_of, size_in
-from qsync_fx.graph.costs.reads import State
 from qsync_fx.graph.costs.total import Costing
+from qsync_fx.graph.reads import State
 from qsync_fx.passes.base import Scope
 
 

@@ -8,11 +8,10 @@ to, never a cast of it; where the model converts, so as to write to a copy, a co
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator as py_operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -22,15 +21,14 @@ from qsync_fx.graph.effects.bodies import operands, results
 from qsync_fx.graph.effects.modes import is_switch
 from qsync_fx.graph.effects.writes import in_place, writes
 from qsync_fx.graph.meta import Cast, Part, Purpose
-from qsync_fx.graph.nodes import arguments, map_arguments
 from qsync_fx.graph.notes import Note
-from qsync_fx.graph.values import format_of, is_float
-from qsync_fx.ops import Kind, OperatorRow, Place
+from qsync_fx.graph.reads import Operand, Reader, State, map_operands
+from qsync_fx.graph.values import is_float
+from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casting.casts import Casts, drop_unread_casts, plain_type
 from qsync_fx.passes.casting.outputs import cast_outputs
 from qsync_fx.passes.lowering import Lowering, Role
-from qsync_fx.precision import Precision
 from qsync_fx.rounding.mode import Rounding
 
 
@@ -90,20 +88,21 @@ class _Inserter:
         self._output(node, note)
 
     def _operands(self, node: fx.Node, note: Note) -> None:
-        row = note.row
-        if note.kind is Kind.ADJUSTABLE and row is not None:
-            self._adjustable(node, note, row)
-        elif in_place(node):
-            to = plain_type(self.graph.value(writes(node)[0]))
-            self._map(node, lambda used: self._cast(node, used, to))
-        elif row is not None and row.converts:
-            pass
-        elif note.kind is Kind.DEPENDENT and note.precision is not None:
-            self._map(node, functools.partial(self._promote, node, note.precision))
-        else:
-            own = format_of(self.casts.values[node])
-            wider = note.precision.dtype if note.precision is not None and note.precision is not own else None
-            self._map(node, lambda used: self._cast(node, used, wider or self.casts.own.get(used)))
+        reader, fmt, state = Reader.of(node, note, self.casts.values[node]), note.precision, State.of(note)
+        rounds = note.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain
+        if rounds and fmt is not None and fmt.scaled:
+            # Until it is lowered torch computes it, in the format of its output; only then are other operands read as they were written.
+            state = State(note.output, note.output)
+
+        def read(operand: Operand) -> fx.Node:
+            if rounds and reader.takes_scaled(operand):
+                return self._rounded(node, operand, note)
+            wanted = reader.read_as(state, operand, self.casts.values.get(operand.node))
+            return self._cast(node, operand.node, None if wanted is None else wanted.dtype)
+
+        map_operands(node, read)
+        if rounds:
+            meta.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
 
     def _enter(self, node: fx.Node, body: PrecisionGraph) -> None:
         """Goes through the body of a higher-order operator as if it stood here."""
@@ -113,9 +112,6 @@ class _Inserter:
         inner.run()
         body.inputs = [body.value(placeholder) for placeholder, _ in operands(node, body)]
         node.meta["val"] = tuple(body.value(result) for result in results(body))
-
-    def _map(self, node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> None:
-        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), change)
 
     def _refresh(self, node: fx.Node, force: bool = False) -> None:
         """Computes a node's value anew if an operand's has changed."""
@@ -128,46 +124,16 @@ class _Inserter:
             return
         self.graph.propagate(node)
 
-    # What each kind of operator gets.
-
-    def _adjustable(self, node: fx.Node, note: Note, row: OperatorRow) -> None:
-        fmt = note.precision
-        assert fmt is not None and note.output is not None, f"{note.id} was not assigned"
-        if row.output_only:
-            self._map(node, lambda used: self._cast(node, used, self.casts.own.get(used)))
-            return
-        special: dict[Place, Role] = {} if fmt.plain else dict(zip(row.scaled, Role, strict=True))
-        dtype = note.output.dtype if fmt.scaled else fmt.dtype
-        converted = row.converted(tuple(arguments(node).values()))
-
-        def rounded(place: Place, given: Any) -> Any:
-            return fx.node.map_arg(given, lambda used: self._rounded(node, used, fmt, row, special[place], dtype))
-
-        def change(at: int, given: Any) -> Any:
-            if at in special:
-                return rounded(at, given)
-            if isinstance(given, (list, tuple)) and (at, 0) in special:
-                return [rounded((at, item), value) for item, value in enumerate(given)]
-            if at in converted:
-                return fx.node.map_arg(given, lambda used: self._cast(node, used, dtype))
-            return fx.node.map_arg(given, lambda used: self._cast(node, used, _beside(self.casts.own.get(used), dtype)))
-
-        map_arguments(node, change)
-        if not fmt.plain:
-            meta.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
-
-    def _rounded(
-        self, node: fx.Node, used: fx.Node, fmt: Precision, row: OperatorRow, role: Role, dtype: torch.dtype
-    ) -> fx.Node:
+    def _rounded(self, node: fx.Node, operand: Operand, note: Note) -> fx.Node:
+        """Returns a factor on the grid of the operator's format."""
+        row, fmt, output = note.row, note.precision, note.output
         keep: tuple[int, ...] = ()
+        assert row is not None and fmt is not None and output is not None, f"{note.id} was not assigned"
         lowering = self.options.lowerings.get(row.name)
         if fmt.scaled and lowering is not None:
+            role = tuple(Role)[row.scaled.index(operand.place)]
             keep = tuple((lowering.keep if self.options.scaling == "channel" else lowering.separate)(node, role))
-        return self.casts.rounded(node, used, fmt, keep, dtype)
-
-    def _promote(self, node: fx.Node, fmt: Precision, used: fx.Node) -> fx.Node:
-        value = self.graph.value(used)
-        return used if is_float(value) and value.dim() == 0 else self._cast(node, used, fmt.dtype)
+        return self.casts.rounded(node, operand.node, fmt, keep, (output if fmt.scaled else fmt).dtype)
 
     def _cast(self, node: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         if used not in writes(node):
@@ -222,11 +188,3 @@ class _Inserter:
         for user in users:
             user.replace_input_with(node, new)
         return new
-
-
-def _beside(own: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """Returns the type for an operand that a plan does not change, such as a norm's weight, of an operator that computes in `dtype`.
-
-    It stays as it is, but torch takes no other narrow type there than `dtype` itself.
-    """
-    return own if own is None or own is dtype or own.itemsize >= 4 else torch.promote_types(own, dtype)

@@ -19,7 +19,9 @@ from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.charging import computes
 from qsync_fx.graph.effects.sharing import Sharing
 from qsync_fx.graph.effects.writes import in_place
-from qsync_fx.graph.nodes import arguments, nodes_in
+from qsync_fx.graph.nodes import arguments
+from qsync_fx.graph.notes import Note
+from qsync_fx.graph.reads import Reader, State
 from qsync_fx.graph.values import describe, is_float, tensors
 from qsync_fx.ops import Kind
 from qsync_fx.passes.running.text import graph_text
@@ -103,11 +105,6 @@ def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
 def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, value = operator.note, graph.value(operator.node)
-        if note.kind is Kind.DEPENDENT and note.precision is not None and not in_place(operator.node):
-            for used in operator.node.all_input_nodes:
-                got = graph.value(used)
-                if is_float(got) and got.dim() > 0 and got.dtype is not note.precision.dtype:
-                    yield operator.node, f"it runs in {note.precision} and reads {describe(got)} from %{used.name}"
         if note.output is not None and is_float(value) and not in_place(operator.node):
             found, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
             # Where the result alone is converted, and that loses nothing, each reader converts as it needs.
@@ -202,25 +199,27 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
                 yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
 
 
-def _reads_its_precision(graph: PrecisionGraph) -> Iterator[Broken]:
+def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
-        note, node, row = operator.note, operator.node, operator.row
-        if operator.kind is not Kind.ADJUSTABLE or note.precision is None or row is None or row.output_only:
+        note, node = operator.note, operator.node
+        if _lowered(note, node):  # it takes the original beside each operand
             continue
-        given = tuple(arguments(node).values())
-        if note.precision.name in given:  # it is lowered, and takes the original beside each operand
-            continue
-        for at in row.converted(given) if note.precision.plain else ():
-            for used in nodes_in(given[at] if at < len(given) else None):
-                value = graph.value(used)
-                if is_float(value) and value.dtype is not note.precision.dtype:
-                    yield node, f"it runs in {note.precision} and reads {describe(value)} from %{used.name}"
+        reader = Reader.of(node, note, graph.value(node))
+        for operand in () if reader.in_place else reader.operands:
+            value = graph.value(operand.node)
+            asked = reader.asks(State.of(note), operand, value)
+            if isinstance(asked, Precision) and asked.plain and value.dtype is not asked.dtype:
+                yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
+
+
+def _lowered(note: Note, node: fx.Node) -> bool:
+    return note.kind is Kind.ADJUSTABLE and note.precision is not None and note.precision.name in node.args
 
 
 def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         fmt, node = operator.precision, operator.node
-        if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and fmt.name not in node.args:
+        if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and not _lowered(operator.note, node):
             yield node, f"{fmt} is planned, and the node does not compute in it"
 
 
@@ -257,7 +256,7 @@ RULES = (
     Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
     Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
     Rule("types match", "insert_casts", _types_match),
-    Rule("adjustable operators read operands of their precision", "insert_casts", _reads_its_precision),
+    Rule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
     Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
     Rule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
     Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),

@@ -167,6 +167,7 @@ class Casts:
                 new.meta[key] = source.meta[key]
         self.graph.propagate(new)
         self.own.setdefault(new, self.own.get(source))
+        self.values.setdefault(new, self.values.get(source))
 
     def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None) -> Any:
         graph = self.graph.graph

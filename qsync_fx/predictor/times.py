@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qsync_fx.graph.costs.reads import State
+from qsync_fx.graph.reads import State
 
 
 @dataclass(frozen=True)

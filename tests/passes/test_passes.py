@@ -176,7 +176,7 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("lower", take_one_more, "it takes 6 inputs, and Dynamo gives it 5"),
         ("insert_casts", leave_a_cast_unread, "every cast is needed"),
         ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
-        ("lower", narrow_a_linear, "adjustable operators read operands of their precision"),
+        ("lower", narrow_a_linear, "operators read operands of their precision"),
     ],
 )
 def test_the_verifier_names_pass_node_and_rule(

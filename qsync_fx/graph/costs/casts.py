@@ -17,12 +17,12 @@ from qsync_fx.graph import meta
 from qsync_fx.graph.algebra import Cost, Work
 from qsync_fx.graph.costs.flow import Flow, Site
 from qsync_fx.graph.costs.operator import size_in
-from qsync_fx.graph.costs.reads import State, read_as
 from qsync_fx.graph.effects.memory import Memory
 from qsync_fx.graph.effects.sharing import Sharing
 from qsync_fx.graph.effects.writes import in_place
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.notes import Note
+from qsync_fx.graph.reads import State
 from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.precision import Precision
 
@@ -82,7 +82,7 @@ class _Walk:
             self._wanted(graph, site, state)
             return
         for operand in site.operands:
-            fmt = read_as(note, state, operand, graph.value(operand.node))
+            fmt = site.reader.read_as(state, operand, graph.value(operand.node))
             self._read(graph, node, operand.node, fmt, sharing)
         self._given_out(graph, site, note, state)
 

@@ -18,11 +18,11 @@ from torch import fx
 
 from qsync_fx.graph import meta
 from qsync_fx.graph.costs.kept import Autograd, Kept, Read
-from qsync_fx.graph.costs.reads import Operand, State, operands, read_as
 from qsync_fx.graph.effects.bodies import operands as body_operands, result_of
 from qsync_fx.graph.effects.memory import Memory
 from qsync_fx.graph.effects.modes import switches_grad
 from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.reads import Operand, Reader, State, operands
 from qsync_fx.graph.values import expression, is_float, storage_of, tensors
 from qsync_fx.plan.opid import OpId
 
@@ -34,7 +34,7 @@ class Site:
     Attributes:
         node: its node.
         graph: the graph, or body, that the node is in.
-        operands: what it reads.
+        reader: what it reads, and how.
         needs: for each operand, whether a gradient flows back to it.
         repeated: whether activation checkpointing computes it again.
         order: its place among the operators of the whole graph.
@@ -42,7 +42,7 @@ class Site:
 
     node: fx.Node
     graph: PrecisionGraph
-    operands: tuple[Operand, ...]
+    reader: Reader
     needs: tuple[bool, ...]
     repeated: bool
     order: int
@@ -51,6 +51,10 @@ class Site:
     def id(self) -> OpId:
         note = meta.NOTE[self.node]
         return note.id
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return self.reader.operands
 
 
 class Flow:
@@ -105,11 +109,11 @@ class Flow:
 
     def kept(self, site: Site, state: State) -> Kept:
         """Returns what an operator keeps for its backward pass in a state that torch computes itself."""
-        note, graph = meta.NOTE[site.node], site.graph
+        graph = site.graph
         reads: dict[fx.Node, Read] = {}
         for operand, need in zip(site.operands, site.needs, strict=True):
             value = graph.value(operand.node)
-            fmt = read_as(note, state, operand, value)
+            fmt = site.reader.read_as(state, operand, value)
             before = reads.get(operand.node)
             dtype = fmt.dtype if fmt is not None else None
             reads[operand.node] = Read(value, dtype, need or (before is not None and before.need))
@@ -148,12 +152,13 @@ class Flow:
         if node in self._same:
             self._needs[node] = self._needs.get(self._same[node], False) and recording
             return
-        read = tuple(operands(node))
+        note = meta.NOTE.get(node)
+        read = operands(node, note)
         needs = tuple(recording and self._needs.get(o.node, False) and is_float_all(graph.value(o.node)) for o in read)
-        if node not in meta.NOTE or meta.bodies(node):
+        if note is None or meta.bodies(node):
             self._needs[node] = any(needs)
         else:
-            site = Site(node, graph, read, needs, repeated, len(self.sites))
+            site = Site(node, graph, Reader.of(node, note, graph.value(node)), needs, repeated, len(self.sites))
             self.sites.append(site)
             kept = self.kept(site, State(None, None))
             self._needs[node] = kept.differentiable

@@ -17,9 +17,9 @@ from qsync_fx.graph import meta
 from qsync_fx.graph.algebra import Cost, Kept, Size, Work
 from qsync_fx.graph.costs.flow import Flow, Site
 from qsync_fx.graph.costs.kept import Extra
-from qsync_fx.graph.costs.reads import Operand, State, read_as
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.nodes import arguments as arguments_of
+from qsync_fx.graph.reads import Operand, State
 from qsync_fx.graph.values import expression, format_of, is_float, tensors
 from qsync_fx.ops import Flops, Kind
 from qsync_fx.precision import Precision
@@ -121,7 +121,7 @@ def _extra(extra: Extra) -> Size:
 
 def _format(site: Site, state: State, operand: Operand) -> Precision | None:
     value = site.graph.value(operand.node)
-    return read_as(meta.NOTE[site.node], state, operand, value) or format_of(value)
+    return site.reader.read_as(state, operand, value) or format_of(value)
 
 
 def size_in(value: Any, fmt: Precision | None) -> Size:

@@ -13,7 +13,7 @@ from qsync_fx.graph.algebra import Cost
 from qsync_fx.graph.costs.casts import casts
 from qsync_fx.graph.costs.flow import Flow
 from qsync_fx.graph.costs.operator import operator_cost
-from qsync_fx.graph.costs.reads import State
+from qsync_fx.graph.reads import State
 from qsync_fx.plan.opid import OpId
 
 
