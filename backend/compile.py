@@ -81,11 +81,12 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     alone = False
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
         alone = compile_for_this_module_only(here)
-    warn_at_the_limit(here)
     if options.target is not None:
         check_target(options.target, _device(module, inputs))
     graph = rewrite(module, inputs, options, seen=_seen(here, options))
     record(graph, here, options, module, alone)
+    if not options.automatic and graph.operators("adjustable"):
+        warn_at_the_limit(here)
     if not alone:
         tell_of_shared_code(graph, here, options)
     wait_for_a_step()
@@ -151,7 +152,7 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options,
         options=options,
         plan=plan_in_force(options, device),
         fake_mode=tracing.fake_mode if tracing is not None else None,
-        automatic=options.plan is None and options.precision is None,
+        automatic=options.automatic,
         ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
         training=torch.is_grad_enabled(),
         complete=_is_complete(module, here),

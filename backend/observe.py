@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from qsync_fx.coverage.limit import tell_of_a_limit
 from qsync_fx.coverage.log import Frame, Log, Outcome, converting, log_of
 from qsync_fx.coverage.settle import settle_packed, wait_for_a_step
 from qsync_fx.module_tree import own_parameters, paths, unwrapped
@@ -105,6 +106,7 @@ class Observed(CatchErrorsWrapper):
         entries = touched or _entries(log, frame, around)
         _note(entries, result, new)
         settle_packed(entries, log)
+        tell_of_a_limit(frame.f_code, self.qsync_options, new["unimplemented"] if result.guarded_code is None else ())
         return result
 
 

@@ -99,6 +99,11 @@ class Options:
                 f'or drop "plan" for {self.precision} everywhere, which is Plan.uniform({self.precision!r})',
             )
 
+    @property
+    def automatic(self) -> bool:
+        """Whether the user asked for neither a plan nor a precision."""
+        return self.precision is None and self.plan is None
+
     @classmethod
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Returns the options in a mapping, as users write them.

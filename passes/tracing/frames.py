@@ -151,13 +151,13 @@ def in_backward_pass() -> bool:
 
 
 def warn_at_the_limit(here: Place) -> None:
-    """Warns where Dynamo may compile a frame for the last time: what it compiles no more runs as written, without the plan."""
+    """Warns where Dynamo may compile a frame for the last time: of what it compiles no more a plan makes an error."""
     limit = torch._dynamo.config.recompile_limit
     if here.code is None or not _last_version():
         return
     text = (
-        f"this is version {limit} of {here.code.co_qualname}, and Dynamo keeps {limit} of a function: another one will run as the model "
-        "wrote it, without the plan. Set torch._dynamo.config.recompile_limit higher if so many are meant; TORCH_LOGS=recompiles tells "
+        f"this is version {limit} of {here.code.co_qualname}, and Dynamo keeps {limit} of a function: another one would run without the "
+        "plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; TORCH_LOGS=recompiles tells "
         "why each was made."
     )
     warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)

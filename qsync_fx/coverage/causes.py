@@ -109,6 +109,11 @@ _NO_ADVICE = ("report an issue", "It may be possible", "an earlier graph break")
 _ELSE = "TORCH_LOGS=graph_breaks shows where"
 
 
+def why_of(text: str) -> Why | None:
+    """Returns the kind of a reason of Dynamo's; None for one of which there is nothing to say beyond its words."""
+    return next((why for words, why in _WORDS if words in text), None)
+
+
 def reason(cause: Cause) -> str:
     """Says why, with Dynamo's words where ours are general."""
     said = _SAID[cause.why][0]
@@ -143,7 +148,7 @@ def cause_of(tree: Tree, path: str) -> Cause:
 
 def nested(frame: Frame) -> Cause | None:
     """Returns what is to say of a function that packs what its layers take into nested tensors; None for others."""
-    text = next((text for text in frame.texts for words, why in _WORDS if why is Why.NESTED and words in text), None)
+    text = next((text for text in frame.texts if why_of(text) is Why.NESTED), None)
     return None if text is None else Cause(Why.NESTED, frame.name, frame.where, text)
 
 
@@ -151,7 +156,7 @@ def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Cause]:
     """Yields why Dynamo left to Python what a function does, or some of it."""
     skipped = frame.outcome is Outcome.SKIPPED
     for text in frame.texts or ("",) if skipped or frame.outcome is Outcome.BROKE else ():
-        why = next((why for words, why in _WORDS if words in text), None)
+        why = why_of(text)
         if why is not None:
             yield Cause(why, frame.name, frame.where, text, part=part)
         elif skipped and type(tree.modules[part]).__module__.startswith(("torch.nn.", "torch.ao.")):

@@ -284,7 +284,8 @@ def test_the_limit_of_versions() -> None:
             fast(torch.randn(4, 16))
         assert uncovered(model) == {}
         model.scale = 3
-        fast(torch.randn(4, 16))
+        with pytest.raises(PlanError, match="recompile_limit"):
+            fast(torch.randn(4, 16))
     assert uncovered(model) == {"layer": "limit"}
     assert qsync_fx.applied(model).operators, "what was compiled before runs on"
 

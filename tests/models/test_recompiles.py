@@ -13,7 +13,7 @@ from small_models import Convolutional, Counting, Perceptron, build, compiled
 from torch import nn
 
 import qsync_fx
-from qsync_fx import Plan
+from qsync_fx import Plan, PlanError
 
 torch.set_num_threads(1)
 
@@ -183,17 +183,80 @@ class Scaled(nn.Module):
 
 
 def test_a_plan_that_will_not_be_followed_is_told() -> None:
-    """Beyond its limit Dynamo runs the model as written. It says that, but cannot know what that means for the plan."""
+    """Beyond its limit Dynamo runs the model as written. That is announced, and then an error each time, until the limit is higher."""
     model = build(Scaled)
     fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
     with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        rounded = []
-        for scale in (1, 2, 3, 4):
+        for scale in (1, 2, 3):
             model.scale = scale
-            rounded.append(not torch.equal(fast(x), model(x)))
+            assert not torch.equal(fast(x), model(x))
             # Torch has warnings of its own, as on Python 3.13.0.
             ours = [str(w.message) for w in told if w.filename == __file__]
             assert ["Scaled.forward" in text for text in ours] == [True] * (scale >= 3)
-    assert rounded == [True, True, True, False]
+        model.scale = 4
+        for _ in range(2):
+            with pytest.raises(PlanError, match=r"has reached torch\._dynamo\.config\.recompile_limit") as caught:
+                fast(x)
+            assert "Scaled.forward" in str(caught.value.where) and __file__ in str(caught.value.where)
+            assert "recompile_limit higher" in str(caught.value.do)
+        model.scale = 2
+        assert not torch.equal(fast(x), model(x)), "what is compiled still runs"
+    model.scale = 4
+    assert not torch.equal(fast(x), model(x)), "the limit is higher again"
     assert "recompile_limit higher" in ours[0]
+
+
+def test_the_limit_of_all_versions_is_an_error_too() -> None:
+    model, x = build(Scaled), torch.randn(2, 4)
+    fast = compiled(model, precision="bf16")
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        for model.scale in (1, 2):
+            fast(x)
+        model.scale = 3
+        with pytest.raises(PlanError, match=r"has reached torch\._dynamo\.config\.accumulated_recompile_limit"):
+            fast(x)
+
+
+def test_one_plan_too_many_is_an_error() -> None:
+    """Dynamo counts versions of a function whatever they were compiled with: this plan would run nowhere."""
+    model, x = build(Scaled), torch.randn(2, 4)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for precision in ("bf16", "int8"):
+            compiled(model, precision=precision)(x)
+        with pytest.raises(PlanError, match="without the plan"):
+            compiled(model, plan=Plan(operators={"layer/linear": "fp16"}))(x)
+        other = compiled(model, plan=Plan(operators={"elsewhere/linear": "fp16"}))
+        assert torch.equal(other(x), model(x)), "that plan decides on nothing here"
+
+
+def test_without_a_plan_the_limit_is_said_once() -> None:
+    model, x = build(Scaled), torch.randn(2, 4)
+    fast = compiled(model)
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for scale in (1, 2, 3, 4, 3):
+            model.scale = scale
+            fast(x)
+            ours = [str(w.message) for w in told if w.filename == __file__]
+            assert ["runs uncompiled" in text for text in ours] == [True] * (scale >= 3)
+
+
+class Plainly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * self.scale
+
+
+def test_a_function_without_anything_planned_may_run_as_written() -> None:
+    model, x = Plainly(), torch.randn(2, 4)
+    fast = compiled(model, precision="bf16")
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for scale in (1, 2, 3):
+            model.scale = scale
+            assert torch.equal(fast(x), model(x))
+    assert not [w for w in told if w.filename == __file__]
