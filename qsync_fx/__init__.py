@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsync_fx import devices as devices
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
@@ -65,10 +66,15 @@ _HOMES = {
     "switch": "qsync_fx.switching",
 }
 
+_MODULES = ("devices",)
+"""Modules that users name by way of the package: `qsync_fx.devices.get("t4")`."""
+
 __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"qsync_fx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'qsync_fx' has no attribute {name!r}")
     # No submodule may have the name of what it holds: importing it would put the module in place of the thing.
@@ -78,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOMES))
+    return sorted(set(globals()) | set(_HOMES) | set(_MODULES))

@@ -39,8 +39,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
         "root": "where a compiled module stands in the model that the plan was made for, a path as in state_dict; by default it is "
         "found, where the model calls it",
-        "target": "the GPU that a graph is looked at for where there is none, such as t4: qsync_fx.explain and qsync inspect show what "
-        "would run there; compiling for another device than the one at hand is an error",
+        "target": "the GPU that a graph is looked at for where there is none, such as t4, or the path of a file that describes one: "
+        "qsync_fx.explain and qsync inspect show what would run there; compiling for another device than the one at hand is an error",
         "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
     }
 )

@@ -32,7 +32,7 @@ from qsync_fx.precision import FORMATS, Precision
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 NEEDS = {"integrations": ("accelerate", "lightning", "transformers")}
-FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howto-verb": 1}
+FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howto-verb": 1, "howto-device": 1}
 PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 

@@ -86,6 +86,9 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
         sources = {f"{home}/{path.relative_to(tree / folder).as_posix()}" for path in (tree / folder).rglob("*.py*")}
         assert sources
         assert sources <= names
+    catalog = {path.name for path in (tree / "qsync_fx/devices/catalog").iterdir()}
+    assert "t4.toml" in catalog
+    assert {f"qsync_fx/devices/catalog/{name}" for name in catalog} <= names
     assert {"qsync_fx/py.typed", "qsync_fx/_C.pyi"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert sum(name.startswith("qsync_fx/_C.") and name.endswith(".so") for name in names) == 1

@@ -19,7 +19,7 @@ from qsync_fx.devices.integers import cpu_multiplies_integers
 from qsync_fx.errors import DeviceError
 from qsync_fx.precision import FP32, Precision, encoding, precision
 
-_CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
+CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
 """Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
 
 _COMPILED_SINCE = {"bf16": (8, 0)}
@@ -76,7 +76,11 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
 
 def compiles(device: torch.device, fmt: Precision) -> bool:
     """Whether graphs that hold values of a plain format are compiled for a device; Dynamo runs others as they are, without a plan."""
-    return fmt.name not in _COMPILED_SINCE or capability(device) >= _COMPILED_SINCE[fmt.name]
+    return _compiled_at(capability(device), fmt)
+
+
+def _compiled_at(capability: tuple[int, int], fmt: Precision) -> bool:
+    return fmt.name not in _COMPILED_SINCE or capability >= _COMPILED_SINCE[fmt.name]
 
 
 def row_on(device: torch.device, fmt: Precision) -> Precision:
@@ -85,7 +89,12 @@ def row_on(device: torch.device, fmt: Precision) -> Precision:
     On GPUs before Ampere (V100, T4) they are FP16 and not BF16. FP16 holds the values of the 8-bit floats, but not their sums: those are
     carried in FP32 there.
     """
-    return fmt if all(compiles(device, precision(name)) for name in _INSTEAD) else _without(fmt)
+    return row_at(capability(device), fmt)
+
+
+def row_at(capability: tuple[int, int], fmt: Precision) -> Precision:
+    """Returns a format's row as it is on GPUs of a compute capability, as `row_on` does."""
+    return fmt if all(_compiled_at(capability, precision(name)) for name in _INSTEAD) else _without(fmt)
 
 
 @functools.cache
@@ -141,7 +150,7 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
 def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     kernels = Offer.kernels(device)
     values = encoding(fmt)
-    since = _CUDA_SINCE.get(values.name)
+    since = CUDA_SINCE.get(values.name)
     major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
     carrier = row_on(device, fmt).carrier
     if fmt.plain and not compiles(device, fmt):

@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 import torch
 
 from qsync_fx.devices import counted
+from qsync_fx.devices.known import get, gpus, is_path, names
 from qsync_fx.devices.offers import forget
 from qsync_fx.errors import DeviceError
 
-TARGETS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "v100": (7, 0),
-        "t4": (7, 5),
-        "a100": (8, 0),
-        "a30": (8, 0),
-        "a10": (8, 6),
-        "a40": (8, 6),
-        "l4": (8, 9),
-        "l40s": (8, 9),
-        "h100": (9, 0),
-        "h200": (9, 0),
-    }
-)
+
+class _Targets(Mapping[str, tuple[int, int]]):
+    """The GPUs of the catalog and of the user's files, by name; a path of a file is a name, too."""
+
+    def __getitem__(self, name: str) -> tuple[int, int]:
+        if not is_path(name) and name not in names():
+            raise KeyError(name)
+        capability = get(name).capability
+        if capability is None:
+            raise KeyError(name)
+        return capability
+
+    def __iter__(self) -> Iterator[str]:
+        return gpus()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in gpus())
+
+
+TARGETS: Mapping[str, tuple[int, int]] = _Targets()
 """GPUs that a graph may be looked at for where there is none, with their compute capability."""
 
 

@@ -84,7 +84,8 @@ def known_of(device: torch.device) -> Known:
     target = devices.target_of(device)
     if target is not None:
         # What was tuned on a device is known there; here the first kernel that serves stands for all.
-        return Known(_BY_CAPABILITY[target], "", None)
+        arch = _BY_CAPABILITY.get(target)
+        return Known(arch, "" if arch else _no_kernels(target), None)
     if device.type != "cuda":
         return Known(None, f"{device.type} has no kernels", None)
     # Tensors know their index.
@@ -121,13 +122,17 @@ def _known(index: int) -> Known:
         return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
         return Known(None, f"there is no device cuda:{index} here", None)
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = _BY_CAPABILITY.get((major, minor))
+    capability = torch.cuda.get_device_capability(index)
+    arch = _BY_CAPABILITY.get(capability)
     if arch is None:
-        return Known(None, f"qsync_fx has no kernels for compute capability {major}.{minor}", None)
+        return Known(None, _no_kernels(capability), None)
     if reason := unobtainable(arch):
         return Known(None, reason, None)
     return Known(arch, "", _table(index), not _no_tools(arch))
+
+
+def _no_kernels(capability: tuple[int, int]) -> str:
+    return f"qsync_fx has no kernels for compute capability {'.'.join(map(str, capability))}"
 
 
 def _no_tools(arch: Arch) -> str:

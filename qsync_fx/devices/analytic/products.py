@@ -1,0 +1,27 @@
+"""How long a matrix product takes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qsync_fx.devices.analytic.tiles import Machine, Numbers, tiled
+from qsync_fx.devices.constants import Tiles
+
+Layout = Literal["nn", "tn", "nt"]
+"""Which factor is transposed, as BLAS counts, which sees matrices by columns: of a linear layer the output is "tn", the gradient of its
+input "nn", that of its weight "nt"."""
+
+
+def multiplied(
+    by: Tiles, on: Machine, m: ArrayLike, n: ArrayLike, k: ArrayLike, layout: str, width: int, result: int
+) -> Numbers:
+    """Returns the seconds of products of m by k with k by n: values of `width` bytes to ones of `result` bytes."""
+    m, n, k = (np.atleast_1d(np.asarray(side, dtype=float)) for side in (m, n, k))
+    moved = (m * k + k * n) * width + m * n * result
+    odd = (m % by.alignment > 0) | (n % by.alignment > 0) & (n > 16)
+    slower = by.layouts.get(layout, 1.0) * np.where(odd, by.misaligned, 1.0)
+    seconds = tiled(by, on, m, n, k, moved, slower)
+    return np.asarray(seconds * (1 + by.throttle * np.log1p(seconds / 1e-3)) + by.launch)

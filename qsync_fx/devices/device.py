@@ -1,0 +1,200 @@
+"""A device that need not be at hand: what it is made of, and how long work takes on it.
+
+Invariant: whatever is asked for has an answer in seconds that follows from the constants of its file, or raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qsync_fx.devices.analytic.convolutions import Product, Shape, convolved
+from qsync_fx.devices.analytic.products import Layout, multiplied
+from qsync_fx.devices.analytic.tiles import Machine
+from qsync_fx.devices.analytic.transfers import moved, reduced
+from qsync_fx.devices.constants import Convolution, Link, Memory, Reduction, Tiles, Unit
+from qsync_fx.devices.counted import ANY
+from qsync_fx.devices.offers import row_at
+from qsync_fx.errors import DeviceError, nearest
+from qsync_fx.precision import FP32, Precision, encoding, precision
+
+PRODUCTS: tuple[Product, ...] = ("output", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """A device of the catalog.
+
+    Attributes:
+        name: what it is asked for by.
+        title: what it is called.
+        kind: what it is.
+        processors: multiprocessors of a GPU, cores of a CPU.
+        clock: cycles a second under load.
+        memory: its memory.
+        units: what multiplies values of a format, by the format's encoding.
+        capability: the compute capability of a GPU.
+        calibrated_as: the device of the catalog whose fitted constants serve where this one has none.
+        products: how matrix products are computed, by encoding.
+        convolutions: how each product of a convolution is, by encoding.
+        reductions: all-reduces that were measured.
+        link: what connects it to others of its kind.
+    """
+
+    name: str
+    title: str
+    kind: Literal["gpu", "cpu"]
+    source: str
+    processors: int
+    clock: float
+    memory: Memory
+    units: Mapping[str, Unit]
+    capability: tuple[int, int] | None = None
+    calibrated_as: str | None = None
+    products: Mapping[str, Tiles] = field(default_factory=dict)
+    convolutions: Mapping[str, Mapping[str, Convolution]] = field(default_factory=dict)
+    reductions: Sequence[Reduction] = ()
+    link: Link | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def unit(self, fmt: str | Precision) -> Precision:
+        """Returns the format whose unit multiplies values of `fmt`: itself, or what it is simulated in on this device."""
+        asked = precision(fmt)
+        tried = encoding(asked)
+        while tried.name not in self.units and tried is not FP32:
+            carrier = encoding(row_at(self.capability or ANY, tried).carrier)
+            tried = carrier if carrier is not tried else FP32
+        return tried
+
+    def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
+        """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
+        _check(m=m, n=n, k=k)
+        return _gemm(self, m, n, k, self.unit(precision).name, layout)
+
+    def conv_seconds(
+        self,
+        n: int,
+        c: int,
+        h: int,
+        w: int,
+        k: int,
+        r: int,
+        s: int,
+        stride: int | tuple[int, int],
+        padding: int | tuple[int, int],
+        precision: str | Precision,
+        product: Product = "output",
+    ) -> float:
+        """Returns the seconds of a convolution, or of one of its two gradients.
+
+        Args:
+            n, c, h, w: batch, channels, height and width of the input.
+            k, r, s: channels of the output, height and width of the window.
+            stride, padding: one for both directions, or height and width.
+            product: which of the three.
+        """
+        strides = (stride, stride) if isinstance(stride, int) else tuple(stride)
+        around = (padding, padding) if isinstance(padding, int) else tuple(padding)
+        _check(n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": strides[0], "stride across": strides[1]})
+        if min(around) < 0:
+            raise DeviceError(f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more")
+        if r > h + 2 * around[0] or s > w + 2 * around[1]:
+            what = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
+            raise DeviceError(what, where="conv_seconds", do="give sizes of a convolution that there is")
+        if product not in PRODUCTS:
+            raise DeviceError(
+                f"a convolution has no product {product!r}", where="conv_seconds", do=nearest(str(product), PRODUCTS)
+            )
+        return _convolution(self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product)
+
+    def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
+        """Returns the seconds in which `ranks` of these devices, in one server, add up a tensor of `nbytes` bytes."""
+        _check(ranks=ranks)
+        _check_bytes(nbytes)
+        found = reduced(self.reductions, self.link, nbytes, ranks)
+        if found is None:
+            raise DeviceError(
+                f"nothing is known of all-reduces of {self.name}",
+                where=f"device {self.name}",
+                do="add a table [link] with bandwidth and latency, or [[reductions]], to its file",
+            )
+        return found
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Returns the seconds in which an operator reads and writes `nbytes` bytes in all."""
+        _check_bytes(nbytes)
+        return moved(self.memory, nbytes)
+
+    def cast_seconds(self, before: str | Precision, after: str | Precision, numel: int) -> float:
+        """Returns the seconds in which `numel` values are converted, or quantized: for their scale they are read once before that."""
+        _check_bytes(numel, "numel")
+        source, target = precision(before), precision(after)
+        if encoding(source) is encoding(target) or not numel:
+            return 0.0
+        read = source.dtype.itemsize * numel
+        seconds = self.memory_seconds(read + target.dtype.itemsize * numel)
+        return seconds + self.memory_seconds(read) if target.scaled else seconds
+
+    def machine(self, unit: str) -> Machine:
+        """Returns what products of the format of a unit are computed with."""
+        return Machine(self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth)
+
+
+def _check(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise DeviceError(
+                f"{name} cannot be {size!r}", where="the sizes of the work", do="give whole numbers from 1"
+            )
+
+
+def _check_bytes(size: float, name: str = "nbytes") -> None:
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < float("inf"):
+        raise DeviceError(f"{name} cannot be {size!r}", where="the sizes of the work", do="give a number from 0")
+
+
+def constants(device: Device, unit: str) -> tuple[Device, str]:
+    """Returns the device and the unit whose fitted constants serve for products of a unit: its own, or those of its kin."""
+    from qsync_fx.devices.known import get
+
+    narrow = precision(unit).bits < 32 and precision(unit) is not FP32
+    at: Device | None = device
+    asked: list[str] = []
+    while at is not None:
+        if at.name in asked:
+            what = f"the devices {' and '.join(asked)} are each calibrated as the other"
+            raise DeviceError(what, where=f"device {device.name}", do="let one of them stand for itself")
+        asked.append(at.name)
+        for name in (unit, *(other for other in at.products if (precision(other).bits < 32) is narrow)):
+            if name in at.products and name in at.convolutions:
+                return at, name
+        at = get(at.calibrated_as) if at.calibrated_as else None
+    return device, ""
+
+
+@functools.lru_cache(maxsize=65536)
+def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> float:
+    at, name = constants(device, unit)
+    fmt = precision(unit)
+    by = at.products[name] if name else _USUAL
+    result = max(fmt.output.dtype.itemsize, fmt.dtype.itemsize) if fmt.kind == "float" else 4
+    return float(multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0])
+
+
+@functools.lru_cache(maxsize=65536)
+def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Product) -> float:
+    at, name = constants(device, unit)
+    fmt = precision(unit)
+    found = at.convolutions.get(name, {})
+    by = found.get(product) or found.get(PRODUCTS[0]) or _USUAL
+    tensor_cores = device.kind == "gpu" and fmt is not FP32
+    return float(convolved(by, device.machine(unit), Shape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0])
+
+
+_USUAL = Convolution(
+    efficiency=0.7, source="no device of its kind was fitted: what libraries of matrix products usually reach"
+)

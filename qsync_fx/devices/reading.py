@@ -1,0 +1,153 @@
+"""From a file of TOML, which anyone may have written, to a device.
+
+Invariant: whatever the bytes, reading ends in a device whose constants make sense, or in a `DeviceError` that says what is wrong, where in
+the file, and what to do.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from qsync_fx.codec import Malformed, converter, structured
+from qsync_fx.devices.analytic.convolutions import FEATURES
+from qsync_fx.devices.constants import Convolution, Link, Memory, Reduction, Tiles, Unit
+from qsync_fx.devices.device import PRODUCTS, Device
+from qsync_fx.errors import DeviceError, nearest, shown
+from qsync_fx.precision import FORMATS
+
+_LARGEST = 2**20
+
+
+def read(path: Path) -> Device:
+    """Returns the device that a file describes."""
+    try:
+        if not path.is_file():
+            raise Malformed(" is not a file", do="give the path of a regular file")
+        if path.stat().st_size > _LARGEST:
+            raise Malformed(f" is larger than {_LARGEST} bytes", do="a device takes a page")
+        return parsed(path.read_bytes())
+    except Malformed as wrong:
+        what = f"the device file{wrong.what}" if wrong.what.startswith(" ") else wrong.what
+        where = ", ".join(filter(None, (shown(str(path)), wrong.where)))
+        raise DeviceError(
+            what, where=where, do=wrong.do or "see docs/howto-device.md for what a device file holds"
+        ) from None
+    except OSError as error:
+        what = f"the device file cannot be read: {error.strerror or error}"
+        raise DeviceError(what, where=shown(str(path)), do="check its permissions") from error
+
+
+def parsed(data: bytes) -> Device:
+    """Returns the device that a text describes; raises `Malformed`."""
+    try:
+        tree = tomllib.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise Malformed(" is not UTF-8", f"byte {error.start}", "save the file as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise Malformed(" is not TOML", str(error), "correct it there") from None
+    except RecursionError:
+        raise Malformed(" is nested too deeply") from None
+    found: Device = structured(_CONVERTER, tree, Device)
+    return found
+
+
+def _positive(value: Any, *names: str) -> str | None:
+    wrong = next((name for name in names if not getattr(value, name) > 0), None)
+    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
+
+
+def _from_zero(value: Any, *names: str) -> str | None:
+    wrong = next((name for name in names if not getattr(value, name) >= 0), None)
+    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be 0 or more"
+
+
+def _sourced(value: Any) -> str | None:
+    return None if value.source.strip() else " does not say where its constants come from (source)"
+
+
+def _memory(memory: Memory) -> str | None:
+    if memory.fraction > 1:
+        return f" has fraction = {memory.fraction}: nothing is faster than the bandwidth"
+    return (
+        _sourced(memory)
+        or _positive(memory, "bytes", "bandwidth", "fraction")
+        or _from_zero(memory, "cache", "cache_bandwidth", "launch")
+    )
+
+
+def _unit(unit: Unit) -> str | None:
+    return _sourced(unit) or _positive(unit, "peak")
+
+
+def _tiles(tiles: Tiles) -> str | None:
+    if tiles.smallest not in (32, 64, 128):
+        return f" has smallest = {tiles.smallest}: tiles have an edge of at least 32, 64 or 128"
+    if tiles.overlap < 1:
+        return f" has overlap = {tiles.overlap}, which is to be 1 or more"
+    if wrong := next((name for name in tiles.layouts if name not in ("nn", "tn", "nt")), None):
+        return f" has a layout {shown(wrong)}: there are nn, tn and nt"
+    if any(not factor > 0 for factor in tiles.layouts.values()):
+        return " has a layout that takes no time"
+    return (
+        _sourced(tiles)
+        or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
+        or _from_zero(tiles, "small_tiles", "latency", "prologue", "reduction", "launch", "throttle")
+    )
+
+
+def _convolution(by: Convolution) -> str | None:
+    if wrong := next((name for name in by.corrections if name not in FEATURES), None):
+        return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
+    own = (field.name for field in fields(Convolution) if field.name not in {f.name for f in fields(Tiles)})
+    return _tiles(by) or _from_zero(by, *(name for name in own if name != "corrections"))
+
+
+def _reduction(reduction: Reduction) -> str | None:
+    at, seconds = reduction.bytes, reduction.seconds
+    if len(at) != len(seconds) or not at:
+        return f" has {len(at)} sizes and {len(seconds)} times"
+    if reduction.ranks < 2:
+        return f" has ranks = {reduction.ranks}: it takes two"
+    if at[0] <= 0 or any(a >= b for a, b in pairwise(at)):
+        return " has sizes that do not grow from above 0"
+    if seconds[0] <= 0 or any(a > b for a, b in pairwise(seconds)):
+        return " has times that fall as sizes grow, or are 0"
+    return _sourced(reduction)
+
+
+def _link(link: Link) -> str | None:
+    return _sourced(link) or _positive(link, "bandwidth") or _from_zero(link, "latency")
+
+
+def _device(device: Device) -> str | None:
+    if not device.name or not all(letter.isalnum() or letter in "-_." for letter in device.name):
+        return f" has the name {shown(device.name)}: letters, digits, '-', '_' and '.' make one"
+    if (device.capability is None) is (device.kind == "gpu"):
+        return " is a GPU's exactly where it has a compute capability"
+    if device.capability is not None and not (0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10):
+        return f" has capability = {list(device.capability)}: [7, 5] is that of a T4"
+    for field in ("units", "products", "convolutions"):
+        if wrong := next((name for name in getattr(device, field) if name not in FORMATS), None):
+            return f" has {field} of {shown(wrong)}: {nearest(wrong[:40], FORMATS)}"
+    if "fp32" not in device.units:
+        return " has no unit for fp32"
+    if wrong := next((p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None):
+        return f" has convolutions with a product {shown(wrong)}: {nearest(wrong[:40], PRODUCTS)}"
+    return _sourced(device) or _positive(device, "processors", "clock")
+
+
+_CONVERTER = converter(
+    {
+        Memory: _memory,
+        Unit: _unit,
+        Tiles: _tiles,
+        Convolution: _convolution,
+        Reduction: _reduction,
+        Link: _link,
+        Device: _device,
+    }
+)

@@ -1,0 +1,202 @@
+"""A device is one file of TOML.
+
+What the catalog says is sound, and what anyone wrote is read to the letter or refused with what is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from small_models import Perceptron
+
+import qsync_fx
+from qsync_fx import devices
+from qsync_fx.codec import Malformed
+from qsync_fx.devices import TARGETS, Device
+from qsync_fx.devices.offers import CUDA_SINCE
+from qsync_fx.devices.reading import parsed
+from qsync_fx.errors import DeviceError, OptionError
+from qsync_fx.options import Options
+from qsync_fx.precision import FORMATS, encoding
+
+CATALOG = Path(devices.__file__).parent / "catalog"
+PLAIN = """
+title = "plain"
+kind = "cpu"
+processors = 1
+clock = 1e9
+source = "made up"
+memory = {bytes = 1, bandwidth = 1e9, source = "made up"}
+units.fp32 = {peak = 1e9, source = "made up"}
+"""
+T4 = (CATALOG / "t4.toml").read_text()
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", sorted(CATALOG.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_device_of_the_catalog_is_called_as_its_file_and_has_units_for_what_its_capability_has(path: Path) -> None:
+    device = devices.get(path.stem)
+    assert device.name == path.stem
+    assert device is devices.get(path)
+    assert device.kind == "cpu" or TARGETS[path.stem] == device.capability
+    narrow = {encoding(fmt).name for fmt in FORMATS.values() if fmt.bits < 32}
+    since = {name for name in narrow if TARGETS.get(path.stem, (0, 0)) >= CUDA_SINCE.get(name, (99, 0))}
+    assert device.kind == "cpu" or device.units.keys() & narrow == since
+    assert all(device.unit(fmt).name in device.units for fmt in FORMATS.values())
+    assert device.gemm_seconds(512, 512, 512, "int8") > 0
+
+
+def test_devices_that_are_calibrated_as_one_another_are_refused(mine: Path) -> None:
+    for name, other in (("one", "two"), ("two", "one")):
+        text = f'name = "{name}"\ncalibrated_as = "{other}"\n' + PLAIN
+        (mine / f"{name}.toml").write_text(text)
+    with pytest.raises(DeviceError, match="one and two are each calibrated as the other"):
+        devices.get("one").gemm_seconds(8, 8, 8, "fp32")
+
+
+def test_the_gpus_that_a_graph_may_be_looked_at_for_are_those_of_the_catalog() -> None:
+    assert {"v100", "t4", "a100", "a30", "a10", "a40", "l4", "l40s", "h100", "h200", "b200"} == set(TARGETS)
+    assert len(TARGETS) == len(set(TARGETS))
+    assert "epyc-9004" in devices.names()
+    assert "epyc-9004" not in TARGETS
+
+
+def test_a_file_of_the_users_is_a_device_by_name_and_by_path_and_a_target(mine: Path) -> None:
+    (mine / "slow.toml").write_text(
+        T4.replace('name = "t4"', 'name = "slow"').replace("processors = 40", "processors = 4")
+    )
+    slow = devices.get("slow")
+    assert (slow.processors, slow.name) == (4, "slow")
+    assert "slow" in devices.names()
+    for target in ("slow", str(mine / "slow.toml")):
+        explanation = qsync_fx.explain(
+            Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": target}
+        )
+        assert {str(op.precision) for op in explanation.operators if op.kind == "adjustable"} == {"fp16"}
+        assert f"target {target} (compute capability 7.5)" in str(explanation)
+    (mine / "slow.toml").write_text(
+        T4.replace('name = "t4"', 'name = "slow"').replace("processors = 40", "processors = 8")
+    )
+    assert devices.get("slow").processors == 8
+    (mine / "t4.toml").write_text(T4.replace("processors = 40", "processors = 41"))
+    assert devices.get("t4").processors == 41
+
+
+def test_the_users_configuration_is_looked_in_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_config_path", lambda *a, **k: tmp_path)
+    (tmp_path / "devices").mkdir()
+    shutil.copy(CATALOG / "t4.toml", tmp_path / "devices" / "mine.toml")
+    assert devices.get("mine").title == "NVIDIA T4"
+
+
+def test_what_is_no_device_is_named_with_the_nearest() -> None:
+    with pytest.raises(DeviceError, match="there is no device 'v10'") as raised:
+        devices.get("v10")
+    assert "did you mean 'v100'?" in str(raised.value)
+    with pytest.raises(DeviceError, match="cannot be read"):
+        devices.get("./nowhere.toml")
+    with pytest.raises(OptionError, match="cannot be 'v10'"):
+        Options(target="v10")
+    with pytest.raises(OptionError, match="cannot be 'epyc-9004'"):
+        Options(target="epyc-9004")
+    with pytest.raises(DeviceError, match="cannot be read"):
+        Options(target="./nowhere.toml")
+
+
+WRONG = {
+    "name = ": ("is not TOML", "t4.toml"),
+    'name = "t4"\nname = "t4"': ("is not TOML", "t4.toml"),
+    T4.replace("processors", "procesors"): ("unknown field 'procesors'", "did you mean 'processors'?"),
+    T4.replace("processors = 40", "processors = 0"): ("processors = 0, which is to be above 0", "howto-device"),
+    T4.replace("processors = 40", "processors = 40.5"): ("a whole number", "processors"),
+    T4.replace("processors = 40\n", ""): ("lacks the field 'processors'", "howto-device"),
+    T4.replace("capability = [7, 5]\n", ""): ("is a GPU's exactly where", "howto-device"),
+    T4.replace("capability = [7, 5]", "capability = [7]"): ("a list of 2", "capability"),
+    T4.replace("capability = [7, 5]", "capability = [75, -1]"): ("capability = [75, -1]", "howto-device"),
+    T4.replace("bandwidth = 320e9", "bandwidth = nan"): ("a number", "memory.bandwidth"),
+    T4.replace("bandwidth = 320e9", 'bandwidth = "fast"'): ("has text in place of a number", "memory.bandwidth"),
+    T4.replace("fraction = 0.65", "fraction = 6.5"): ("fraction = 6.5", "memory"),
+    T4.replace("[units.int8]", "[units.int9]"): ("units of 'int9'", "did you mean 'int8'?"),
+    T4.replace("[units.fp32]", "[units.tf32]"): ("has no unit for fp32", "howto-device"),
+    T4.replace('source = "the data sheet, dense"', 'source = " "'): (
+        "does not say where its constants come from",
+        "units.fp32",
+    ),
+    T4.replace('name = "t4"', 'name = "../t4"'): ("has the name '../t4'", "howto-device"),
+    T4 + '\n[link]\nbandwidth = 0\nlatency = 0\nsource = "x"\n': ("bandwidth = 0.0, which is to be above 0", "link"),
+    T4 + '\n[[reductions]]\nranks = 3\nbytes = [1, 2]\nseconds = [1]\nsource = "x"\n': (
+        "2 sizes and 1 times",
+        "reductions[",
+    ),
+    T4 + '\n[[reductions]]\nranks = 3\nbytes = [1, 2]\nseconds = [2, 1]\nsource = "x"\n': (
+        "times that fall",
+        "reductions[",
+    ),
+    T4 + '\n[products.bf16]\nefficiency = 1\nlayouts.tt = 1\nsource = "x"\n': ("a layout 'tt'", "products.bf16"),
+    T4 + '\n[convolutions.bf16.sideways]\nefficiency = 1\nsource = "x"\n': ("a product 'sideways'", "howto-device"),
+    T4 + '\n[convolutions.bf16.output]\nefficiency = 1\ncorrections.mm = 1\nsource = "x"\n': (
+        "corrects by 'mm'",
+        "output",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=[what for what, _ in WRONG.values()])
+def test_a_file_that_is_wrong_says_what_where_and_what_to_do(text: str, mine: Path) -> None:
+    what, also = WRONG[text]
+    assert text != T4
+    (mine / "t4.toml").write_text(text)
+    with pytest.raises(DeviceError) as raised:
+        devices.get("t4")
+    assert what in str(raised.value), str(raised.value)
+    assert also in str(raised.value), str(raised.value)
+    assert str(mine / "t4.toml") in (raised.value.where or "")
+    assert raised.value.do
+
+
+def test_a_file_that_is_no_file_or_too_large_or_no_text_is_refused(mine: Path) -> None:
+    (mine / "folder.toml").mkdir()
+    (mine / "large.toml").write_text("#" * 2**21)
+    (mine / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    (mine / "deep.toml").write_text("a = " + "[" * 5000)
+    for name, what in (("large", "larger than"), ("bytes", "not UTF-8"), ("deep", "nested too deeply|not TOML")):
+        with pytest.raises(DeviceError, match=what):
+            devices.get(name)
+    with pytest.raises(DeviceError, match="is not a file"):
+        devices.get(mine / "folder.toml")
+
+
+LINES = T4.splitlines()
+
+
+@given(
+    st.integers(0, len(LINES) - 1),
+    st.sampled_from(["", "= 1", "x = -1", "x = 1e999", "[x]", '"', "peak = inf", "bytes = -5", "[memory]"]),
+)
+def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wrong(at: int, line: str) -> None:
+    text = "\n".join([*LINES[:at], line, *LINES[at + 1 :]])
+    try:
+        found: object = parsed(text.encode())
+    except Malformed as wrong:
+        found = wrong
+    assert isinstance(found, Device) or (isinstance(found, Malformed) and found.what)
+
+
+def test_import_of_the_package_reads_no_file_of_a_device() -> None:
+    code = (
+        "import sys, pathlib; opened = []\n"
+        "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
+        "import qsync_fx.options; print([name for name in opened if name.endswith('.toml')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
