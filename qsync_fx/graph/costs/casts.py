@@ -6,24 +6,18 @@ is given out in another format, to the operator that made it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from qsync_fx.graph import meta
-from qsync_fx.graph.algebra import Cost, Work
-from qsync_fx.graph.costs.flow import Flow, Site
+from qsync_fx.graph.algebra import Cost, Size, Work
+from qsync_fx.graph.costs.flow import Flow
 from qsync_fx.graph.costs.operator import size_in
-from qsync_fx.graph.effects.memory import Memory
-from qsync_fx.graph.effects.sharing import Sharing
-from qsync_fx.graph.effects.writes import in_place
+from qsync_fx.graph.costs.places import Change, Held, Place, places
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.notes import Note
 from qsync_fx.graph.reads import State
-from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.precision import Precision
 
 States = Mapping[fx.Node, State]
@@ -48,108 +42,74 @@ class Cast:
     wanted: bool = False
 
 
-def casts(flow: Flow, states: States) -> list[Cast]:
-    """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there."""
-    walk = _Walk(flow, states)
-    walk.graph(flow.graph, None)
-    return list(walk.found.values())
+def casts(flow: Flow, states: States, where: Sequence[Place | Change] | None = None) -> list[Cast]:
+    """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there.
+
+    Args:
+        where: the graph's `places`, where they are known already.
+    """
+    found: dict[Any, Cast] = {}
+    for place in places(flow) if where is None else where:
+        if isinstance(place, Place):
+            _read(found, flow, states, place)
+        elif place.site.node in states:
+            _changed(found, flow, states, place)
+    return list(found.values())
 
 
-class _Walk:
-    def __init__(self, flow: Flow, states: States) -> None:
-        self.flow, self.states = flow, states
-        self.sites: dict[fx.Node, Site] = {site.node: site for site in flow.sites}
-        self.found: dict[Any, Cast] = {}
+def needs_cast(before: Precision | None, used: Precision | None, wanted: Precision | None) -> bool:
+    """Whether a value has to be converted for a reader.
 
-    def graph(self, graph: PrecisionGraph, memory: Memory | None) -> None:
-        sharing = Sharing(graph, memory or self.flow.memory(graph))
-        for node in graph.nodes:
-            self._visit(graph, node, sharing)
-            sharing.passed(node)
+    Args:
+        before: the format that it has where a cast would convert it.
+        used: the format that it has where it is read, behind conversions of the model's own.
+        wanted: the format that it is read in; None for whichever it has.
+    """
+    if wanted is None or before is None or wanted is before:
+        return False
+    return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
 
-    def _visit(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> None:
-        if node.op == "output":
-            if graph.parent is None:
-                fx.node.map_arg(node.args, lambda used: self._read(graph, None, used, self._own(graph, used), sharing))
-            return
-        for body in meta.bodies(node):
-            self.graph(body, self.flow.memory(body))
-        site = self.sites.get(node)
-        if site is None or node not in self.states:
-            return
-        note, state = meta.NOTE[node], self.states[node]
-        if note.row is not None and note.row.converts:
-            self._wanted(graph, site, state)
-            return
-        for operand in site.operands:
-            fmt = site.reader.read_as(state, operand, graph.value(operand.node))
-            self._read(graph, node, operand.node, fmt, sharing)
-        self._given_out(graph, site, note, state)
 
-    def _own(self, graph: PrecisionGraph, node: fx.Node) -> Precision | None:
-        return format_of(graph.value(node)) if is_float(graph.value(node)) else None
+def _read(found: dict[Any, Cast], flow: Flow, states: States, place: Place) -> None:
+    reader = place.reader
+    if reader is not None and reader.node not in states:
+        return
+    before, used = _format(place.origin_held, states), _format(place.used_held, states)
+    precision = states[reader.node].precision if reader is not None else None
+    wanted = place.wanted(precision)
+    if wanted is None or before is None or not needs_cast(before, used, wanted):
+        return
+    key = place.shared, wanted.name
+    if key not in found:
+        owner = reader or place.origin_held.site
+        cost = _cost(flow, place.graph, place.origin, before, wanted)
+        found[key] = Cast(owner.node if owner is not None else None, place.origin, before, wanted, cost)
 
-    def format(self, graph: PrecisionGraph, node: fx.Node) -> Precision | None:
-        """The format of a node's value in these states."""
-        source = self.flow.source(node)
-        if source in self.states and is_float(graph.value(node)):
-            return self.states[source].output or format_of(graph.value(node))
-        return self._own(graph, node)
 
-    def _read(
-        self, graph: PrecisionGraph, reader: fx.Node | None, used: fx.Node, fmt: Precision | None, sharing: Sharing
-    ) -> None:
-        origin = self._origin(graph, used, sharing)
-        before = self.format(graph, origin)
-        if fmt is None or before is None or fmt is before or (fmt.plain and self.format(graph, used) is fmt):
-            return
-        if fmt.plain and fmt.dtype is before.dtype:
-            return
-        key = graph, origin, fmt.name, sharing.epoch(origin)
-        if key not in self.found:
-            owner = reader
-            if owner is None:
-                made = self.flow.source(origin)
-                owner = made if made in self.sites else None
-            self.found[key] = Cast(owner, origin, before, fmt, self._cost(graph, origin, before, fmt))
+def _changed(found: dict[Any, Cast], flow: Flow, states: States, change: Change) -> None:
+    node = change.site.node
+    before, after = _format(change.held, states), states[node].output
+    if before is None or after is None or before is after or (not change.wanted and before.dtype is after.dtype):
+        return
+    cost = _cost(flow, change.graph, change.source, before, after)
+    found[node, change.wanted] = Cast(node, change.source, before, after, cost, change.wanted)
 
-    def _wanted(self, graph: PrecisionGraph, site: Site, state: State) -> None:
-        used = site.operands[0].node
-        before, after = self.format(graph, used), state.output
-        if before is not None and after is not None and before is not after:
-            cost = self._cost(graph, used, before, after)
-            self.found[graph, site.node, "wanted"] = Cast(site.node, used, before, after, cost, wanted=True)
 
-    def _given_out(self, graph: PrecisionGraph, site: Site, note: Note, state: State) -> None:
-        """An operator that computes in the model's own format and promises another, as a lookup in a table does."""
-        if note.row is None or not note.row.output_only or state.output is None or in_place(site.node):
-            return
-        own = format_of(graph.value(site.node))
-        if own is not None and state.output.dtype is not own.dtype:
-            cost = self._cost(graph, site.node, own, state.output)
-            self.found[graph, site.node, "output"] = Cast(site.node, site.node, own, state.output, cost)
+def _format(held: Held, states: States) -> Precision | None:
+    """The format of a value in these states."""
+    state = states.get(held.site.node) if held.site is not None else None
+    return held.own if state is None else state.output or held.own
 
-    def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
-        """Sees through conversions of the model's own that lose nothing, as casts do."""
-        while node.target is torch.ops.aten.to.dtype and is_float(graph.value(node)):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            before, after = graph.value(source), graph.value(node)
-            lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
-            memory = sharing.memory
-            places = memory.of(node) | (frozenset() if meta.is_cast(node) else memory.of(source))
-            if places & memory.written or not sharing.records_as_here(node):
-                break
-            if not lossless and not meta.has_purpose(node, meta.Purpose.AUTOCAST):
-                break
-            node = source
-        return node
 
-    def _cost(self, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision) -> Cost:
-        value = graph.value(source)
-        read, written = size_in(value, before), size_in(value, after)
-        if not after.plain:
-            # A quantizer reads once for the scale and once for the values. The operator differentiates past it.
-            return Cost(casts=Work(0, read * (2 if after.scaled else 1) + written))
-        moved = Work(0, read + written)
-        return Cost(casts=moved, casts_backward=moved if self.flow.needs(source) else Work())
+def _cost(flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision) -> Cost:
+    value = graph.value(source)
+    return cast_cost(size_in(value, before), size_in(value, after), after, flow.needs(source))
+
+
+def cast_cost(read: Size, written: Size, after: Precision, differentiated: bool) -> Cost:
+    """Returns what converting or quantizing so many bytes costs."""
+    if not after.plain:
+        # A quantizer reads once for the scale and once for the values. The operator differentiates past it.
+        return Cost(casts=Work(0, read * (2 if after.scaled else 1) + written))
+    moved = Work(0, read + written)
+    return Cost(casts=moved, casts_backward=moved if differentiated else Work())
