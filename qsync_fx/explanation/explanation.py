@@ -26,6 +26,7 @@ from qsync_fx.graph import Context, Operator, PrecisionGraph
 from qsync_fx.graph.costs.total import Costing
 from qsync_fx.graph.nodes import source_of
 from qsync_fx.graph.notes import Rewritten
+from qsync_fx.module_tree import joined
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.passes.running.instruments import Snapshots, Timing
@@ -56,6 +57,22 @@ class Explained:
 
 
 @dataclass(frozen=True)
+class Registered:
+    """A parameter as the model registers it.
+
+    Attributes:
+        path: its name in the model, without wrappers; the first one where it has several.
+        numel, dtype_bytes: its elements, and the bytes of one.
+        trained: whether it gets a gradient.
+    """
+
+    path: str
+    numel: int
+    dtype_bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What the backend does to a model.
 
@@ -63,11 +80,13 @@ class Explanation:
         graphs: the graphs that the model makes, in the order they run.
         breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
         uncovered: the modules with parameters that no graph holds, which run as the model wrote them, each with the reason.
+        parameters: those of the model, in the order in which it registers them.
     """
 
     graphs: tuple[Explained | Replanned, ...]
     breaks: tuple[str, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
+    parameters: tuple[Registered, ...] = ()
     _plan: Plan | None = field(default=None, repr=False)
 
     @property
@@ -140,7 +159,7 @@ class Explanation:
             adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
         found = findings(plan, adjustable, self.uncovered)
         check_plan(plan, adjustable, complete=True, as_written=found.as_written)
-        return Explanation(graphs, self.breaks, found.uncovered, plan)
+        return Explanation(graphs, self.breaks, found.uncovered, self.parameters, plan)
 
     def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
         """Returns the table that `print` shows.
@@ -219,7 +238,8 @@ def explain(
     plan = next((tree.plan for tree in trees), parsed.plan or Plan())
     adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
     found = findings(plan, adjustable, missing)
-    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parsed.plan)
+    parameters = tuple(_registered(trees))
+    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parameters, parsed.plan)
     if parsed.plan is not None and not collected:
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
@@ -229,6 +249,18 @@ def explain(
     if parsed.plan is not None:
         check_plan(plan, adjustable, complete=True, as_written=found.as_written)
     return explanation
+
+
+def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
+    seen: set[int] = set()
+    for tree in trees:
+        for path, module in tree.modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                whole = joined(tree.within, path, name)
+                yield Registered(whole, parameter.numel(), parameter.element_size(), parameter.requires_grad)
 
 
 def _observed(model: Callable[..., Any], backend: Callable[..., Any], options: Options) -> Callable[..., Any]:

@@ -1,0 +1,209 @@
+"""A model as the predictor knows it: what the states, casts, costs and memory of any plan follow from, without torch's graph.
+
+Invariant: frozen and whole. Operators stand in the order in which they run, those of later graphs behind those of earlier ones; values and
+operators refer to one another by their place. Sizes are whole numbers, or expressions of sympy where the model was explained with
+symbolic shapes. Formats are the names of FORMATS; None is what has no floating-point values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.graph.algebra import Cost, Size
+
+Name = str | None
+"""The name of a format; None for what has none."""
+
+StateNames = tuple[Name, Name]
+"""The formats that an operator computes in and gives out."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an operator makes, or what the model or its caller holds.
+
+    Attributes:
+        name: its node's; costs name what is kept by it.
+        tensor: the place of the value whose memory it lies in: its own where that is no other's.
+        operator: the place of the operator whose format it has; None where it is `own` whatever the plan.
+        source: what makes it: "operator", "parameter", "buffer", "input", or "constant" for all else.
+        own: its format as the model was written.
+        numel: its floating-point elements.
+        fixed: bytes of what else it holds: integers, masks.
+        differentiated: whether a gradient flows back to it.
+    """
+
+    name: str
+    tensor: int
+    operator: int | None
+    source: str
+    own: Name
+    numel: Size
+    fixed: Size
+    differentiated: bool
+
+
+@dataclass(frozen=True)
+class Read:
+    """A reading of a value.
+
+    Attributes:
+        value: what is read.
+        role: the argument's name.
+        wanted: by what the operator computes in, "" for nothing, the format that it is read in; None for whichever it has.
+        point: what it has in common with readings that share one cast a format; None where it is never converted.
+        origin: what a cast for it would convert; `value` but behind the model's own conversions.
+        gradient: whether a gradient flows back.
+    """
+
+    value: int
+    role: str
+    wanted: Mapping[str, Name]
+    point: int | None
+    origin: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan can make of an adjustable operator.
+
+    Attributes:
+        runs: by what a plan asks for, the format that it computes in.
+        held: the format that it stays in where a default gives way.
+        keeps: what gives way there, asked for by a default.
+        outputs: by what it computes in, the format of its result.
+        wide: what a scaled format gives out where all `readers` compute in FP32 at least; None where it never does.
+        readers: the places of the operators that this depends on.
+        pinned: the format that a pass of the user's gave it, against every plan.
+        unpacked: by scaled format, the plain one that operands kept in it are converted to in the backward pass.
+    """
+
+    runs: Mapping[str, str]
+    held: str
+    keeps: tuple[str, ...]
+    outputs: Mapping[str, str]
+    wide: Name
+    readers: tuple[int, ...]
+    pinned: Name
+    unpacked: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Follows:
+    """How the format of an operator follows that no plan chooses.
+
+    Attributes:
+        operators: the places of those whose outputs decide.
+        given: the promotion of its other inputs; None where there are none.
+        own: its format where no input has one, and where a scalar does not fit.
+        promotes: whether it is the promotion of all inputs.
+        scalar: the magnitude of the largest of its scalar arguments.
+        named: the format of its result where its arguments name one.
+    """
+
+    operators: tuple[int, ...]
+    given: Name
+    own: Name
+    promotes: bool = False
+    scalar: float = 0.0
+    named: Name = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of the model.
+
+    Attributes:
+        id: its identity, as plans and profiles name it.
+        kind: "adjustable", "dependent" or "fixed".
+        row: its name in the table of operators.
+        shape: of its result, as text: "f32[8, 16]".
+        line: where the model calls it: "model.py:42"; "" where that is not known.
+        graph: the place of the graph that it is in, of several.
+        repeated: whether activation checkpointing computes it again.
+        result: the place of what it makes.
+        reads: what it reads, in the order of its arguments.
+        decided: what its formats are decided by.
+        converts: whether it is a conversion that the model itself asks for.
+        converted: whether it computes in the model's own format and converts its result.
+        costs: what it costs in each state that it can take, without casts.
+    """
+
+    id: str
+    kind: str
+    row: str
+    shape: str
+    line: str
+    graph: int
+    repeated: bool
+    result: int
+    reads: tuple[Read, ...]
+    decided: Choices | Follows
+    converts: bool
+    converted: bool
+    costs: Mapping[StateNames, Cost]
+
+    @property
+    def where(self) -> str:
+        """Its id and line, for error messages."""
+        return f"operator {self.id}" + (f", {self.line}" if self.line else "")
+
+
+@dataclass(frozen=True)
+class ModelParameter:
+    """A parameter.
+
+    Attributes:
+        path: its name in the model.
+        numel: number of elements.
+        dtype_bytes: bytes of an element.
+        trained: whether it gets a gradient.
+        readers: the places of the operators that read it.
+    """
+
+    path: str
+    numel: int
+    dtype_bytes: int
+    trained: bool
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """
+    Attributes:
+        device: what it was explained for: the option "target", else the type of device.
+        operators: in the order in which they run.
+        values: what they make and read.
+        outputs: what the model returns.
+        parameters: in the order in which the model registers them.
+        points: how many places there are at which a cast may stand.
+        formats: what plans may ask for.
+    """
+
+    device: str
+    operators: tuple[Operator, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[Read, ...]
+    parameters: tuple[ModelParameter, ...]
+    points: int
+    formats: tuple[str, ...]
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, int]:
+        """The place of each operator, by its id."""
+        return {operator.id: at for at, operator in enumerate(self.operators)}
+
+    def operator(self, name: str) -> Operator:
+        """Returns an operator by its id; raises `ProfileError` where there is none."""
+        return self.operators[self.place(name)]
+
+    def place(self, name: str) -> int:
+        """Returns the place of an operator; raises `ProfileError` where there is none."""
+        if name not in self.places:
+            raise ProfileError(f"the model has no operator {name!r}", do=nearest(name, self.places))
+        return self.places[name]

@@ -1,0 +1,106 @@
+"""Small models for tests of the predictor, explained once a session, and plans drawn for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo import CASES, language, make
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.explanation import Explanation
+from qsync_fx.predictor.model import ModelGraph, model_graph
+
+FORMATS = ("fp32", "bf16", "int8", "fp16", "fp8", "tf32", "fp64")
+ZOO = {case.name: case for case in CASES}
+
+
+class Checkpointed(nn.Module):
+    """A body of its own, an autocast region in it, and a tensor shared across its border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)
+
+    def block(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Odd(nn.Module):
+    """What casts are hard to foresee for: conversions of the model's, writes in place, scalars too large, FP64, named formats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x), self.b(x)
+        second += first
+        masked = first.masked_fill(x > 0, torch.finfo(torch.float32).min).softmax(-1, dtype=torch.float32)
+        wide = self.c(masked).double() + self.table(torch.zeros(x.shape[0], dtype=torch.long))
+        return self.d(wide.float().half().float() * 2.5) + second.view(-1).view_as(first).clamp_(-1e30, 1)
+
+
+def _mlp() -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), {
+        "input": torch.randn(4, 8)
+    }
+
+
+OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "mlp": _mlp,
+    "bert2": language("BertForMaskedLM", padded=True, num_hidden_layers=2),
+    "checkpointed": lambda: (Checkpointed(), {"x": torch.randn(4, 16, requires_grad=True)}),
+    "broken": lambda: (Broken(), {"x": torch.randn(4, 8)}),
+    "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
+}
+
+
+@functools.cache
+def explained(name: str) -> Explanation:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = OWN[name]() if name in OWN else make(ZOO[name])
+    return qsync_fx.explain(model.train(), **inputs, options={"precision": "int8"})
+
+
+@functools.cache
+def graph_of(name: str) -> ModelGraph:
+    return model_graph(explained(name))
+
+
+def adjustable(name: str) -> list[str]:
+    return [operator.id for operator in graph_of(name).operators if operator.kind == "adjustable"]
+
+
+def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Plan]:
+    """Plans that name every operator, and ones with a default, which gives way where the model holds something else."""
+    ids = adjustable(name)
+    fmt = st.sampled_from(formats)
+    each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(lambda f: dict(zip(ids, f, strict=True)))
+    some = st.dictionaries(st.sampled_from(ids), fmt, max_size=len(ids))
+    return st.one_of(st.builds(lambda o: Plan(operators=o), each), st.builds(lambda d, o: Plan(d, (), o), fmt, some))
