@@ -125,13 +125,17 @@ class Cluster:
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
-        if (wrong := _cluster(self)) is not None:
-            raise ProfileError(f"the cluster{wrong}", do=_REMEDY)
+        if not self.devices:
+            raise ProfileError("the cluster has no devices", do=_REMEDY)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
         """Reads a file of TOML, which anyone may have written; raises `ProfileError` saying what is wrong with it, and where."""
         found = CLUSTER.load(path)
+        try:
+            _ = found.all_reduce if found.ranks > 1 else None  # now, and not when it is replayed
+        except ProfileError as error:
+            raise CLUSTER.within(path, error) from None
         folder = pathlib.Path(os.fspath(path)).parent
         return replace(found, devices={name: _beside(folder, device) for name, device in found.devices.items()})
 
@@ -142,14 +146,22 @@ class Cluster:
 
     @property
     def all_reduce(self) -> AllReduce:
-        """How long it takes to send a bucket: what was measured, or the ring over all links."""
+        """How long it takes to send a bucket: what was measured, or the ring over all links.
+
+        Raises:
+            ProfileError: neither is known.
+        """
         network = self.network or Network()
         if network.all_reduce:
             return Measured(tuple(network.all_reduce), network.ranks or self.ranks)
-        links = [(one.bandwidth or network.bandwidth, one.latency) for one in self.devices.values()]
-        bandwidths = [bandwidth for bandwidth, _ in links if bandwidth is not None]
-        latencies = [network.latency if latency is None else latency for _, latency in links]
-        return Link(min(bandwidths, default=float("inf")), max(latencies))
+        bandwidths = []
+        for name, device in self.devices.items():
+            if (bandwidth := device.bandwidth or network.bandwidth) is None:
+                what = f"the cluster says of the link of {shown(name)} no bandwidth, and has no [network] with one"
+                raise ProfileError(what, do=_REMEDY)
+            bandwidths.append(bandwidth)
+        latencies = [network.latency if one.latency is None else one.latency for one in self.devices.values()]
+        return Link(min(bandwidths), max(latencies))
 
     @property
     def overlap(self) -> Overlap:
@@ -197,16 +209,6 @@ def _network(network: Network) -> str | None:
     if network.ranks is not None and network.ranks < 2:
         return " has an all_reduce of fewer than 2 ranks"
     return _positive(network)
-
-
-def _cluster(cluster: Cluster) -> str | None:
-    if not cluster.devices:
-        return " has no devices"
-    network = cluster.network or Network()
-    unlinked = [name for name, device in cluster.devices.items() if (device.bandwidth or network.bandwidth) is None]
-    if cluster.ranks > 1 and unlinked and not network.all_reduce:
-        return f" says of the link of {shown(unlinked[0])} no bandwidth, and has no [network] with one"
-    return None
 
 
 def _beside(folder: pathlib.Path, device: Device) -> Device:

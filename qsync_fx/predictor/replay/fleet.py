@@ -53,7 +53,12 @@ class Played:
 
 
 def played(
-    schedules: Mapping[str, Schedule], cluster: Cluster, compression: Sequence[Compression | None] | None = None
+    schedules: Mapping[str, Schedule],
+    cluster: Cluster,
+    compression: Sequence[Compression | None] | None = None,
+    *,
+    indices: Sequence[Sequence[int]] | None = None,
+    transfer: Sequence[float] | None = None,
 ) -> Played:
     """Returns a steady step of a fleet.
 
@@ -61,21 +66,16 @@ def played(
         schedules: by class of devices.
         cluster: what devices and links there are.
         compression: for each bucket what is done to it; that of the cluster for all where None.
+        indices: parameters of each bucket; those that DDP takes where None.
+        transfer: seconds that each bucket travels; what the cluster's links make of its bytes where None.
 
     Raises:
         ProfileError: schedules of different models, of classes that the cluster has not, or none for one that it has.
     """
     cluster.check_names(schedules, "schedules")
     parameters = _same_parameters(schedules)
-    indices: list[list[int]] = []
-    if cluster.ranks > 1:
-        first = next(iter(cluster.devices))
-        indices = ddp_buckets(
-            [parameter.numel for parameter in parameters],
-            [parameter.dtype_bytes for parameter in parameters],
-            arrival=arrival(schedules[first]),
-            limits=(cluster.buckets.first_bytes, cluster.buckets.bytes),
-        )
+    if indices is None:
+        indices = _of_ddp(schedules[next(iter(cluster.devices))], cluster) if cluster.ranks > 1 else []
     how = [cluster.compression] * len(indices) if compression is None else list(compression)
     if len(how) != len(indices):
         what = f"compression of {len(how)} buckets for {len(indices)}"
@@ -90,8 +90,21 @@ def played(
         name: local(schedules[name], indices, slowdown=one.slowdown, launch=one.launch, extra=extra)
         for name, one in cluster.devices.items()
     }
-    transfer = cluster.all_reduce.seconds([bucket.travelling for bucket in buckets], cluster.ranks)
-    return Played(cluster, devices, buckets, _steady(devices, cluster, transfer))
+    if transfer is not None:
+        taken: Array = np.array(transfer, dtype=float)
+    else:
+        sizes = [bucket.travelling for bucket in buckets]
+        taken = cluster.all_reduce.seconds(sizes, cluster.ranks) if sizes else np.zeros(0)
+    return Played(cluster, devices, buckets, _steady(devices, cluster, taken))
+
+
+def _of_ddp(schedule: Schedule, cluster: Cluster) -> list[list[int]]:
+    return ddp_buckets(
+        [parameter.numel for parameter in schedule.parameters],
+        [parameter.dtype_bytes for parameter in schedule.parameters],
+        arrival=arrival(schedule),
+        limits=(cluster.buckets.first_bytes, cluster.buckets.bytes),
+    )
 
 
 def _steady(devices: Mapping[str, Local], cluster: Cluster, transfer: Array) -> Step:

@@ -119,8 +119,10 @@ def test_any_text_ends_in_a_cluster_or_an_error(text: bytes | str) -> None:
 
 
 def test_python_is_checked_like_files() -> None:
+    with pytest.raises(ProfileError, match="has no devices"):
+        Cluster({})
     with pytest.raises(ProfileError, match="says of the link of 'a' no bandwidth"):
-        Cluster({"a": Device(count=2)})
+        _ = Cluster({"a": Device(count=2)}).all_reduce
 
 
 def test_a_table_is_met_and_goes_on() -> None:
