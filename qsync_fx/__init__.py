@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from qsync_fx.plan import Plan as Plan
     from qsync_fx.plan.opid import OpId as OpId
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
+    from qsync_fx.predictor.sensitivity.value import Sensitivity as Sensitivity
+    from qsync_fx.profiling.statistics.measured import sensitivity as sensitivity
     from qsync_fx.rounding.stream import rounding_stream as rounding_stream
     from qsync_fx.switching import switch as switch
 
@@ -62,6 +64,8 @@ _HOMES = {
     "Plan": "qsync_fx.plan",
     "graph_pass": "qsync_fx.passes.base",
     "rounding_stream": "qsync_fx.rounding.stream",
+    "sensitivity": "qsync_fx.profiling.statistics.measured",
+    "Sensitivity": "qsync_fx.predictor.sensitivity.value",
     "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
     "switch": "qsync_fx.switching",
 }

@@ -1,0 +1,113 @@
+"""A model whose graphs are run by whoever looks at them: as written, with an eye on each operator, or as lowered under a plan.
+
+Dynamo and the passes see the model once, with everything in FP32. After that the same call of the model runs whatever `running` names, op
+by op and with autograd above it, so that nothing is compiled again: not for another plan, and not for another way to look.
+
+Invariant: ids are those of plans, since the graphs are those of the backend. What no graph holds runs as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+
+from qsync_fx.backend.compile import rewrite
+from qsync_fx.backend.entry import through_dynamo
+from qsync_fx.backend.record import record
+from qsync_fx.coverage.log import collecting
+from qsync_fx.errors import ProfileError, QSyncError
+from qsync_fx.explanation.explanation import Explained
+from qsync_fx.graph import Operator
+from qsync_fx.ops import Kind
+from qsync_fx.options import Options
+from qsync_fx.passes.running.instruments import Snapshots, Timing
+from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
+from qsync_fx.plan import Plan
+
+Run = Callable[[Explained, Sequence[Any]], Any]
+"""Computes what a graph computes, of its inputs."""
+
+
+def as_it_is(part: Explained, inputs: Sequence[Any]) -> Any:
+    """Runs a graph in FP32."""
+    return part.graph.module(*inputs)
+
+
+class Captured:
+    """
+    Args:
+        model: a module.
+        options: of the backend; the plan is FP32 whatever they say.
+
+    Attributes:
+        graphs: those that have been made so far.
+        call: calls the model.
+    """
+
+    def __init__(self, model: nn.Module, options: Options | None = None) -> None:
+        given = options or Options()
+        self.options = Options(
+            plan=Plan.uniform("fp32"),
+            rounding=given.rounding,
+            gradient_rounding=given.gradient_rounding,
+            scaling=given.scaling,
+            exact=given.exact,
+            passes=given.passes,
+            root=given.root,
+        )
+        self.model = model
+        self.graphs: list[Explained] = []
+        self._run: Run = as_it_is
+        self.call: Any = torch.compile(model, backend=self._backend, dynamic=False)
+
+    @property
+    def operators(self) -> list[Operator]:
+        """The operators that a plan decides on, each once, in the order in which they run."""
+        found: dict[str, Operator] = {}
+        for part in self.graphs:
+            for operator in part.operators:
+                if operator.kind is Kind.ADJUSTABLE and operator.row is not None:
+                    found.setdefault(str(operator.id), operator)
+        return list(found.values())
+
+    @contextlib.contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Lets the model's graphs be run by `run`."""
+        before, self._run = self._run, run
+        try:
+            # Equal code is compiled again for each captured model, however often it was before.
+            with (
+                torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16),
+                collecting(self.options),
+            ):
+                yield
+        finally:
+            self._run = before
+
+    def require(self) -> None:
+        """Raises `ProfileError` where the model has run and no graph was made."""
+        if not self.graphs:
+            raise ProfileError(
+                "Dynamo compiled no part of the model, so that nothing is known of its operators",
+                where=type(self.model).__name__,
+                do="call the model in step(model, batch) through its first argument, and see qsync inspect for graph breaks",
+            )
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        snapshots, timing = Snapshots(), Timing()
+        try:
+            here = place(self.options)
+            alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
+            seen = [operator.id for part in self.graphs for operator in part.graph.operators()]
+            graph = rewrite(module, inputs, self.options, (timing, snapshots), seen)
+            record(graph, here, self.options, module, alone)
+        except QSyncError as error:
+            raise through_dynamo(error) from error.__cause__
+        part = Explained(graph, snapshots, timing)
+        self.graphs.append(part)
+        return lambda *given: self._run(part, given)

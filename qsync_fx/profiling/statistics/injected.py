@@ -1,0 +1,100 @@
+"""The method "injected": noise of the exact variance is put in at one operator, and the gradients are compared.
+
+Invariant: one pass an operator and precision beside one without noise. What is random is drawn from a normal distribution, whatever a
+rounding's own is; errors that are not random are put in as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.graph import Operator
+from qsync_fx.graph.nodes import argument_at
+from qsync_fx.predictor.sensitivity.rounding_noise import error, noise
+from qsync_fx.profiling.statistics.roundings import Change, Rounded
+from qsync_fx.profiling.statistics.step import Key, Step, square_distance
+from qsync_fx.profiling.statistics.tapped import Call, Tap, tapped
+from qsync_fx.profiling.statistics.taps import OUTPUT, put
+
+
+@dataclass(frozen=True)
+class Injected:
+    """
+    Args:
+        draws: passes with noise an operator, precision and step.
+    """
+
+    draws: int = 1
+
+    def look(self, step: Step) -> dict[Key, float]:
+        exact = step.gradients()
+        found: dict[Key, float] = {}
+        for name, precision in step.keys:
+            change = step.changes[name][precision]
+            run = tapped(injecting(name, change, step.generator))
+            random = any(one.rounding == "stochastic" for one in change.rounded)
+            draws = self.draws if random else 1
+            total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
+            found[name, precision] = total / draws
+        return found
+
+
+def injecting(name: str, change: Change, generator: torch.Generator) -> Tap:
+    """Returns a tap that lets an operator err as it does where `change` is true of it."""
+
+    def tap(operator: Operator, given: list[Any], call: Call) -> Any:
+        if str(operator.id) != name:
+            return call(given)
+        if change.inside is not None:
+            return _inside(operator, change, given, call)
+        changed = list(given)
+        back: dict[Any, list[Rounded]] = {}
+        for one in change.rounded:
+            if one.gradient:
+                back.setdefault(one.place, []).append(one)
+            elif one.place != OUTPUT:
+                value = argument_at(changed, one.place)
+                put(changed, one.place, value + _drawn(one, value, generator))
+        for place, every in back.items():
+            value = None if place == OUTPUT else argument_at(changed, place)
+            if value is not None and value.requires_grad:
+                branch = value.view_as(value)
+                _hook(branch, every, generator)
+                put(changed, place, branch)
+        result = call(changed)
+        for one in change.rounded:
+            if one.place == OUTPUT and not one.gradient:
+                result = result + _drawn(one, result, generator)
+        if isinstance(result, Tensor) and result.requires_grad:
+            _hook(result, back.get(OUTPUT, []), generator)
+        return result
+
+    return tap
+
+
+def _hook(value: Tensor, every: list[Rounded], generator: torch.Generator) -> None:
+    for one in every:
+        value.register_hook(lambda g, one=one: g + _drawn(one, g, generator))  # type: ignore[no-untyped-call]
+
+
+def _inside(operator: Operator, change: Change, given: list[Any], call: Call) -> Any:
+    """Runs an operator in a narrow format, as a plan would."""
+    assert change.inside is not None and operator.row is not None
+    narrow = list(given)
+    for at in operator.row.converted(given):
+        value = narrow[at]
+        narrow[at] = value.to(change.inside.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    result = call(narrow)
+    return result.to(given[0].dtype) if isinstance(result, Tensor) else result
+
+
+def _drawn(one: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns an error of each element of a tensor."""
+    if one.rounding != "stochastic":
+        return error(of, one.fmt, one.rounding, one.keep).to(of.dtype)
+    deviation = noise(of, one.fmt, one.rounding, one.keep).sqrt()
+    return (torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation).to(of.dtype)

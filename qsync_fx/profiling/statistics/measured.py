@@ -1,0 +1,213 @@
+"""`sensitivity`: runs a model for some steps and says what each operator in each precision adds to the variance of its gradients.
+
+Invariant: as it was before, whatever happens, are the model's parameters, gradients, buffers and training mode, and the random generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_fx.devices import support
+from qsync_fx.errors import ProfileError
+from qsync_fx.module_tree import unwrapped
+from qsync_fx.options import Options
+from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.profiling.statistics.batches import samples, stepped
+from qsync_fx.profiling.statistics.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.methods import method as method_called
+from qsync_fx.profiling.statistics.roundings import Change, changes
+from qsync_fx.profiling.statistics.step import Key, Method, Step
+from qsync_fx.profiling.statistics.undisturbed import repeatable, trained, undisturbed
+
+StepFunction = Callable[[Any, Any], Tensor]
+Say = Callable[[str], None]
+Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def sensitivity(
+    model: nn.Module,
+    step: StepFunction,
+    batches: Iterable[Any],
+    method: str = "exact",
+    precisions: Sequence[str | Precision] | None = None,
+    steps: int = 50,
+    fraction: float = 0.5,
+    optimizer: Optimizer | None = None,
+    options: dict[str, object] | Options | None = None,
+    seed: int = 0,
+    say: Say | None = None,
+) -> Sensitivity:
+    """Finds what each operator in each precision adds to the variance of a model's gradients.
+
+    Args:
+        model: what is to be trained; it is left as it was.
+        step: `step(model, batch)` returns the loss; it calls the model through its first argument.
+        batches: a list starts again where it is shorter than `steps`; an iterator ends them.
+        method: one of `METHODS`.
+        precisions: by default those narrower than 32 bits that the device has units for.
+        steps: over how many batches the mean is taken.
+        fraction: how much of each batch is used.
+        optimizer: makes what trains the model between the steps, such as `lambda p: torch.optim.SGD(p, lr=0.1)`; by default nothing does,
+            and all steps see the same parameters. Parameters are put back at the end.
+        options: of the backend: how values are rounded and scaled.
+        seed: of all that is drawn.
+        say: is told what it will cost, and how far it is.
+
+    Raises:
+        ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, or there is no batch.
+    """
+    (found,) = several(model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say)
+    return found
+
+
+def several(
+    model: nn.Module,
+    step: StepFunction,
+    batches: Iterable[Any],
+    methods: Sequence[str],
+    precisions: Sequence[str | Precision] | None = None,
+    steps: int = 50,
+    fraction: float = 0.5,
+    optimizer: Optimizer | None = None,
+    options: dict[str, object] | Options | None = None,
+    seed: int = 0,
+    say: Say | None = None,
+) -> list[Sensitivity]:
+    """Finds it by several methods on the same steps; see `sensitivity`."""
+    known = {name: method_called(name) for name in methods}
+    made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
+    root = unwrapped(model)
+    _check(root, fraction)
+    names = _names(precisions, root)
+    captured = Captured(root, Options.parse(options))
+    traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
+    seconds = dict.fromkeys(methods, 0.0)
+    with undisturbed(root):
+        looking = _Looking(captured, step, names, seed)
+        trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
+        for at, batch in enumerate(stepped(batches, steps, fraction)):
+            with looking.at(at, batch) as now:
+                if say is not None and at == 0:
+                    many = len({name for name, _ in now().keys})
+                    for name, entry in known.items():
+                        passes = entry.passes(many, len(names))
+                        say(f"{name}: {steps} steps of about {passes} passes, {many} operators in {', '.join(names)}")
+                for name in methods:
+                    begin = time.perf_counter()
+                    traces[name].append(looking.settled(made[name], now))
+                    seconds[name] += time.perf_counter() - begin
+                if trainer is not None:
+                    _train(trainer, now())
+            if say is not None:
+                left = sum(seconds.values()) / (at + 1) * (steps - at - 1)
+                say(f"step {at + 1} of {steps}, {left:.0f} s left")
+    order = [str(operator.id) for operator in captured.operators]
+    return [_value(name, root, order, looking.changes, traces[name], seconds[name]) for name in methods]
+
+
+class _Looking:
+    """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step."""
+
+    def __init__(self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int) -> None:
+        self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
+        self.changes: dict[str, dict[str, Change]] = {}
+        self._known = 0
+
+    @contextlib.contextmanager
+    def at(self, at: int, batch: Any) -> Iterator[Callable[[], Step]]:
+        """Yields what makes the step of a batch, the same each time."""
+        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {at}".encode(), digest_size=4).digest(), "little")
+
+        def loss() -> Tensor:
+            return _checked(self.step(self.captured.call, batch), at)
+
+        with repeatable(self.captured.model, seed) as again:
+
+            def now() -> Step:
+                if not self._known:
+                    again(0)
+                    with self.captured.running(as_it_is):
+                        loss()
+                    self.learn()
+                generator = torch.Generator().manual_seed(seed)
+                return Step(self.captured, loss, again, self.changes, generator, samples(batch))
+
+            yield now
+
+    def settled(self, method: Method, now: Callable[[], Step]) -> dict[Key, float]:
+        """Returns what a method finds once no graph is new."""
+        step = now()
+        while True:
+            found = method.look(step)
+            if not self.learn():
+                return found
+            step = now()
+
+    def learn(self) -> bool:
+        """Takes in the graphs that have been made since; returns whether there were any."""
+        self.captured.require()
+        new = self.captured.graphs[self._known :]
+        for part in new:
+            for operator, by in changes(part, self.names, self.captured.options).items():
+                self.changes.setdefault(operator, by)
+        self._known += len(new)
+        return bool(new)
+
+
+def _check(model: nn.Module, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ProfileError(f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1")
+    if not trained(model):
+        what = f"{type(model).__name__} has no parameter that requires a gradient"
+        raise ProfileError(what, do="measure what is to be trained")
+
+
+def _names(given: Sequence[str | Precision] | None, model: nn.Module) -> list[str]:
+    if given is not None:
+        return [precision(name).name for name in dict.fromkeys(given)]
+    device = next(model.parameters()).device
+    return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).how == "native"]
+
+
+def _checked(loss: object, at: int) -> Tensor:
+    where, do = f"step {at + 1}", "return the loss of the batch, a tensor without dimensions"
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ProfileError(f"the step returned {what}, which is no loss", where=where, do=do)
+    if not loss.requires_grad:
+        raise ProfileError("the loss depends on no parameter that requires a gradient", where=where, do=do)
+    if not bool(loss.detach().isfinite()):
+        raise ProfileError(
+            f"the loss is {float(loss.detach())}", where=where, do="give a model and batches that train in FP32"
+        )
+    return loss
+
+
+def _train(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    found = step.gradients()
+    for name, parameter in trained(step.captured.model).items():
+        parameter.grad = found.get(name)
+    optimizer.step()
+
+
+def _value(
+    name: str,
+    model: nn.Module,
+    order: Sequence[str],
+    made: dict[str, dict[str, Change]],
+    steps: Sequence[dict[Key, float]],
+    seconds: float,
+) -> Sensitivity:
+    trace = [{op: {p: found.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for found in steps]
+    mean = {
+        op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]} for op in order if op in made
+    }
+    return Sensitivity(name, type(model).__name__, mean, len(trace), trace, seconds)

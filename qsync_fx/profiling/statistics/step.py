@@ -1,0 +1,65 @@
+"""One step of a model as the methods see it: what to run, again and again, and what operators may do otherwise in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qsync_fx.explanation.explanation import Explained
+from qsync_fx.profiling.statistics.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.roundings import Changes
+from qsync_fx.profiling.statistics.undisturbed import Again, trained
+
+Key = tuple[str, str]
+"""An operator and a precision."""
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """
+    Attributes:
+        captured: the model.
+        loss: computes the loss of this step's batch.
+        again: starts a pass from the same state.
+        changes: what operators do otherwise in each precision.
+        generator: for what is drawn beside the model.
+        samples: of the batch.
+    """
+
+    captured: Captured
+    loss: Callable[[], Tensor]
+    again: Again
+    changes: Changes
+    generator: torch.Generator
+    samples: int = 1
+
+    @property
+    def keys(self) -> list[Key]:
+        """The operators and precisions in which something changes."""
+        return [(op, name) for op, by in self.changes.items() for name, change in by.items() if change.places]
+
+    def gradients(self, run: Callable[[Explained, Sequence[Any]], Any] = as_it_is, sample: int = 0) -> Gradients:
+        """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""
+        self.again(sample)
+        parameters = trained(self.captured.model)
+        with self.captured.running(run):
+            found = torch.autograd.grad(self.loss(), list(parameters.values()), allow_unused=True)
+        return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+class Method(Protocol):
+    """A way to find what operators add; it may learn from step to step."""
+
+    def look(self, step: Step) -> dict[Key, float]:
+        """Returns what each operator adds in each precision in a step; keys that are left out add nothing."""
+
+
+def square_distance(found: Gradients, exact: Gradients) -> float:
+    """Returns the square of the distance of two sets of gradients."""
+    return sum(float((found[name].double() - g.double()).square().sum()) for name, g in exact.items() if name in found)
