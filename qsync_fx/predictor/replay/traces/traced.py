@@ -14,24 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+
+import torch
 
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replay.traces.file import number
 from qsync_fx.predictor.replay.traces.kineto import Event, Kineto
 from qsync_fx.predictor.replay.traces.work import Travel, Work, found as find
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
-
-_TYPES: Final = {
-    "float": 4,
-    "double": 8,
-    "half": 2,
-    "c10::half": 2,
-    "bfloat16": 2,
-    "c10::bfloat16": 2,
-    "byte": 1,
-    "int8": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -165,13 +155,19 @@ def _amount(one: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int
             return told
         count = number(event.args.get("In msg nelems"))
         if count is not None:
-            return int(count), _TYPES.get(str(event.args.get("dtype", "float")).lower(), 4)
+            return int(count), _element_bytes(event.args.get("dtype"))
         dims, types = event.args.get("Input Dims"), event.args.get("Input type")
         if isinstance(dims, list) and dims and isinstance(dims[0], list) and dims[0] and isinstance(types, list):
             sides = [number(side) for side in dims[0]]
             if all(side is not None for side in sides):
-                return int(math.prod(side or 0 for side in sides)), _TYPES.get(str(types[0]).lower(), 4)
+                return int(math.prod(side or 0 for side in sides)), _element_bytes(types[0] if types else None)
     return 0, 4
+
+
+def _element_bytes(name: object) -> int:
+    """Returns the bytes of an element of a type as traces call it: "float", "Half", "c10::BFloat16"; 4 of one that torch has not."""
+    found = getattr(torch, str(name).removeprefix("c10::").lower(), None)
+    return found.itemsize if isinstance(found, torch.dtype) else 4
 
 
 def _covered(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
