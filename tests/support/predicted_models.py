@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from zoo import CASES, language, make
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.explanation import Explanation
+from qsync_fx.graph.reads import State
 from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.times import Seconds
 
 FORMATS = ("fp32", "bf16", "int8", "fp16", "fp8", "tf32", "fp64")
 ZOO = {case.name: case for case in CASES}
@@ -104,3 +107,27 @@ def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Pl
     each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(lambda f: dict(zip(ids, f, strict=True)))
     some = st.dictionaries(st.sampled_from(ids), fmt, max_size=len(ids))
     return st.one_of(st.builds(lambda o: Plan(operators=o), each), st.builds(lambda d, o: Plan(d, (), o), fmt, some))
+
+
+class DrawnTimes:
+    """Times that differ with everything that they may depend on, and are the same when they are asked for again."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        return self._drawn(operator, str(state), *map(str, around))
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        found = self._drawn(operator, before, after, str(numel))
+        return found if differentiated else Seconds(found.forward, 0.0)
+
+    def outside(self) -> Seconds:
+        return self._drawn("outside")
+
+    def optimizer(self) -> float:
+        return self._drawn("optimizer").forward
+
+    def _drawn(self, *what: str) -> Seconds:
+        draw = random.Random(f"{self.seed} {what}")
+        return Seconds(draw.random() * 1e-3, draw.random() * 1e-3)

@@ -49,11 +49,13 @@ class States:
         graph: the model.
         names: the formats that each operator computes in and gives out.
         casts: in the order in which they run.
+        unpacked: what is kept in a scaled format and converted in the backward pass, for the operator that needs it there first.
     """
 
     graph: ModelGraph
     names: tuple[StateNames, ...]
     casts: tuple[Cast, ...]
+    unpacked: tuple[Cast, ...]
 
     def of(self, operator: str) -> State:
         """Returns the state of an operator, by its id."""
@@ -94,7 +96,12 @@ def states(graph: ModelGraph, asked: Asked) -> States:
         if wants_all_wide(graph, at, [narrow[reader][0] for reader in _choices(graph, at).readers], precisions[at])
     )
     found = _swept(graph, precisions, wide) if wide else narrow
-    return States(graph, tuple(found), tuple(_casts(graph, found)))
+    return settled(graph, found)
+
+
+def settled(graph: ModelGraph, found: Sequence[StateNames]) -> States:
+    """Returns states that are known already, with the casts that they take."""
+    return States(graph, tuple(found), tuple(_casts(graph, found)), tuple(_unpacked(graph, found)))
 
 
 def planned(graph: ModelGraph, asked: Asked) -> dict[int, str]:
@@ -190,6 +197,20 @@ def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[Cast]:
         if before is not None and after is not None and (read.point, after) not in made and maker is not None:
             made.add((read.point, after))
             yield Cast(maker, read.origin, before, after)
+
+
+def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[Cast]:
+    kept: dict[tuple[int | None, str], Cast] = {}
+    for at, operator in enumerate(graph.operators):
+        precision, decided = found[at][0], operator.decided
+        if precision is None or not isinstance(decided, Choices) or precision not in decided.unpacked:
+            continue
+        factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
+        for read in factors:
+            # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
+            if any(other.gradient for other in factors if other is not read):
+                kept[read.point, precision] = Cast(at, read.origin, precision, decided.unpacked[precision])
+    return list(kept.values())
 
 
 def _changed(graph: ModelGraph, found: Sequence[StateNames], at: int, value: int, output: Name) -> Iterator[Cast]:

@@ -1,0 +1,105 @@
+"""What states and casts of a model take on a device: the `Times`, asked once for each question.
+
+Invariant: every answer is checked, and is a whole number of femtoseconds, so that sums do not depend on the order in which they are made
+and what is undone is as it was.
+"""
+
+from __future__ import annotations
+
+import math
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.reads import State
+from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, Change, Held, Point, Tables
+from qsync_fx.predictor.model.value import Name
+from qsync_fx.predictor.times import Seconds, Times
+
+FEMTO = 10**15
+Price = tuple[int, int, int]
+"""Femtoseconds in the forward pass, in the backward pass, and of converting there what is kept in a scaled format."""
+
+
+def femtoseconds(seconds: float, where: str) -> int:
+    """Returns seconds as a whole number; raises `ProfileError` for what is no time."""
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ProfileError(f"a time of {seconds} seconds is none", where=where, do="measure the model anew")
+    return round(seconds * FEMTO)
+
+
+class Prices:
+    """What is known so far of the times of one model on one device."""
+
+    def __init__(self, tables: Tables, times: Times) -> None:
+        self.tables, self.times = tables, times
+        self._states: dict[int, State] = {}
+
+    def state(self, code: int) -> State:
+        """Returns the state of a code: what an operator computes in, and `BASE` times what it gives out."""
+        if code not in self._states:
+            self._states[code] = State(_format(NAMES[code % BASE]), _format(NAMES[code // BASE]))
+        return self._states[code]
+
+    def operator(self, at: int, codes: list[int]) -> tuple[int, int]:
+        """Returns the time of an operator, forward and backward, where all are in states of these codes."""
+        last = len(codes)
+        around = [self.state(codes[n]) if 0 <= n < last else None for n in (at - 1, at + 1, at - 2, at + 2)]
+        operator = self.tables.graph.operators[at]
+        found = self.times.operator(operator.id, self.state(codes[at]), around)
+        return self._checked(found, operator.where)
+
+    def cast(
+        self, owner: int, value: int, before: int, after: int, differentiated: bool | None = None
+    ) -> tuple[int, int]:
+        """Returns the time of a cast, forward and backward."""
+        graph = self.tables.graph
+        held, operator, names = graph.values[value], graph.operators[owner], (NAMES[before] or "", NAMES[after] or "")
+        if not isinstance(held.numel, int):
+            what = f"the time of a cast of {held.numel} elements is not known"
+            raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
+        gradient = held.differentiated if differentiated is None else differentiated
+        found = self.times.cast(operator.id, *names, held.numel, gradient)
+        return self._checked(found, f"the cast from {' to '.join(names)} before {operator.where}")
+
+    def point(self, point: Point | Change, precisions: list[int], outputs: list[int]) -> Price:
+        """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
+        before = _now(point.held, outputs)
+        if isinstance(point, Change):
+            after = outputs[point.operator]
+            same = before == after if point.wanted else not NEEDED[before][after]
+            return (
+                (0, 0, 0)
+                if same or not before or not after
+                else (*self.cast(point.operator, point.value, before, after), 0)
+            )
+        forward = backward = unpacking = 0
+        made: set[int] = set()
+        kept: dict[int, tuple[int, int]] = {}
+        for reader in point.readers:
+            precision = precisions[reader.operator] if reader.operator >= 0 else 0
+            after = reader.wanted[precision]
+            if reader.kept[precision]:
+                kept[after] = reader.operator, reader.kept[precision]
+            if not NEEDED[before][after] or after in made:
+                continue
+            if reader.used is not None and PLAIN[after] and _now(reader.used, outputs) == after:
+                continue
+            made.add(after)
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            there, back = self.cast(owner, point.value, before, after)
+            forward, backward = forward + there, backward + back
+        for fmt, (owner, plain) in kept.items():
+            unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
+        return forward, backward, unpacking
+
+    def _checked(self, found: Seconds, where: str) -> tuple[int, int]:
+        return femtoseconds(found.forward, where), femtoseconds(found.backward, where)
+
+
+def _now(held: Held, outputs: list[int]) -> int:
+    """The format of a value: what its operator gives out, or its own."""
+    return (outputs[held.operator] or held.own) if held.operator >= 0 else held.own
+
+
+def _format(name: Name) -> Precision | None:
+    return FORMATS[name] if name is not None else None
