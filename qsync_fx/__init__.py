@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from qsync_fx.plan.opid import OpId as OpId
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.predictor.sensitivity.value import Sensitivity as Sensitivity
+    from qsync_fx.profiling.measurement import measure as measure
+    from qsync_fx.profiling.profile import Profile as Profile
     from qsync_fx.profiling.statistics.measured import sensitivity as sensitivity
     from qsync_fx.rounding.stream import rounding_stream as rounding_stream
     from qsync_fx.switching import switch as switch
@@ -62,7 +64,9 @@ _HOMES = {
     "OpId": "qsync_fx.plan.opid",
     "Options": "qsync_fx.options",
     "Plan": "qsync_fx.plan",
+    "Profile": "qsync_fx.profiling.profile",
     "graph_pass": "qsync_fx.passes.base",
+    "measure": "qsync_fx.profiling.measurement",
     "rounding_stream": "qsync_fx.rounding.stream",
     "sensitivity": "qsync_fx.profiling.statistics.measured",
     "Sensitivity": "qsync_fx.predictor.sensitivity.value",

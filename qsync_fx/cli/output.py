@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from qsync_fx.errors import QSyncError
+from qsync_fx.profiling.progress import progress as progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,21 +113,3 @@ def diff(text: str) -> None:
             console.print(Text(line, style=styles.get(line[:1], "")), soft_wrap=True)
         else:
             print(line)
-
-
-@contextmanager
-def progress(doing: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal's standard error how much of something is done; what it gives is called with the name of each part that is."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn(doing),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda part: bar.update(task, advance=1, description=part)

@@ -1,0 +1,116 @@
+"""`qsync measure`: how long each operator of a model takes in each format on this machine, and how much memory its steps need."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import model, output
+from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from qsync_fx.cli.model import Given
+
+_ABOUT = """\
+Trains a model for some steps under a few plans, and attributes the time of the
+compiled code to its operators. What comes out foresees any other plan. The
+loss is what the model returns as such, else the mean square of what it returns.
+
+The model is compiled once a plan, which takes seconds to minutes each. With
+--output a measurement that was interrupted goes on from there."""
+
+_EXAMPLES = """\
+examples:
+  qsync measure bert:small --output cpu.json
+  qsync measure bert:small --precisions fp32,bf16 --optimizer sgd
+  qsync measure bert:small --plan plan.json --output cpu.json  measures the plan itself, too"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    model.add(parser)
+    measured = parser.add_argument_group("what to measure, and how")
+    measured.add_argument(
+        "--precisions",
+        metavar="NAMES",
+        help="formats with commas between them; by default what the device computes itself",
+    )
+    measured.add_argument(
+        "--optimizer", metavar="NAME", default="adamw", help="a class of torch.optim, or none; adamw by default"
+    )
+    measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
+    kept = parser.add_argument_group("what to write")
+    kept.add_argument("--output", metavar="FILE", type=Path, help="the profile, for other commands")
+    kept.add_argument("--json", action="store_true", help="the profile to standard output, as its file holds it")
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    from qsync_fx.profiling.measurement import ROUNDS, measure
+    from qsync_fx.profiling.profile import PROFILE
+    from qsync_fx.report.profile_text import profile_table
+
+    if arguments.precision is not None:
+        raise OptionError("a profile is of several precisions", where="--precision", do="name them with --precisions")
+    given = model.read(arguments)
+    if not hasattr(given.model, "parameters"):
+        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
+    module: Any = given.model.train()  # type: ignore[attr-defined]
+    options = {name: value for name, value in model.given(arguments).items() if name != "plan"}
+    profile = measure(
+        module,
+        lambda trained, inputs: _loss(trained(*inputs[0], **inputs[1]), given),
+        [(given.args, given.kwargs)],
+        None if arguments.precisions is None else arguments.precisions.split(","),
+        optimizer=_optimizer(arguments.optimizer, module),
+        plan=given.options.plan,
+        rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
+        path=arguments.output,
+        options=options,
+    )
+    if arguments.output is not None:
+        output.wrote(arguments.output)
+    if arguments.json:
+        output.as_json(PROFILE.plain(profile))
+    else:
+        output.show(profile_table(profile))
+
+
+def _loss(result: Any, given: Given) -> Tensor:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
+        return loss
+    found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not found:
+        raise OptionError(
+            "the model returns nothing that can be trained",
+            where=given.reference,
+            do="return a model whose outputs need gradients",
+        )
+    return sum((t.float().square().mean() for t in found), start=torch.zeros(()))
+
+
+def _optimizer(name: str, module: Any) -> Optimizer | None:
+    import torch
+
+    from qsync_fx.errors import nearest
+
+    classes: dict[str, Any] = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if name == "none":
+        return None
+    if name not in classes:
+        raise OptionError(f"torch.optim has no {name!r}", where="--optimizer", do=nearest(name, ["none", *classes]))
+    made: Optimizer = classes[name](module.parameters(), lr=1e-3)
+    return made
+
+
+COMMAND = Command("how long operators take here, in each format", _measure, _arguments, _ABOUT, _EXAMPLES)

@@ -1,0 +1,55 @@
+"""How long an all-reduce takes between the ranks that are up, by bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import torch
+from torch import distributed
+
+from qsync_fx.profiling.profile import Collective
+
+_SMALLEST, _LARGEST, _STEP = 10, 26, 2
+"""Powers of two of the bytes that are measured: 1 KiB to 64 MiB."""
+_REPEATS = 5
+
+
+def collectives() -> list[Collective]:
+    """Measures all-reduces of FP32 values, on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return []
+    table = [(2**power, _all_reduce(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
+    return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
+
+
+def seconds_of(collective: Collective, nbytes: float) -> float:
+    """Returns the seconds of an all-reduce, interpolated between what was measured where both axes are logarithms; 0 for no bytes.
+
+    Below the smallest it is the smallest's time, which is latency; above the largest it goes on in proportion to the bytes.
+    """
+    table = collective.seconds
+    if nbytes <= 0:
+        return 0.0
+    if nbytes <= table[0][0]:
+        return table[0][1]
+    for (low, fast), (high, slow) in itertools.pairwise(table):
+        if nbytes <= high:
+            share = math.log(nbytes / low) / math.log(high / low)
+            return math.exp((1 - share) * math.log(fast) + share * math.log(slow))
+    return table[-1][1] * nbytes / table[-1][0]
+
+
+def _all_reduce(nbytes: int) -> float:
+    """Returns the median over some repeats of the seconds that the slowest rank took."""
+    values = torch.zeros(nbytes // 4)
+    taken = torch.zeros(_REPEATS)
+    for at in range(-1, _REPEATS):
+        distributed.barrier()
+        start = time.perf_counter()
+        distributed.all_reduce(values)
+        if at >= 0:
+            taken[at] = time.perf_counter() - start
+    distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)
+    return float(taken.median())

@@ -1,0 +1,113 @@
+"""How long operators take under plans that were not measured, from plans that were: `Times` of a profile.
+
+An operator's time in a compiled graph depends on its state, and on what its neighbours hand over, as kernels are fused over operators and
+their casts with them. So it is looked up by its state, and among the runs that had it in that state, from those in which its neighbours
+were most alike.
+
+Invariant: a state that no run had is reckoned from the most similar one, and said to be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.graph.reads import State
+from qsync_fx.predictor.times import Seconds
+from qsync_fx.profiling.profile import Measured, Profile
+
+_NEIGHBOURS = (-1, 1, -2, 2)
+_WEIGHTS = (4, 4, 1, 1)
+"""What an equal neighbour counts: those beside an operator more than those one further."""
+
+Names = tuple[str | None, str | None]
+"""A state by the names of its formats."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An operator in one run."""
+
+    state: Names
+    around: tuple[Names | None, ...]
+    seconds: Seconds
+    own: bool
+
+
+class InContext:
+    """The times of a profile, for any plan."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._seen: dict[str, list[_Seen]] = defaultdict(list)
+        for run in profile.runs:
+            states = [names(measured) for measured in run.operators]
+            for at, measured in enumerate(run.operators):
+                seconds = Seconds(measured.forward, measured.backward)
+                self._seen[measured.operator].append(_Seen(states[at], around(states, at), seconds, run.planned))
+        self._formats = {seen.state[0] for found in self._seen.values() for seen in found if seen.state[0] is not None}
+        self._quantizing = {(line.before, line.after): line for line in profile.quantizing}
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
+        if operator not in self._seen:
+            raise ProfileError(
+                "the profile knows nothing of an operator",
+                where=operator,
+                do=f"measure the model that the plan is for; {nearest(operator, self._seen)[:200]}",
+            )
+        if state.precision is not None and state.precision.name not in self._formats:
+            raise ProfileError(
+                f"the profile holds no time in {state.precision}",
+                where=operator,
+                do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
+            )
+        wanted, beside = named(state), [None if other is None else named(other) for other in around]
+        best = max(_similar(seen, wanted, beside) for seen in self._seen[operator])
+        alike = [seen for seen in self._seen[operator] if _similar(seen, wanted, beside) == best]
+        return Seconds(
+            sum(seen.seconds.forward for seen in alike) / len(alike),
+            sum(seen.seconds.backward for seen in alike) / len(alike),
+            interpolated=alike[0].state != wanted,
+        )
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
+        known = [line for line in self._profile.quantizing if line.after == after]
+        if not known:
+            return Seconds(0.0, 0.0)
+        line = self._quantizing.get((before, after), known[0])
+        measured = line.before == before and numel <= line.largest
+        return Seconds(line.fixed + line.each * numel, 0.0, interpolated=not measured)
+
+    def outside(self) -> Seconds:
+        """Returns what belongs to no operator: the mean of all runs, as it follows no format."""
+        runs = self._profile.runs
+        forward, backward = (sum(run.outside[at] for run in runs) / len(runs) for at in (0, 1))
+        return Seconds(forward, backward)
+
+    def optimizer(self) -> float:
+        """Returns the seconds of the optimizer's step; 0 where none was measured."""
+        return self._profile.optimizer or 0.0
+
+
+def names(measured: Measured) -> Names:
+    return measured.precision, measured.output
+
+
+def named(state: State) -> Names:
+    return state.precision.name if state.precision else None, state.output.name if state.output else None
+
+
+def around(states: Sequence[Names], at: int) -> tuple[Names | None, ...]:
+    """Returns the states of an operator's neighbours, in the order that `Times` is asked with."""
+    return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in _NEIGHBOURS)
+
+
+def _similar(seen: _Seen, state: Names, beside: Sequence[Names | None]) -> tuple[bool, bool, bool, int, bool]:
+    """Returns how well a run stands for a state: the larger, the better."""
+    neighbours = sum(w for w, one, other in zip(_WEIGHTS, seen.around, beside, strict=False) if one == other)
+    same = seen.state == state
+    return same, seen.state[0] == state[0], seen.state[1] == state[1], neighbours, seen.own

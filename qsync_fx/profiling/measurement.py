@@ -1,0 +1,221 @@
+"""`measure`: a profile of a model on the device at hand.
+
+Every plan is compiled once, then all take turns, in one process: what else the machine does falls on all of them. In a turn a plan runs
+three steps: one to have its memory and caches as it wants them, one that is timed as a whole, and one that is timed line by line.
+
+Invariant: the model, its optimizer and the random number generators are as they were afterwards; what was measured before an interruption
+is not measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from qsync_fx.codec import Path
+from qsync_fx.devices import support
+from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.module_tree import unwrapped
+from qsync_fx.plan import Plan
+from qsync_fx.precision import FORMATS, Precision, encoding, precision
+from qsync_fx.profiling.attribution import attribute
+from qsync_fx.profiling.collectives import collectives
+from qsync_fx.profiling.compiled import Compiled, compiling
+from qsync_fx.profiling.kernels import Files, watching
+from qsync_fx.profiling.lines import timing_lines
+from qsync_fx.profiling.machine import this_machine
+from qsync_fx.profiling.observed import Observed, observed
+from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.profiling.profile import Profile
+from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
+from qsync_fx.profiling.progress import progress as shown_progress
+from qsync_fx.profiling.quantizing import fitted
+from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
+from qsync_fx.profiling.steps import Step, Training, clock_for
+from qsync_fx.profiling.untouched import untouched
+
+ROUNDS = 7
+_STEPS = 3
+"""Steps that a plan runs in its turn."""
+_COMPILE = (3.0, 0.2)
+"""Seconds that it takes to compile a model, and each operator of it more, where compiled kernels are cached."""
+
+
+def measure(
+    model: nn.Module,
+    step: Step,
+    batches: Iterable[Any],
+    precisions: Sequence[str | Precision] | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    plan: Plan | None = None,
+    rounds: int = ROUNDS,
+    path: Path | None = None,
+    options: Mapping[str, object] | None = None,
+    progress: bool = True,
+) -> Profile:
+    """Measures a model on the device that it lies on: how long each operator takes in each format, and how much memory a step needs.
+
+    Says before, on standard error, what that will cost. Nothing is trained.
+
+    Args:
+        model: a module, in the mode (train or eval) that it is to be measured in.
+        step: what a training step computes: takes the model and a batch, returns the loss.
+        batches: the first one is what every step gets.
+        precisions: the formats to measure; by default those that the device computes itself.
+        optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
+        plan: is measured itself, too, which corrects what the profile says of it.
+        rounds: how many turns each plan has.
+        path: where the profile is written. What is measured is kept beside it, in a file that ends with ".partial", until all is, so that a
+            measurement that was interrupted goes on from there when it is called again.
+        options: of the backend, for all plans.
+        progress: whether to show it.
+
+    Raises:
+        ProfileError: the step does not train the model, or an interrupted measurement of something else is at `path`.
+        QSyncError: an option, a precision or the plan does not fit.
+    """
+    module = _checked(model, rounds)
+    formats = _formats(precisions)
+    training = Training(
+        step, _first(batches), optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads())
+    )
+    partial = None if path is None else pathlib.Path(f"{path}.partial")
+    with untouched(module, optimizer), watching() as files, compiling() as compile_under:
+        seen = observed(module, training, options or {})
+        plans = _plans(seen, formats, plan)
+        name = type(optimizer).__name__ if optimizer is not None else ""
+        samples = Samples(this_machine(), seen.model, name, {label: [] for label in plans})
+        samples = samples if partial is None else resumed(partial, samples)
+        left = max(0, rounds - samples.rounds)
+        if progress:
+            print(f"qsync: {_costs(seen, len(plans), left)}", file=sys.stderr)
+        with _shown(progress, len(plans) * (1 + left)) as advance:
+            compiled: dict[str, Compiled] = {}
+            peaks: dict[str, int] = {}
+            for label, (chosen, _) in plans.items():
+                compiled[label] = compile_under(module, {**(options or {}), "plan": chosen}, training)
+                peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]))  # type: ignore[misc]
+                advance(f"compiled {label}")
+            for _ in range(left):
+                taken = {}
+                for label in plans:
+                    taken[label] = _turn(compiled[label], training, files)
+                    advance(label)
+                for label, sample in taken.items():
+                    samples.plans[label].append(sample)
+                if partial is not None:
+                    SAMPLES.write(partial, SAMPLES.encode(samples))
+    profile = _profile(samples, plans, formats, peaks)
+    if path is not None and partial is not None:
+        profile.save(path)
+        partial.unlink(missing_ok=True)
+    return profile
+
+
+def _turn(compiled: Compiled, training: Training, files: Files) -> Sample:
+    training.run(compiled)
+    whole = training.run(compiled)
+    with timing_lines(files, training.clock) as lines:
+        training.run(compiled, lines)
+    found = attribute(lines.seconds, files)
+    return Sample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
+
+
+def _profile(
+    samples: Samples, plans: Mapping[str, tuple[Plan, States]], formats: Sequence[Precision], peaks: Mapping[str, int]
+) -> Profile:
+    runs = [
+        run_of(label, states, samples.plans[label], peaks[label], planned=label == planned(plan))
+        for label, (plan, states) in plans.items()
+    ]
+    optimizer = statistics.median(sample.optimizer for taken in samples.plans.values() for sample in taken)
+    return Profile(
+        samples.machine,
+        samples.model,
+        [fmt.name for fmt in formats],
+        runs,
+        optimizer if samples.optimizer else None,
+        fitted(samples.plans.values()),
+        collectives(),
+    )
+
+
+def _plans(seen: Observed, formats: Sequence[Precision], plan: Plan | None) -> dict[str, tuple[Plan, States]]:
+    found = profile_plans(seen.explanation, formats)
+    if plan is not None and (states := states_under(seen.explanation, plan)) not in [s for _, s in found.values()]:
+        found[planned(plan)] = plan, states
+    return found
+
+
+def planned(plan: Plan) -> str:
+    """Returns what the run of a plan of the user's is called."""
+    return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
+
+
+def _costs(seen: Observed, plans: int, rounds: int) -> str:
+    steps = plans * (rounds * _STEPS + 3)
+    fixed, each = _COMPILE
+    seconds = plans * (fixed + each * len(seen.explanation.operators)) + steps * (
+        seen.seconds.passes + seen.seconds.optimizer
+    )
+    return (
+        f"measuring {seen.model.name} under {plans} plans: {plans} compilations and {steps} steps, about {seconds / 60:.1f} minutes "
+        "where its kernels were compiled before, else several times that"
+    )
+
+
+@contextlib.contextmanager
+def _shown(progress: bool, total: int) -> Iterator[Callable[[str], None]]:
+    if not progress:
+        yield lambda _: None
+        return
+    with shown_progress("measuring", total) as advance:
+        yield advance
+
+
+def _checked(model: nn.Module, rounds: int) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
+    if rounds < 1:
+        raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
+    module = unwrapped(model)
+    elsewhere = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise ProfileError(
+            "operators are measured in context on the CPU alone, so far",
+            where=f"a parameter on {elsewhere}",
+            do='move the model to the CPU, or take a device of the catalog: qsync_fx.devices.get("t4")',
+        )
+    return module
+
+
+def _formats(precisions: Sequence[str | Precision] | None) -> list[Precision]:
+    if precisions is not None:
+        found = list(dict.fromkeys(precision(name) for name in precisions))
+        if not found:
+            raise OptionError("no precision is to be measured", where="precisions", do="name one or more")
+        return found
+    cpu = torch.device("cpu")
+    return [
+        fmt for fmt in FORMATS.values() if fmt.bits <= 32 and encoding(fmt) is fmt and support(cpu, fmt).how == "native"
+    ]
+
+
+def _first(batches: Iterable[Any]) -> Any:
+    for batch in batches:
+        return batch
+    raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
+
+
+def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:
+    (module if optimizer is None else optimizer).zero_grad(set_to_none=True)

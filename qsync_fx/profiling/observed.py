@@ -1,0 +1,71 @@
+"""What a user's step gives its model, and what the backend makes of that model: found by running the step once, as written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.explanation import Explanation, explain
+from qsync_fx.graph.values import describe
+from qsync_fx.profiling.profile import Model
+from qsync_fx.profiling.steps import StepSeconds, Training
+
+
+@dataclass(frozen=True)
+class Observed:
+    """
+    Attributes:
+        explanation: what the backend does to the model, with no plan.
+        model: which model that is.
+        seconds: how long the step took as written.
+    """
+
+    explanation: Explanation
+    model: Model
+    seconds: StepSeconds
+
+
+def observed(module: nn.Module, training: Training, options: Mapping[str, object]) -> Observed:
+    """Runs a step once and explains the model with the inputs that it was called with first.
+
+    Raises:
+        ProfileError: the step does not train the model.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        seconds = training.run(module)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ProfileError(
+            f"the step did not call the model, a {type(module).__name__}",
+            where="step",
+            do="write step(model, batch) so that it calls the model it is given and returns the loss",
+        )
+    args, kwargs = calls[0]
+    explanation = explain(module, *args, options=options, **kwargs)
+    if not explanation.operators:
+        raise ProfileError(
+            "Dynamo compiled no part of the model, so there is nothing to measure",
+            where="; ".join(explanation.breaks) or type(module).__name__,
+            do="remove the graph break; qsync_fx.explain says more",
+        )
+    return Observed(explanation, model_of(module, explanation), seconds)
+
+
+def model_of(module: nn.Module, explanation: Explanation) -> Model:
+    """Returns what tells a model, with inputs of these shapes, from others."""
+    lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
+    lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Model(type(module).__name__, digest, sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

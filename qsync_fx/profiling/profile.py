@@ -1,0 +1,228 @@
+"""What was measured of one model on one device: the value that `measure` returns and files hold.
+
+Invariant: every number in it was measured there, in seconds or bytes, and none is negative or NaN. A profile needs no model beside it: it
+says of what and where it was taken, and is refused for anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from qsync_fx.codec import Path, Schema
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.times import Times
+from qsync_fx.profiling.machine import Machine, this_machine
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An operator in one run.
+
+    Attributes:
+        operator: its id.
+        precision, output: names of the formats that it computed in and gave out; None for what has no floating-point result.
+        forward, backward: seconds.
+    """
+
+    operator: str
+    precision: str | None
+    output: str | None
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """The model under one plan.
+
+    Attributes:
+        label: the plan in words; the name of a format where all operators were planned in one.
+        steps: how many steps were timed.
+        forward, backward: seconds of the two passes, the median over all steps.
+        spread: how far the two together lay from that, as a share of it, in the median: what differs less, differs by chance.
+        outside: seconds of each pass that belong to no operator.
+        peak_bytes: what a step holds at most beyond parameters, buffers and the optimizer's state.
+        operators: in program order.
+        planned: whether it is a plan of the user's, and none of those that all profiles have.
+    """
+
+    label: str
+    steps: int
+    forward: float
+    backward: float
+    spread: float
+    outside: tuple[float, float]
+    peak_bytes: int
+    operators: list[Measured]
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """What it takes to quantize a tensor: `fixed + each * elements` seconds, as fitted to all that was quantized.
+
+    Attributes:
+        before, after: names of the formats.
+        largest: elements of the largest tensor that was quantized.
+    """
+
+    before: str
+    after: str
+    fixed: float
+    each: float
+    largest: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of what a profile was taken.
+
+    Attributes:
+        name: of the model's class.
+        digest: of its operators and of all shapes.
+        parameters: how many numbers it holds.
+    """
+
+    name: str
+    digest: str
+    parameters: int
+
+    def check(self, here: Model) -> None:
+        """Raises `ProfileError` where this is another model than `here`."""
+        if self != here:
+            raise ProfileError(
+                f"it was taken of another model: {self}, and this is {here}",
+                do="measure this model; its layers and the shapes of its inputs matter",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]})"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How long an all-reduce takes.
+
+    Attributes:
+        backend: of torch.distributed.
+        ranks: how many took part.
+        seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
+    """
+
+    backend: str
+    ranks: int
+    seconds: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """
+    Attributes:
+        machine: where it was taken.
+        model: of what.
+        precisions: names of the formats that were measured.
+        runs: one a plan; the first ones are those that all profiles have, further ones are plans that were measured themselves.
+        optimizer: seconds of the optimizer's step; None where none was given.
+        quantizing: of each scaled format.
+        collectives: of each backend that was up.
+    """
+
+    machine: Machine
+    model: Model
+    precisions: list[str]
+    runs: list[Run]
+    optimizer: float | None = None
+    quantizing: list[Quantizing] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Writes the profile to `path` in one step; raises `ProfileError` if it cannot."""
+        PROFILE.write(path, PROFILE.encode(self))
+
+    @classmethod
+    def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
+        """Reads a profile.
+
+        Args:
+            path: of a file that `save` wrote.
+            any_machine: also takes one that was measured on another machine, or with other versions of torch or qsync_fx, as for the other
+                devices of a cluster.
+
+        Raises:
+            ProfileError: the file is no profile, or one of another machine.
+        """
+        found = PROFILE.load(path)
+        try:
+            if not any_machine:
+                found.machine.check(this_machine())
+        except ProfileError as error:
+            raise PROFILE.within(path, error) from None
+        return found
+
+    def times(self) -> Times:
+        """Returns how long operators take under any plan, as the cost mapper asks it."""
+        from qsync_fx.profiling.in_context import InContext
+
+        return InContext(self)
+
+    def __str__(self) -> str:
+        from qsync_fx.report.profile_text import profile_text
+
+        return profile_text(self)
+
+
+def _sizes(value: Any) -> str | None:
+    """Returns which number of a dataclass cannot be, None where all can."""
+    for part in fields(value):
+        found = getattr(value, part.name)
+        for number in found if isinstance(found, tuple) else (found,):
+            if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
+                return f" has {part.name} {number}, which no measurement gives"
+    return None
+
+
+def _table(collective: Collective) -> str | None:
+    if not collective.seconds:
+        return " has an empty table of seconds"
+    for (nbytes, seconds), (after, _) in zip(
+        collective.seconds, [*collective.seconds[1:], (math.inf, 0.0)], strict=True
+    ):
+        if not (0 < nbytes < after and seconds > 0):
+            return f" has the seconds {seconds} for {nbytes} bytes; both are positive, and bytes grow"
+    return None
+
+
+def _profile(profile: Profile) -> str | None:
+    if not profile.runs:
+        return " holds no run"
+    if (wrong := _sizes(profile)) is not None:
+        return wrong
+    first = [measured.operator for measured in profile.runs[0].operators]
+    for run in profile.runs:
+        if [measured.operator for measured in run.operators] != first:
+            return f" holds other operators in the run {run.label!r} than in {profile.runs[0].label!r}"
+    return None
+
+
+_CHECKS: Final[Mapping[Any, Any]] = {
+    Measured: _sizes,
+    Run: _sizes,
+    Quantizing: _sizes,
+    Model: _sizes,
+    Collective: _table,
+    Profile: _profile,
+}
+
+PROFILE = Schema(
+    Profile,
+    noun="profile",
+    error=ProfileError,
+    remedy="write profiles with Profile.save",
+    name="qsync-profile",
+    largest=64 * 2**20,
+    smaller="measure fewer plans",
+    checks=_CHECKS,
+)

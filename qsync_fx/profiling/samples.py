@@ -1,0 +1,117 @@
+"""What has been measured so far, in a file, so that a measurement that was interrupted goes on from there.
+
+Invariant: what is in the file are whole rounds, in each of which every plan had its turn; it is replaced whole after each.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from dataclasses import dataclass
+
+from qsync_fx.codec import Path, Schema
+from qsync_fx.errors import ProfileError
+from qsync_fx.profiling.attribution import Passes, Quantized
+from qsync_fx.profiling.machine import Machine
+from qsync_fx.profiling.profile import Measured, Model, Run
+from qsync_fx.profiling.profile_plans import States
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One plan in one round.
+
+    Attributes:
+        forward, backward, optimizer: seconds of a step that nothing watched.
+        operators: seconds of each operator, by id, in a step that was timed line by line.
+        quantized: the quantizers of that step.
+    """
+
+    forward: float
+    backward: float
+    optimizer: float
+    operators: dict[str, Passes]
+    quantized: list[Quantized]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """
+    Attributes:
+        machine, model: where and of what they were taken.
+        optimizer: the class of the optimizer; "" for none.
+        plans: the samples of each plan, one a round, by the plan in words.
+    """
+
+    machine: Machine
+    model: Model
+    optimizer: str
+    plans: dict[str, list[Sample]]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are of every plan."""
+        return min(map(len, self.plans.values()), default=0)
+
+
+SAMPLES = Schema(
+    Samples,
+    noun="interrupted measurement",
+    error=ProfileError,
+    remedy="remove it to measure from the start",
+    name="qsync-measurement",
+    largest=256 * 2**20,
+    smaller="measure fewer rounds",
+)
+
+
+def resumed(path: Path, empty: Samples) -> Samples:
+    """Returns what an interrupted measurement has left at `path`, or `empty` where there is no such file.
+
+    Raises:
+        ProfileError: the file is none, or one of something else.
+    """
+    if not pathlib.Path(path).exists():
+        return empty
+    found = SAMPLES.load(path)
+    try:
+        found.machine.check(empty.machine)
+        found.model.check(empty.model)
+        if found.optimizer != empty.optimizer or found.plans.keys() != empty.plans.keys():
+            raise ProfileError("it was measured with another optimizer or under other plans")
+    except ProfileError as error:
+        raise ProfileError(
+            f"an interrupted measurement is in the way: {error.what}",
+            where=str(path),
+            do="remove it to measure from the start",
+        ) from None
+    return Samples(
+        found.machine,
+        found.model,
+        found.optimizer,
+        {name: taken[: found.rounds] for name, taken in found.plans.items()},
+    )
+
+
+def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, planned: bool) -> Run:
+    """Returns what the samples of a plan say together: medians over the rounds."""
+    passes = statistics.median(sample.forward + sample.backward for sample in samples)
+    forward, backward = (
+        statistics.median(getattr(sample, name) for sample in samples) for name in ("forward", "backward")
+    )
+    spread = statistics.median(abs(sample.forward + sample.backward - passes) for sample in samples) / passes
+    operators = [
+        Measured(
+            operator,
+            state.precision.name if state.precision is not None else None,
+            state.output.name if state.output is not None else None,
+            *(statistics.median(sample.operators.get(operator, (0.0, 0.0))[at] for sample in samples) for at in (0, 1)),
+        )
+        for operator, state in states
+    ]
+    quantized = [
+        statistics.median(each) for each in zip(*([q.seconds for q in s.quantized] for s in samples), strict=True)
+    ]
+    attributed = [sum(m.forward for m in operators), sum(m.backward for m in operators)]
+    outside = max(0.0, forward - attributed[0] - sum(quantized)), max(0.0, backward - attributed[1])
+    return Run(label, len(samples), forward, backward, spread, outside, peak_bytes, operators, planned)

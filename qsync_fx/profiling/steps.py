@@ -1,0 +1,74 @@
+"""One training step, timed.
+
+Invariant: with one thread, times are of the processor: they stay what they are when others load the machine, as far as caches and memory
+let them. Several threads wait for one another, which counts as computing, so there times are those of the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from qsync_fx.profiling.lines import Clock, Lines
+
+Step = Callable[[Any, Any], Tensor]
+"""What a user writes: from a model and a batch to the loss."""
+
+
+def clock_for(threads: int) -> Clock:
+    """Returns the clock that times a process whose torch computes with so many threads."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step and its parts."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def passes(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one step takes, but for the model in the form that runs.
+
+    Attributes:
+        step: the user's.
+        batch: what it is given.
+        optimizer: None where there is none.
+        zero: lets gradients go.
+        clock: what times it.
+    """
+
+    step: Step
+    batch: Any
+    optimizer: Optimizer | None
+    zero: Callable[[], None]
+    clock: Clock
+
+    def run(self, model: Any, lines: Lines | None = None) -> StepSeconds:
+        """Trains a model for one step."""
+        clock = self.clock
+        start = clock()
+        loss = self.step(model, self.batch)
+        middle = clock()
+        if lines is not None:
+            lines.backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = clock()
+        del loss
+        optimized = clock()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.zero()
+        return StepSeconds(middle - start, end - middle, clock() - optimized)

@@ -1,0 +1,172 @@
+"""A measurement: what it tells, what it leaves alone, what an interrupted one leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Perceptron, build
+from tiers import ALL
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.profiling.kernels import watching
+from qsync_fx.profiling.measurement import measure
+from qsync_fx.profiling.profile import Profile
+from qsync_fx.profiling.samples import SAMPLES
+
+BATCH = torch.ones(4, 16), torch.ones(4, 8)
+
+
+class Counted:
+    """A step that counts its calls, and is interrupted at one of them."""
+
+    def __init__(self, interrupted_at: int = -1) -> None:
+        self.calls, self.interrupted_at = 0, interrupted_at
+
+    def __call__(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
+        if self.calls == self.interrupted_at:
+            raise KeyboardInterrupt
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def layer(inputs: int = 16) -> nn.Module:
+    """A model whose kernels are all libraries', so that nothing is compiled with a compiler of C++."""
+    torch.manual_seed(0)
+    return nn.Linear(inputs, 8, bias=False)
+
+
+def quick(model: nn.Module, step: Any, **more: Any) -> Profile:
+    return measure(model, step, [BATCH], ["fp32"], **{"rounds": 2, "progress": False, **more})
+
+
+def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
+    model = layer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight, generator = model.weight.clone(), torch.get_rng_state()
+    profile = quick(model, Counted(), optimizer=optimizer, path=tmp_path / "layer.json")
+    (run,) = profile.runs
+    assert run.label == "fp32" and run.steps == 2 and run.peak_bytes >= 4 * 8 * 4
+    (linear,) = run.operators
+    assert linear.operator == "/linear" and (linear.precision, linear.output) == ("fp32", "fp32")
+    assert linear.forward > 0 and linear.backward > 0, "a product forward, one for the weight's gradient"
+    assert linear.forward + run.outside[0] >= run.forward and linear.backward + run.outside[1] >= run.backward
+    assert profile.optimizer is not None and profile.optimizer > 0
+    assert Profile.load(tmp_path / "layer.json") == profile
+    assert [file.name for file in tmp_path.iterdir()] == ["layer.json"]
+    assert torch.equal(model.weight, weight) and torch.equal(torch.get_rng_state(), generator)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
+    model = layer()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            quick(model, Counted(), rounds=1)
+        compiled = torch.compile(model, backend="qsync", options={"inner": "eager", "precision": "fp32"})
+        compiled(BATCH[0])
+    assert qsync_fx.applied(compiled).complete
+    assert [str(ran.id) for ran in qsync_fx.applied(compiled).operators] == ["/linear"]
+
+
+def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
+    whole = Counted()
+    quick(layer(), whole, rounds=3)
+    path = tmp_path / "layer.json"
+    with pytest.raises(KeyboardInterrupt):
+        quick(layer(), Counted(interrupted_at=whole.calls - 1), rounds=3, path=path)
+    (partial,) = tmp_path.iterdir()
+    kept = SAMPLES.load(partial)
+    assert kept.rounds == 2
+    rest = Counted()
+    profile = quick(layer(), rest, rounds=3, path=path)
+    assert whole.calls - rest.calls == 2 * 3, "two of three rounds, of three steps each, are not run again"
+    assert profile.runs[0].steps == 3 and not partial.exists()
+
+
+def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Path) -> None:
+    path = tmp_path / "layer.json"
+    with pytest.raises(KeyboardInterrupt):
+        quick(layer(), Counted(interrupted_at=10), path=path)
+    other = nn.Sequential(layer(), nn.ReLU())
+    with pytest.raises(ProfileError, match="another model") as caught:
+        quick(other, Counted(), path=path)
+    assert str(tmp_path) in str(caught.value) and "remove" in (caught.value.do or "")
+    with pytest.raises(ProfileError, match="another optimizer"):
+        quick(layer(), Counted(), path=path, optimizer=torch.optim.SGD(layer().parameters()))
+    Path(f"{path}.partial").write_text(Path(f"{path}.partial").read_text()[:-40])
+    with pytest.raises(ProfileError, match="ends in the middle"):
+        quick(layer(), Counted(), path=path)
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is_compiled() -> None:
+    with pytest.raises(ProfileError, match="did not call the model"):
+        quick(layer(), lambda model, batch: batch[0].clone().requires_grad_().sum())
+    with pytest.raises(OptionError, match="0 times"):
+        quick(layer(), Counted(), rounds=0)
+    with pytest.raises(OptionError, match="takes a module"):
+        quick(torch.relu, Counted())  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="no batch"):
+        measure(layer(), Counted(), [], ["fp32"])
+    with pytest.raises(ProfileError, match="on the CPU alone"):
+        quick(nn.Linear(2, 2, device="meta"), Counted())
+
+
+def test_it_says_beforehand_what_it_will_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Counted()
+    quick(layer(), step, progress=True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: ")]
+    assert f"1 compilations and {step.calls - 1} steps" in line and "Linear under 1 plans" in line
+
+
+def test_the_lines_of_inductors_wrappers_are_known_by_the_node_that_they_compute() -> None:
+    """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where wrappers are loaded."""
+    with watching() as files:
+        compiled = torch.compile(layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False)
+        compiled(BATCH[0]).sum().backward()
+    kernels = [kernel for lines in files.values() for kernel in lines.values()]
+    assert len(files) == 2, "a forward and a backward pass"
+    assert [(kernel.library, len(kernel.nodes)) for kernel in kernels] == [(True, 1), (True, 1)]
+    for kernel in kernels:
+        (node,) = kernel.nodes
+        assert node.target == "aten.mm.default" and node.charge is not None and node.charge.owner == "/linear"
+        assert node.bytes == 4 * (4 * 16 + 16 * 8 + 4 * 8)
+
+
+@pytest.fixture(scope="module")
+def perceptron() -> Profile:
+    """A model with an activation and three layers, in three formats."""
+    model = build(Perceptron)
+    plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8")
+    batch = torch.randn(64, 16), torch.randn(64, 10)
+    return measure(model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, rounds=2, progress=False)
+
+
+@ALL
+def test_every_plan_shows_other_states(perceptron: Profile) -> None:
+    labels = [run.label for run in perceptron.runs]
+    assert labels[:3] == ["fp32", "bf16", "int8"] and len(labels) == len(set(labels))
+    assert [run.planned for run in perceptron.runs] == [False] * (len(labels) - 1) + [True]
+    states = [tuple((m.precision, m.output) for m in run.operators) for run in perceptron.runs]
+    assert len(set(states)) == len(states)
+    head = next(m for m in perceptron.runs[-1].operators if m.operator == "head/linear")
+    assert head.precision == "int8"
+
+
+@ALL
+def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(perceptron: Profile) -> None:
+    for run in perceptron.runs:
+        every = [m.operator for m in run.operators]
+        assert {"layers.0/linear", "layers.1/relu", "layers.3/linear", "layers.4/tanh", "head/linear"} <= set(every)
+        for m in run.operators:
+            assert m.forward > 0 and m.backward > 0, (run.label, m.operator)
+
+
+@ALL
+def test_quantizers_are_apart(perceptron: Profile) -> None:
+    pairs = {(line.before, line.after) for line in perceptron.quantizing}
+    assert pairs and all(after == "int8" for _, after in pairs)

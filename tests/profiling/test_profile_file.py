@@ -1,0 +1,113 @@
+"""Files of profiles: what is written comes back, and what is no profile of this model and machine is refused in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.profiling.machine import this_machine
+from qsync_fx.profiling.profile import PROFILE, Collective, Measured, Model, Profile, Quantizing, Run
+
+
+def taken() -> Profile:
+    runs = [
+        Run(
+            name,
+            steps=3,
+            forward=0.011 * scale,
+            backward=0.019 * scale,
+            spread=0.01,
+            outside=(0.001, 0.002),
+            peak_bytes=4096,
+            operators=[
+                Measured("fc/linear", name, name, 0.008 * scale, 0.015 * scale),
+                Measured("/relu@fc", name, name, 0.002 * scale, 0.002 * scale),
+            ],
+        )
+        for name, scale in (("fp32", 1.0), ("bf16", 0.5))
+    ]
+    return Profile(
+        this_machine(),
+        Model("Net", "0123456789abcdef", 2080),
+        ["fp32", "bf16"],
+        runs,
+        optimizer=0.004,
+        quantizing=[Quantizing("fp32", "int8", 1e-5, 2e-10, 4096)],
+        collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    profile = taken()
+    profile.save(tmp_path / "net.json")
+    assert Profile.load(tmp_path / "net.json") == profile
+
+
+def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
+    """Writes a profile in which the value at a path of keys is another one."""
+    tree: Any = PROFILE.plain(taken())
+    part = tree
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = to
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "to", "what"),
+    [
+        (("runs", 0, "operators", 1, "forward"), -1e-3, "forward -0.001"),
+        (("runs", 1, "backward"), float("nan"), "NaN"),
+        (("runs", 1, "outside"), [0.0, -0.1], "outside"),
+        (("optimizer",), -0.1, "optimizer -0.1"),
+        (("quantizing", 0, "each"), float("inf"), "Infinity"),
+        (("collectives", 0, "seconds"), [[1024, -1e-4]], "seconds"),
+        (("runs",), [], "no run"),
+        (("runs", 1, "operators"), [], "other operators"),
+        (("runs", 0, "peak_bytes"), -1, "peak_bytes -1"),
+        (("surprise",), 1, "surprise"),
+        (("version",), 99, "version 99"),
+    ],
+)
+def test_a_number_that_nobody_measured_is_refused_by_name(
+    tmp_path: Path, keys: tuple[str | int, ...], to: Any, what: str
+) -> None:
+    path = changed(tmp_path, *keys, to=to)
+    with pytest.raises(ProfileError, match=what) as caught:
+        Profile.load(path)
+    assert str(path) in str(caught.value) and caught.value.do
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.json"
+    taken().save(path)
+    text = path.read_text()
+    for end in (0, 1, len(text) // 2, len(text) - 3):
+        path.write_text(text[:end])
+        with pytest.raises(ProfileError, match=r"empty|ends in the middle"):
+            Profile.load(path)
+
+
+def test_one_of_another_machine_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    elsewhere = replace(this_machine(), name="a faster one", threads=64)
+    profile = replace(taken(), machine=elsewhere)
+    profile.save(tmp_path / "elsewhere.json")
+    with pytest.raises(ProfileError, match="threads 64") as caught:
+        Profile.load(tmp_path / "elsewhere.json")
+    assert "a faster one" in caught.value.what and "any_machine" in (caught.value.do or "")
+    assert Profile.load(tmp_path / "elsewhere.json", any_machine=True) == profile
+
+
+def test_the_table_says_what_a_narrower_format_wins() -> None:
+    text = str(taken())
+    linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
+    assert linear == ["fc/linear", "76.7%", "23", "11.5", "11.5"]
+    assert text.index("fc/linear") < text.index("/relu@fc"), "the dearest first"
+    assert "optimizer 4 ms" in text and "gloo, 2 ranks" in text
