@@ -40,7 +40,7 @@ def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
     """Returns compiled code whose second derivatives, where there are none, say so in our words."""
     if inner == "eager":
         return _run_placed(compiled, places(graph))
-    return _told(compiled, _where(graph), inner) if graph.context.training else compiled
+    return _told(compiled, graph.where, inner) if graph.context.training else compiled
 
 
 def _run_placed(run: Compiled, known: Mapping[int, str]) -> Compiled:
@@ -53,11 +53,6 @@ def _run_placed(run: Compiled, known: Mapping[int, str]) -> Compiled:
             return run(*args)
 
     return placed_run
-
-
-def _where(graph: PrecisionGraph) -> str:
-    first = next(iter(graph.operators()), None)
-    return f"the graph that starts with {first.where}" if first is not None else "a graph without operators"
 
 
 def _told(compiled: Compiled, where: str, inner: str) -> Compiled:

@@ -27,14 +27,12 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
         if not isinstance(asked, SkipFrame):
             raise
         context = graph.context
-        first = next(iter(graph.operators()), None)
-        where = first.where if first is not None else f"a graph on {context.device}"
         what = f"{context.options.inner} does not compile this graph for {context.device}: {asked}"
         if not context.automatic:
             raise DeviceError(
                 f"{what}; it would run as the model is written, without the plan",
-                where=where,
+                where=graph.where,
                 do="hold the model and its inputs in FP32 or FP16 there, and let the plan choose what is narrower",
             ) from error
-        warnings.warn(f"{what}; it runs uncompiled ({where})", UserWarning, stacklevel=2)
+        warnings.warn(f"{what}; it runs uncompiled ({graph.where})", UserWarning, stacklevel=2)
         raise asked from None

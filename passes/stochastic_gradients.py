@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from qsync_fx.devices import row_on
 from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.charging import charge
 from qsync_fx.graph.effects.bodies import handed_in
@@ -86,10 +87,10 @@ class _Rewriter:
             return
         node = operator.node
         if not fmt.plain:
-            rounded, lowered = fmt.gradient, fmt.carrier
+            there = row_on(self.graph.context.device, fmt)
             if "gradients" in arguments(node):
                 self._ask(node)
-            elif rounded.bits == 16 or lowered.bits == 16:
+            elif 16 in (there.gradient.bits, there.carrier.bits):
                 self._say(operator, f"{node.target} knows no other way")
         elif fmt.bits == 16:
             why = self._lower(operator)
@@ -110,21 +111,18 @@ class _Rewriter:
         """Puts a lowered operator in the place of one that torch computes; returns why not, "" where it did."""
         node, row, fmt = operator.node, operator.row, operator.precision
         assert row is not None and fmt is not None
-        lowering = self.lowerings.get(row.name)
-        if lowering is None or not row.scaled:
-            return f"{row.name} has no lowering"
-        given = tuple(arguments(node).values())
-        used = [argument_at(given, at) for at in row.scaled]
-        if not all(isinstance(one, fx.Node) and self.graph.value(one).dtype is fmt.dtype for one in used):
-            return "its operands are of several types"
-        why = lowering.refuses(node)
+        why = operator.refused if row.scaled else f"{row.name} has no lowering"
         if why is not None:
             return why
+        given = tuple(arguments(node).values())
+        used = [argument_at(given, at) for at in row.scaled]
+        if not all(self.graph.value(one).dtype is fmt.dtype for one in used):
+            return "its operands are of several types"
         operands = tuple((_original(one), one, None) for one in used)
         stream = self.streams.take()
         how = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
         with self.graph.graph.inserting_before(node):
-            new = lowering.emit(node, Operands(operands, *how))  # type: ignore[arg-type]
+            new = self.lowerings[row.name].emit(node, Operands(operands, *how))  # type: ignore[arg-type]
         if "gradients" not in arguments(new):
             self.graph.graph.erase_node(new)
             return f"{new.target} knows no other way"

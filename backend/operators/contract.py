@@ -11,63 +11,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.given import Given, define_product
 from qsync_fx.backend.operators.linear import linear
 from qsync_fx.ops.contraction import STRETCHED, Contraction
 
 
-def contract(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    xq: Tensor,
-    x_scale: Tensor | None,
-    wq: Tensor,
-    w_scale: Tensor | None,
-    seed: Tensor,
-    stream: int,
-    equation: str,
-    order: Sequence[int],
-    fmt: str,
-    rounding: str,
-    out_dtype: torch.dtype,
-    gradients: str = "nearest",
-) -> Tensor:
+def contract(given: Given, equation: str, order: Sequence[int]) -> Tensor:
     """Computes the product of `x` and `weight` that an equation names, and its gradients, as `qsync::linear` does.
 
     Args:
+        given: scales are `[]` or of their operand's shape with 1 where the scale does not vary.
         equation: one letter a dimension, "amk,kn->amn"; "1" for a dimension of size 1 that is stretched. What both factors and the result
             have is a dimension of layers side by side.
         order: the dimensions of the result from the outermost in memory to the innermost.
-
-    The others are those of `qsync::linear`; scales are FP32, `[]` or of their operand's shape with 1 where the scale does not vary.
     """
     factors, _, result = equation.partition("->")
     one, other = factors.split(",")
     c = Contraction((one, other), result, (0, 1))
     own, channels = c.own(0), c.own(1)
-    sizes = dict(zip(one, x.shape, strict=True)) | dict(zip(other, weight.shape, strict=True))
+    sizes = dict(zip(one, given.x.shape, strict=True)) | dict(zip(other, given.weight.shape, strict=True))
     a, b = (c.batch, own, c.summed), (c.batch, channels, c.summed)
-    y = linear(
-        _arranged(x, one, a),
-        _arranged(weight, other, b, columns=True),
-        bias,
-        _arranged(xq, one, a),
-        _scale(x_scale, one, a),
-        _arranged(wq, other, b, columns=True),
-        _scale(w_scale, other, b, columns=True),
-        seed,
-        stream,
-        fmt,
-        rounding,
-        out_dtype,
-        gradients,
+    as_a_layer = given._replace(
+        x=_arranged(given.x, one, a),
+        weight=_arranged(given.weight, other, b, columns=True),
+        xq=_arranged(given.xq, one, a),
+        x_scale=_scale(given.x_scale, one, a),
+        wq=_arranged(given.wq, other, b, columns=True),
+        w_scale=_scale(given.w_scale, other, b, columns=True),
     )
     made = c.batch + own + channels
-    y = y.reshape([sizes[letter] for letter in made])
+    y = linear(as_a_layer).reshape([sizes[letter] for letter in made])
     return _ordered(y.permute([made.index(letter) for letter in result]), order)
 
 
@@ -98,8 +73,4 @@ def _ordered(t: Tensor, order: Sequence[int]) -> Tensor:
     return t.permute(list(order)).contiguous().permute(back)
 
 
-define(
-    "contract(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    'str equation, int[] order, str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
-    {"CompositeImplicitAutograd": contract},
-)
+define_product("contract", contract, own="str equation, int[] order")

@@ -9,16 +9,15 @@ Invariant: no convolution sees anything but values of its format, and neither `x
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
 from qsync_fx.backend.operators.gradients.live_taps import Geometry, live_taps, may_be_dead
-from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.multiplying import by_kernel, integer_convolution
 from qsync_fx.backend.operators.products import (
     backward_operand,
@@ -37,27 +36,7 @@ from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    xq: Tensor,
-    x_scale: Tensor | None,
-    wq: Tensor,
-    w_scale: Tensor | None,
-    seed: Tensor,
-    stream: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    fmt: str,
-    rounding: str,
-    out_dtype: torch.dtype,
-    gradients: str = "nearest",
-) -> Tensor:
+def convolution(given: Given, **geometry: Any) -> Tensor:
     """Computes `aten::convolution` from operands in a format, and the gradients likewise.
 
     Output: the values of the format are multiplied in its carrier, where they are exact, and summed in FP32: for INT8 exact while
@@ -77,29 +56,15 @@ def convolution(
     the carrier, and exact for INT8. Its results have their channels last in memory.
 
     Args:
-        x: `[N, C, *size]` or `[C, *size]`, floating point; for autograd only.
-        weight: `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, floating point; for autograd only.
-        bias: `[O]`, floating point, or None.
-        xq: `x` in the format, same shape. Its memory format decides that of the output.
-        x_scale: FP32, `[]` or `[N, 1, ...]`; None for unscaled formats.
-        wq: `weight` in the format, same shape.
-        w_scale: FP32, `[]` or one for each output channel: `[O, 1, ...]`, transposed `[1, O, ...]`, which takes groups = 1; None
-            for unscaled formats.
-        seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart; at least 0 and below 2**29.
-        stride, padding, dilation, transposed, output_padding, groups: those of `aten::convolution`.
-        fmt: name of the format.
-        rounding: how gradients are rounded to formats that are not plain.
-        out_dtype: the output's type.
-        gradients: how they are rounded to types of 16 bits, "nearest" or "stochastic".
+        given: `x` is `[N, C, *size]` or `[C, *size]`, `weight` `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, `bias`
+            `[O]`, `x_scale` `[]` or `[N, 1, ...]`, and `w_scale` `[]` or one for each output channel: `[O, 1, ...]`, transposed
+            `[1, O, ...]`, which takes groups = 1. The memory format of `xq` decides that of the output.
+        geometry: stride, padding, dilation, transposed, output_padding and groups, those of `aten::convolution`.
 
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    geometry = stride, padding, dilation, transposed, output_padding, groups
-    found, _ = _Convolution.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, geometry, fmt, rounding, out_dtype, gradients
-    )
+    found, _ = _Convolution.apply(*given, tuple(geometry.values()))  # type: ignore[no-untyped-call]
     result: Tensor = found
     return result
 
@@ -185,31 +150,18 @@ def weight_gradient(
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        xq: Tensor,
-        x_scale: Tensor | None,
-        wq: Tensor,
-        w_scale: Tensor | None,
-        seed: Tensor,
-        stream: int,
-        geometry: tuple[Any, ...],
-        fmt: str,
-        rounding: str,
-        out_dtype: torch.dtype,
-        gradients: str,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *shared, geometry = arguments
+        given = Given(*shared)
+        xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
         linked = link()
-        ctx.save_for_backward(xq, x_scale, wq, w_scale, seed, linked)
-        ctx.how = stream, geometry, rounding, gradients
-        ctx.fmt, ctx.place = fmt, place(stream)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(xq, x_scale, wq, w_scale, given.seed, linked)
+        ctx.how = given.stream, geometry, given.rounding, given.gradients
+        ctx.fmt, ctx.place = given.fmt, place(given.stream)
+        ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
-        how = geometry, precision(fmt), out_dtype
+        how = geometry, precision(given.fmt), given.out_dtype
         y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *how)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
@@ -281,12 +233,11 @@ class _Convolution(torch.autograd.Function):
             if grad_bias is None or not own_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)
             grad_bias = narrowed(grad_bias, bias_dtype, *own, gradients)
-        return grad_x, grad_weight, grad_bias, *[None] * 11
+        return without_gradients((grad_x, grad_weight, grad_bias), own=1)
 
 
-define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
-    'str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
-    {"CompositeImplicitAutograd": convolution},
+define_product(
+    "convolution",
+    convolution,
+    own="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups",
 )

@@ -11,41 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
-from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.products import combined, incoming, multiplied_in, round_gradients, scaled, uniform
 from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
 
-def grouped(
-    x: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    xq: Tensor,
-    x_scale: Tensor | None,
-    wq: Tensor,
-    w_scale: Tensor | None,
-    seed: Tensor,
-    stream: int,
-    fmt: str,
-    rounding: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def grouped(given: Given, offs: Tensor) -> Tensor:
     """Computes `x[start:end] @ weight[e]` for each group `e`, and the gradients, as `qsync::linear` does.
 
     Args:
-        x: `[S, K]`, one group after the other; for autograd only.
-        weight: `[E, K, N]`; for autograd only.
+        given: `x` is `[S, K]`, one group after the other, `weight` `[E, K, N]`, `x_scale` `[]` or `[S, 1]`, and `w_scale` `[E, 1, 1]` or
+            `[E, 1, N]`.
         offs: `[E]`, the end of each group.
-        x_scale: FP32, `[]` or `[S, 1]`; None for unscaled formats.
-        w_scale: FP32, `[E, 1, 1]` or `[E, 1, N]`; None for unscaled formats.
-
-    The others are those of `qsync::linear`.
     """
-    found, _ = _Grouped.apply(  # type: ignore[no-untyped-call]
-        x, weight, offs, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype
-    )
+    found, _ = _Grouped.apply(*given, offs)  # type: ignore[no-untyped-call]
     result: Tensor = found
     return result
 
@@ -67,28 +48,19 @@ def _multiplied(a: Tensor, b: Tensor, offs: Tensor, formats: tuple[Precision, Pr
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        offs: Tensor,
-        xq: Tensor,
-        x_scale: Tensor | None,
-        wq: Tensor,
-        w_scale: Tensor | None,
-        seed: Tensor,
-        stream: int,
-        fmt: str,
-        rounding: str,
-        out_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *shared, offs = arguments
+        given = Given(*shared)
+        xq, x_scale, wq, w_scale, out_dtype = given.xq, given.x_scale, given.wq, given.w_scale, given.out_dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
         linked = link()
-        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed, offs, linked)
-        ctx.how = stream, rounding
-        ctx.fmt, ctx.place = fmt, place(stream)
-        ctx.dtypes = x.dtype, weight.dtype
-        row = precision(fmt)
+        ctx.save_for_backward(
+            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, given.seed, offs, linked
+        )
+        ctx.how = given.stream, given.rounding
+        ctx.fmt, ctx.place = given.fmt, place(given.stream)
+        ctx.dtypes = given.x.dtype, given.weight.dtype
+        row = precision(given.fmt)
         dtype = torch.promote_types(multiplied_in(row, row, xq.device), out_dtype)
         y = _multiplied(xq, wq, offs, (row, row), dtype)
         return scaled(y, combined(x_scale, _by_row(w_scale, offs, xq)), None, out_dtype), linked
@@ -119,11 +91,7 @@ class _Grouped(torch.autograd.Function):
             g, scale = rounded[Role.WEIGHT]
             product = _multiplied(xq.t(), g, offs, (row, narrow), dtype)
             grad_weight = scaled(product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype)
-        return grad_x, grad_weight, *[None] * 10
+        return without_gradients((grad_x, grad_weight), own=1)
 
 
-define(
-    "grouped(Tensor x, Tensor weight, Tensor offs, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    "str fmt, str rounding, ScalarType out_dtype) -> Tensor",
-    {"CompositeImplicitAutograd": grouped},
-)
+define_product("grouped", grouped, third="Tensor offs", gradients=False)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
+from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
-from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.multiplying import by_kernel, integers
 from qsync_fx.backend.operators.products import (
     carried,
@@ -37,21 +37,7 @@ from qsync_fx.precision import Precision, precision
 from qsync_fx.rounding import layout as stream_layout
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    xq: Tensor,
-    x_scale: Tensor | None,
-    wq: Tensor,
-    w_scale: Tensor | None,
-    seed: Tensor,
-    stream: int,
-    fmt: str,
-    rounding: str,
-    out_dtype: torch.dtype,
-    gradients: str = "nearest",
-) -> Tensor:
+def linear(given: Given) -> Tensor:
     """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
     Output: INT8 products are summed exactly in INT32 (in FP32 from 133,000 products an output on); formats with a carrier are
@@ -72,26 +58,14 @@ def linear(
     INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the saved operand a copy is made.
 
     Args:
-        x: `[..., K]`, or `[E, M, K]` for layers side by side, floating point; for autograd only.
-        weight: `[N, K]` or `[E, N, K]`, floating point; for autograd only.
-        bias: `[N]` or `[E, 1, N]`, floating point, or None.
-        xq: `x` in the format, same shape.
-        x_scale: FP32, `[]` or `[..., 1]`, side by side `[E, 1, 1]` or `[E, M, 1]`; None for unscaled formats.
-        wq: `weight` in the format, same shape.
-        w_scale: FP32, `[]` or `[N, 1]`, side by side `[E, 1, 1]` or `[E, N, 1]`; None for unscaled formats.
-        seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart; at least 0 and below 2**29.
-        fmt: name of the format.
-        rounding: how gradients are rounded to formats that are not plain.
-        out_dtype: the output's type.
-        gradients: how they are rounded to types of 16 bits, "nearest" or "stochastic".
+        given: `x` is `[..., K]`, or `[E, M, K]` for layers side by side, `weight` `[N, K]` or `[E, N, K]`, `bias` `[N]` or `[E, 1, N]`,
+            `x_scale` `[]` or `[..., 1]`, side by side `[E, 1, 1]` or `[E, M, 1]`, and `w_scale` `[]` or `[N, 1]`, side by side `[E, 1, 1]`
+            or `[E, N, 1]`.
 
     Returns:
         `[..., N]` or `[E, M, N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    found, _ = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, xq, x_scale, wq, w_scale, seed, stream, fmt, rounding, out_dtype, gradients
-    )
+    found, _ = _Linear.apply(*given)  # type: ignore[no-untyped-call]
     result: Tensor = found
     return result
 
@@ -221,35 +195,21 @@ def _by_integers(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        xq: Tensor,
-        x_scale: Tensor | None,
-        wq: Tensor,
-        w_scale: Tensor | None,
-        seed: Tensor,
-        stream: int,
-        fmt: str,
-        rounding: str,
-        out_dtype: torch.dtype,
-        gradients: str,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        given = Given(*arguments)
+        xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.
         linked = link()
-        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, seed, linked)
+        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, given.seed, linked)
         ctx.shape = xq.shape
-        ctx.how = stream, rounding, gradients
-        ctx.fmt, ctx.place = fmt, place(stream)
+        ctx.how = given.stream, given.rounding, given.gradients
+        ctx.fmt, ctx.place = given.fmt, place(given.stream)
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        y = output(
-            _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale), bias, precision(fmt), out_dtype
-        )
+        ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
+        factors = _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale)
+        y = output(*factors, bias, precision(given.fmt), given.out_dtype)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[-2]])
         return result, linked
@@ -294,11 +254,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = result(to_weight, weight_dtype, *own, Role.WEIGHT, gradients)
         if need_bias:
             grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *own, gradients)
-        return grad_x, grad_weight, grad_bias, *[None] * 10
+        return without_gradients((grad_x, grad_weight, grad_bias))
 
 
-define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream, "
-    'str fmt, str rounding, ScalarType out_dtype, str gradients="nearest") -> Tensor',
-    {"CompositeImplicitAutograd": linear},
-)
+define_product("linear", linear)

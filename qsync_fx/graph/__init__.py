@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
-from qsync_fx.graph.graph import Context, Operator, PrecisionGraph
+from qsync_fx.graph.graph import Context, PrecisionGraph
+from qsync_fx.graph.operator import Operator
 
 __all__ = ["Context", "Operator", "PrecisionGraph"]

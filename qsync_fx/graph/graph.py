@@ -6,7 +6,6 @@ a frozen `Note` (qsync_fx/graph/meta.py); a `PrecisionGraph` adds no state of it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,129 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx.devices import targeted
-from qsync_fx.errors import PassError, PrecisionError
+from qsync_fx.errors import PassError
 from qsync_fx.graph import meta
-from qsync_fx.graph.nodes import Source, argument_at, arguments, source_of, target_name
-from qsync_fx.graph.notes import Note, Rewritten
-from qsync_fx.graph.values import describe, format_of
-from qsync_fx.ops import Kind, OperatorRow
+from qsync_fx.graph.fake import FakeRun
+from qsync_fx.graph.nodes import target_name
+from qsync_fx.graph.notes import Rewritten
+from qsync_fx.graph.operator import Operator
+from qsync_fx.graph.values import describe
+from qsync_fx.ops import Kind
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 from qsync_fx.plan.opid import Numbering, OpId
-from qsync_fx.precision import Precision, precision
-from qsync_fx.resolve import resolve
 
 if TYPE_CHECKING:
     import networkx as nx
 
     from qsync_fx.graph.costs.total import Costing
-
-
-class Operator:
-    """A handle on one operator of the graph; it reads and writes the node's note.
-
-    Args:
-        note: what the handle shows in place of the node's note: a decision that is another plan's.
-    """
-
-    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: Note | None = None) -> None:
-        self.graph, self.node, self._note = graph, node, note
-
-    @property
-    def note(self) -> Note:
-        note: Note = self._note or meta.NOTE[self.node]
-        return note
-
-    @property
-    def id(self) -> OpId:
-        return self.note.id
-
-    @property
-    def kind(self) -> Kind:
-        return self.note.kind
-
-    @property
-    def precision(self) -> Precision | None:
-        return self.note.precision
-
-    @property
-    def output(self) -> Precision | None:
-        return self.note.output
-
-    @property
-    def reason(self) -> str:
-        by, reason = self.note.by, self.note.reason
-        if self.note.computed is not None:
-            reason = f"{reason}; {self.note.computed}" if reason else str(self.note.computed)
-        return f"{self.note.how} by {by}; {reason}" if by and reason else reason
-
-    @property
-    def row(self) -> OperatorRow | None:
-        return self.note.row
-
-    @property
-    def held(self) -> Precision | None:
-        """The format that the model itself holds the result in; None in an autocast region that gives way to a plan."""
-        region = isinstance(self.note.autocast, Precision) and not self.graph.context.automatic
-        return None if region else format_of(self.graph.value(self.node))
-
-    @property
-    def refused(self) -> str | None:
-        """Why no operator of ours takes the place of this one; None where one does, and for rows that never have one."""
-        row = self.row
-        if row is None or not row.scaled:
-            return None
-        given = tuple(arguments(self.node).values())
-        if not all(isinstance(argument_at(given, at), fx.Node) for at in row.scaled):
-            return "an operand is no tensor"
-        lowering = self.graph.context.lowerings.get(row.name)
-        return lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
-
-    @property
-    def source(self) -> Source | None:
-        return source_of(self.node)
-
-    @property
-    def where(self) -> str:
-        """The operator's id and its line in the user's model, for error messages."""
-        source = self.source
-        return f"operator {self.id}" + (f", {source}: {source.code}" if source else "")
-
-    def update(self, **changes: Any) -> None:
-        """Replaces fields of the note."""
-        meta.NOTE[self.node] = dataclasses.replace(self.note, **changes)
-
-    def assign(self, name: str | Precision, reason: str) -> None:
-        """Gives the operator a precision, for a reason that reports show; it holds against the plan.
-
-        Raises:
-            PrecisionError: the precision is unknown, or the operator is not adjustable.
-        """
-        wanted = precision(name)
-        if self.kind is not Kind.ADJUSTABLE:
-            raise PrecisionError(
-                f"{self.id} is {self.kind}: no pass can assign {wanted} to it",
-                where=self.where,
-                do='choose among graph.operators(kind="adjustable"); dependent operators follow their inputs',
-            )
-        self.decide(wanted, reason, pinned=True)
-
-    def decide(self, planned: Precision, reason: str, pinned: bool = False) -> None:
-        """Notes what is planned, what the operator and the device make of it, and why."""
-        row = self.row
-        assert row is not None, "adjustable operators have rows"
-        context = self.graph.context
-        runs, but = resolve(row, planned, context.device, context.options.exact, self.held, self.refused)
-        reason = f"{reason}; {but}" if but else reason
-        self.update(planned=planned, precision=runs, reason=reason, instead=but, pinned=pinned)
-
-    def __repr__(self) -> str:
-        return f"<Operator {self.id} {self.kind} {self.precision or 'unassigned'}>"
 
 
 @dataclass(frozen=True)
@@ -212,6 +108,12 @@ class PrecisionGraph:
         """The graph at the top, of which this one is a body, or a body of a body; itself where it is no body."""
         return self if self.parent is None else self.parent.whole
 
+    @property
+    def where(self) -> str:
+        """Where the graph stands in the user's model, for error messages."""
+        first = next(iter(self.operators()), None)
+        return f"the graph that starts with {first.where}" if first is not None else "a graph without operators"
+
     def own_operators(self) -> list[Operator]:
         """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
         return [Operator(self, node) for node in self.nodes if node in meta.NOTE]
@@ -278,7 +180,9 @@ class PrecisionGraph:
         """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
-            with _quiet(self.context, meta.REGION.get(node) or (False, None)):
+            enabled, dtype = meta.REGION.get(node) or (False, None)
+            region = torch.autocast(self.context.device.type, dtype, enabled)
+            with FakeRun(self.context.fake_mode, torch.no_grad(), region):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             where = Operator(self, node).where if node in meta.NOTE else f"node %{node.name}"
@@ -295,24 +199,3 @@ def _sized_as(before: Any, now: Any) -> Any:
     if isinstance(now, (list, tuple)):
         return type(now)(_sized_as(b, n) for b, n in zip(before, now, strict=True))
     return before.to(now.dtype) if isinstance(now, torch.Tensor) else before
-
-
-class _quiet:
-    """Runs operators on fake tensors: no gradients, no autocast but that of a node's own region, the graph's own fake mode."""
-
-    def __init__(self, context: Context, region: tuple[bool, torch.dtype | None]) -> None:
-        enabled, dtype = region
-        self._contexts: list[Any] = [torch.no_grad(), torch.autocast(context.device.type, dtype, enabled)]
-        if context.fake_mode is not None:
-            # Without the Python dispatcher operators that are composed of others take no symbolic sizes.
-            self._contexts += [enable_python_dispatcher(), context.fake_mode]
-            if context.fake_mode.shape_env is not None:
-                self._contexts.append(context.fake_mode.shape_env.ignore_fresh_unbacked_symbols())
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)

@@ -21,8 +21,8 @@ from qsync_fx.graph import meta
 from qsync_fx.graph.algebra import Cost
 from qsync_fx.graph.costs.flow import Flow, Site
 from qsync_fx.graph.costs.operator import operator_cost
-from qsync_fx.graph.graph import Operator
 from qsync_fx.graph.nodes import source_of
+from qsync_fx.graph.operator import Operator
 from qsync_fx.graph.reads import State
 from qsync_fx.graph.values import describe, expression, format_of, is_float, tensors
 from qsync_fx.ops import Kind

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qsync_fx.graph.fake import FakeRun
 from qsync_fx.graph.values import is_float, storage_of, tensors
 
 
@@ -84,7 +84,7 @@ class Autograd:
             seen.append(tensor)
             return tensor
 
-        with _Recording(self._mode, self._device):
+        with FakeRun(self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)):
             operands = {used: _stand_in(read.value, read) for used, read in reads.items()}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
             try:
@@ -122,22 +122,3 @@ def _stand_in(value: Any, read: Read) -> Any:
 
 def _numel(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-class _Recording:
-    """Runs operators on fake tensors, gradients recorded, as AOTAutograd traces them."""
-
-    def __init__(self, mode: FakeTensorMode | None, device: torch.device) -> None:
-        self._contexts: list[Any] = [torch.enable_grad(), torch.autocast(device.type, enabled=False)]
-        if mode is not None:
-            self._contexts += [enable_python_dispatcher(), mode]
-            if mode.shape_env is not None:
-                self._contexts.append(mode.shape_env.ignore_fresh_unbacked_symbols())
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)
