@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.passes.tracing.retrace import pre_dispatch
+from qsync_fx.passes.tracing.tracer import pre_dispatch
 
 
 @dataclass(frozen=True)

@@ -2,93 +2,28 @@
 
 Invariant: the new graph computes what the old one computes, to the last bit, in training too: pre-dispatch tracing records above
 autograd, so nothing is differentiated, decomposed by dtype or hidden behind a mode. Nodes that make_fx must not trace through stay as
-Dynamo wrote them, and the code between them is re-traced: higher-order operators (make_fx raises KeyError on checkpointing's context
-function, and would inline a custom autograd function's forward, losing its backward), switches of autocast and grad mode (they
-are states that last beyond a piece), and functorch regions (their values are batched tensors, which exist only inside).
+Dynamo wrote them (pieces.py), and the code between them is re-traced.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental._backward_state import BackwardState
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import BackwardHook
 
 from qsync_fx.graph import meta
 from qsync_fx.graph.effects.modes import is_switch
-from qsync_fx.passes.tracing.fused import UNFUSED
 from qsync_fx.passes.tracing.moves import copied
-
-_OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
-"""Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+from qsync_fx.passes.tracing.pieces import hooks_gradients, pieces
+from qsync_fx.passes.tracing.tracer import Tracking, pre_dispatch
 
 _HOOKED = "a hook sees its gradient, in the type that the model has"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
-
-    nodes: tuple[fx.Node, ...]
-    kept: bool
-
-
-def pieces(graph: fx.Graph) -> Iterator[Piece]:
-    """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
-    current: list[fx.Node] = []
-    kept: set[fx.Node] = set()
-    nesting = 0
-    region: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        before = nesting
-        nesting += _functorch_step(node)
-        if before or nesting:
-            region.append(node)
-            if nesting == 0:
-                yield from ([Piece(tuple(current), kept=False)] if current else [])
-                yield Piece(tuple(region), kept=True)
-                kept.update(region)
-                current, region = [], []
-        elif _stays(node) or _unpacks(node, kept):
-            yield from ([Piece(tuple(current), kept=False)] if current else [])
-            yield Piece((node,), kept=True)
-            kept.add(node)
-            current = []
-        else:
-            current.append(node)
-    if region or current:
-        yield Piece(tuple(current + region), kept=bool(region))
-
-
-def _stays(node: fx.Node) -> bool:
-    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator) or _hooks_gradients(node)
-
-
-def _hooks_gradients(node: fx.Node) -> bool:
-    known = (used.meta.get("example_value") for used in node.all_input_nodes)
-    return any(isinstance(value, (BackwardState, BackwardHook)) for value in known)
-
-
-def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in kept
-
-
-def _functorch_step(node: fx.Node) -> int:
-    name = getattr(node.target, "__name__", "")
-    if "increment_nesting" in name:
-        return 1
-    return -1 if "decrement_nesting" in name else 0
 
 
 def rebuild(
@@ -119,15 +54,6 @@ def rebuild(
     return builder.finish(), builder.failures
 
 
-def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
-    with fx.traceback.preserve_node_meta():
-        traced: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *values
-        )
-    return traced
-
-
 def current(value: Any) -> Any:
     """Returns what Dynamo noted for a node as values of the fake mode that is active: Dynamo hands a graph on with a fresh one."""
     mode = active_fake_mode()
@@ -138,21 +64,6 @@ def current(value: Any) -> Any:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
     return value if mode is None else pytree.tree_map(convert, value)
-
-
-class _Tracking(fx.Interpreter):
-    """Knows the name of the node that it runs, so that a failure can be laid at its door."""
-
-    at = ""
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.at = n.name
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in UNFUSED and not args[0].is_nested:
-            return UNFUSED[target](*args, **kwargs)
-        return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
 
 
 class _Builder:
@@ -197,7 +108,7 @@ class _Builder:
             args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
             self.copy(node, node.target(*args))  # type: ignore[operator]
             return
-        if _hooks_gradients(node):
+        if hooks_gradients(node):
             for used in node.all_input_nodes:
                 self._set_apart(used)
         new = self.copy(node, current(node.meta.get("example_value")))
@@ -207,7 +118,7 @@ class _Builder:
                 if used.op == "get_attr" and used in (meta.REPLACED.get(new) or {}):
                     self.root[str(used.target)] = meta.REPLACED[new][used]
             del meta.REPLACED[new]
-        elif _hooks_gradients(node):
+        elif hooks_gradients(node):
             meta.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
             meta.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
@@ -227,7 +138,7 @@ class _Builder:
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
         """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
         piece, external, results = self._extract(nodes)
-        interpreter = _Tracking(piece)
+        interpreter = Tracking(piece)
 
         def run(*args: Any) -> Any:
             return interpreter.run(*args)
