@@ -9,6 +9,7 @@ Invariant: no convolution sees anything but values of its format, and neither `x
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,15 @@ from qsync_fx.passes.lowering import Role
 from qsync_fx.precision import Precision, precision
 
 
-def convolution(given: Given, **geometry: Any) -> Tensor:
+def convolution(
+    given: Given,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
     """Computes `aten::convolution` from operands in a format, and the gradients likewise.
 
     Output: the values of the format are multiplied in its carrier, where they are exact, and summed in FP32: for INT8 exact while
@@ -59,12 +68,13 @@ def convolution(given: Given, **geometry: Any) -> Tensor:
         given: `x` is `[N, C, *size]` or `[C, *size]`, `weight` `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, `bias`
             `[O]`, `x_scale` `[]` or `[N, 1, ...]`, and `w_scale` `[]` or one for each output channel: `[O, 1, ...]`, transposed
             `[1, O, ...]`, which takes groups = 1. The memory format of `xq` decides that of the output.
-        geometry: stride, padding, dilation, transposed, output_padding and groups, those of `aten::convolution`.
+        stride, padding, dilation, transposed, output_padding, groups: those of `aten::convolution`.
 
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    found, _ = _Convolution.apply(*given, tuple(geometry.values()))  # type: ignore[no-untyped-call]
+    geometry = stride, padding, dilation, transposed, output_padding, groups
+    found, _ = _Convolution.apply(*given, geometry)  # type: ignore[no-untyped-call]
     result: Tensor = found
     return result
 
