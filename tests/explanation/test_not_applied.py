@@ -1,0 +1,145 @@
+"""Why a part of a model is in no graph: `applied` names it with the reason and the way out, and a training step warns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from applied_steps import Mode, Outer, Plain, Scaled, compiled, step, uncovered
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import PlanError
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_dispatch_mode() -> None:
+    model = Plain()
+
+    def call() -> Tensor:
+        with Mode():
+            return compiled(model, precision="bf16")(torch.randn(4, 16))
+
+    (told,) = step(model, call)
+    assert told.startswith("the plan is not applied: 2 modules of Plain run as written")
+    assert "first (Linear), second (Linear): a TorchDispatchMode is active" in told
+    assert "Plain.forward" in told
+    assert "call the model outside of the mode" in told
+    assert uncovered(model) == {"first": "mode", "second": "mode"}
+
+
+@pytest.mark.parametrize("rnn", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns(rnn: Callable[..., nn.Module]) -> None:
+    model = Outer(rnn(16, 4, batch_first=True))
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
+    assert "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward" in told
+    assert "allow_rnn" in told
+    assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
+
+    class Apart(Outer):
+        """The way out that the warning names."""
+
+        @torch.compiler.disable
+        def recurrent(self, x: Tensor) -> Tensor:
+            return self.inner(x)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.recurrent(self.start(x)))
+
+    apart = Apart(rnn(16, 4, batch_first=True))
+    assert step(apart, lambda: compiled(apart, precision="bf16")(torch.randn(2, 3, 16))) == []
+    assert uncovered(apart) == {"inner": "disabled"}
+
+
+def test_a_full_backward_hook() -> None:
+    model = Plain()
+    model.first.register_full_backward_hook(lambda *_: None)
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "1 module of Plain runs as written" in told
+    assert "first (Linear): it has a full backward hook" in told
+    assert "compiled_autograd" in told
+    assert uncovered(model) == {"first": "backward hook"}
+
+
+def test_disabled() -> None:
+    inner = Plain()
+    inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
+    model = Outer(inner)
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "inner.first (Linear), inner.second (Linear): torch.compiler.disable stands around it" in told
+    assert uncovered(model) == {"inner.first": "disabled", "inner.second": "disabled"}
+
+    class Whole(Plain):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    whole = Whole()
+    (told,) = step(whole, lambda: compiled(whole, precision="bf16")(torch.randn(4, 16)))
+    assert "Whole.forward" in told
+    assert uncovered(whole) == {"first": "disabled", "second": "disabled"}
+
+
+def test_a_forward_that_dynamo_gives_up_on() -> None:
+    class Class(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(1):
+
+                class Result(tuple):
+                    pass
+
+                x = self.first(x)
+            return Result((self.second(x),))[0]
+
+    model = Class()
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "Dynamo left the function that calls it to Python: Invalid call to __build_class__" in told
+    assert uncovered(model) == {"first": "skipped", "second": "skipped"}
+
+
+def test_each_reason_is_given_to_the_modules_it_holds_for() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.first, self.second = nn.Linear(16, 16), Plain(), nn.Linear(4, 4)
+            self.first.forward = torch.compiler.disable(self.first.forward)  # type: ignore[method-assign]
+            self.second.register_full_backward_hook(lambda *_: None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(self.start(x)))
+
+    model = Two()
+    step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert uncovered(model) == {"first.first": "disabled", "first.second": "disabled", "second": "backward hook"}
+
+
+def test_the_limit_of_versions() -> None:
+    model = Scaled()
+    fast = compiled(model, precision="bf16")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        fast(torch.randn(4, 16))
+        model.scale = 2
+        with pytest.warns(UserWarning, match="this is version 2"):
+            fast(torch.randn(4, 16))
+        assert uncovered(model) == {}
+        model.scale = 3
+        with pytest.raises(PlanError, match="recompile_limit"):
+            fast(torch.randn(4, 16))
+    assert uncovered(model) == {"layer": "limit"}
+    assert qsync_fx.applied(model).operators, "what was compiled before runs on"
+
+
+def test_dynamo_switched_off() -> None:
+    model = Plain()
+    fast = compiled(model, precision="bf16")
+    with torch.compiler.set_stance("force_eager"):
+        (told,) = step(model, lambda: fast(torch.randn(4, 16)))
+    assert "Dynamo has met nothing of the model" in told
+    assert "set_stance" in told

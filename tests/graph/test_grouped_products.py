@@ -1,0 +1,136 @@
+"""Products of groups of rows with a parameter each, as models of experts compute them: formats, gradients, and where there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from products_in_fp64 import Product
+from torch import Tensor, fx, nn
+from weight_products import SEED, adjustable
+
+import qsync_fx
+from qsync_fx.backend.operators import lowerings
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.graph import meta
+from qsync_fx.graph.notes import Note
+from qsync_fx.ops import row_for
+from qsync_fx.plan.opid import OpId
+from qsync_fx.precision import FORMATS
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """What a grouped product is, in any type; rows beyond the last group give zeros."""
+    found, start = torch.zeros(x.shape[0], w.shape[2], dtype=x.dtype), 0
+    for at, end in enumerate(ends.tolist()):
+        found[start:end] = x[start:end] @ w[at]
+        start = end
+    return found
+
+
+class Experts(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.w = nn.Parameter(torch.randn((4, 8, 16) if turned else (4, 16, 8)))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.w.transpose(1, 2) if self.turned else self.w
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
+@pytest.mark.parametrize(
+    ("ends", "turned"), [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)]
+)
+def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bool, fmt: str, scaling: str) -> None:
+    row, gradient, channel = FORMATS[fmt], FORMATS[fmt].gradient, scaling == "channel"
+    offs = torch.tensor(ends, dtype=torch.int32)
+    # torch traces grouped products in BF16 alone.
+    net, x = Experts(turned).bfloat16(), torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
+    assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
+    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
+    y = torch.compile(net, backend="qsync", options=options)(x, offs)
+    g = torch.randn_like(y)
+    to_x, to_w = torch.autograd.grad(y, [x, net.w], g)
+    xq, x_scale = quantize(x.detach(), SEED, 0, fmt, "nearest", [0] if channel else [])
+    wq, w_scale = quantize(net.weight.detach(), SEED, 0, fmt, "nearest", [0, 2] if channel else [0])
+    a, b = xq.double(), wq.double()
+    wide = None if row.kind == "integer" else torch.bfloat16
+    Product.of(lambda a, b: grouped(a, b, offs), a * x_scale.double(), b * w_scale.double()).assert_met(y, wide)
+
+    def rounded(fold: Tensor | None) -> Tensor:
+        value = g if fold is None else g * fold.float()
+        if not gradient.scaled:
+            return value.to(gradient.dtype).double()
+        q, scale = quantize(value, SEED, 0, gradient.name, "nearest", [])
+        return q.double() * scale.double()
+
+    def backward(g: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        return torch.autograd.grad(grouped(a, b, offs) + 0 * (a.sum() + b.sum()), [a, b], g)
+
+    spread = grouped(torch.ones(11, 1), w_scale.expand(4, 1, 8), offs)
+    of_rows = torch.arange(11) < ends[-1]
+    for_x, for_w = (
+        rounded(torch.where(of_rows[:, None], spread, w_scale[-1]) if channel else None),
+        rounded(x_scale if channel else None),
+    )
+    narrow = None if row.gradient.name == "int8" else torch.bfloat16
+    left_b, left_a = (b, a) if channel else (b * w_scale.double(), a * x_scale.double())
+    Product.of(lambda g, b: backward(g, a, b)[0], for_x, left_b).assert_met(to_x, narrow)
+    of_w = Product.of(lambda g, a: backward(g, a, b)[1], for_w, left_a)
+    of_w.assert_met(to_w.transpose(1, 2) if turned else to_w, narrow)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_experts_of_a_model_train_in_int8(name: str) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_local_experts=4, max_position_embeddings=32)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    ids = torch.randint(0, 64, (2, 9))
+    found = qsync_fx.explain(model, input_ids=ids, labels=ids, options={"precision": "int8"})
+    inside = [each for each in adjustable(found) if ".experts/" in each[0]]
+    assert len(inside) == 2 and all(each[1:] == ("int8", "plan: uniform int8") for each in inside), inside
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    # The router chooses as in FP32, so that experts get the same tokens.
+    plan = qsync_fx.Plan("fp32", [("**.experts", "int8")])
+    compiled = torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    for name, p in model.named_parameters():
+        if "experts" in name and name in expected:
+            assert p.grad is not None
+            assert 0 < (p.grad - expected[name]).norm() < 0.05 * expected[name].norm(), name
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str) -> None:
+    operator = torch.ops.aten._grouped_mm.default
+    row = row_for(operator)
+    assert row is not None
+    graph = fx.Graph()
+    shapes: dict[str, tuple[int, ...]] = {"x": (3, 16), "w": (4, 16, 8), "ends": (4,)}
+    given = [graph.placeholder(name) for name in shapes]
+    node = graph.call_function(operator, (*given,))
+    for used, shape in zip((*given, node), (*shapes.values(), (3, 8)), strict=True):
+        used.meta["val"] = torch.empty(shape, device=device)
+    scaled = dataclasses.replace(row, scaled=(0, 1))
+    meta.NOTE[node] = Note(OpId("experts", row.name, 0), row.kind, "", scaled)
+    refused = lowerings()[row.name].refuses(node)
+    assert refused == (None if device == "cpu" else "only the CPU has a product of groups for it")

@@ -1,0 +1,102 @@
+"""What a user's pass puts in that is no operator of ATen, and what cannot be put in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inserting import Net, Put, behind, explain, put_in, relu
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import qsync_fx
+from qsync_fx.errors import PassError
+from qsync_fx.graph import PrecisionGraph
+
+# Code that is no operator of ATen, and what cannot be.
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("after", ["normalize", "classify", "lower"])
+@pytest.mark.parametrize("how", ["function", "method", "module", "lambda"])
+def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
+    scale = Scale()
+
+    def put(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+        if how == "function":
+            return graph.graph.call_function(F.relu, (node,))
+        if how == "method":
+            return graph.graph.call_method("relu", (node,))
+        if how == "lambda":
+            return graph.graph.call_function(lambda x: torch.relu(x) + 0.0, (node,))
+        graph.module.add_submodule("scale", scale)
+        return graph.graph.call_module("scale", (node,))
+
+    step = behind("body/linear", put, after)
+    names = {"function": ["relu"], "method": ["relu"], "lambda": ["relu", "add"], "module": ["mul"]}[how]
+    assert list(put_in(explain(step, precision="fp32"))) == [f"body/tap.{name}" for name in names]
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(2, 8)
+    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager", "passes": [step]})
+    y = model.body(x)
+    torch.testing.assert_close(run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y))))
+    run(x).sum().backward()
+    assert (scale.factor.grad is not None) is (how == "module")
+
+
+def too_small(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    other = next(used for used in graph.nodes if used.op == "placeholder" and "classifier_bias" in used.name)
+    return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, other))
+
+
+def unknown_module(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    return graph.graph.create_node("call_module", "nowhere", (node,))
+
+
+def unknown_attribute(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    held = graph.graph.create_node("get_attr", "nowhere")
+    return graph.graph.call_function(torch.ops.aten.mul.Tensor, (node, held))
+
+
+def no_tensor(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
+    return graph.graph.call_function(lambda x: open(x), (node,))
+
+
+@pytest.mark.parametrize("after", ["normalize", "assign", "lower"])
+@pytest.mark.parametrize(
+    ("put", "says"),
+    [
+        (too_small, "aten.add.Tensor does not take"),
+        (unknown_module, "has no attribute 'nowhere'"),
+        (unknown_attribute, "has no attribute 'nowhere'"),
+        (no_tensor, "cannot be traced"),
+    ],
+)
+def test_what_computes_nothing_is_an_error(put: Put, says: str, after: str) -> None:
+    with pytest.raises(PassError) as caught:
+        explain(behind("body/linear", put, after))
+    assert says in str(caught.value)
+    assert "tap" in str(caught.value)
+    assert caught.value.where and "node %" in caught.value.where
+    assert caught.value.do
+
+
+def test_what_stands_for_a_quantized_operand_is_for_products_alone() -> None:
+    """`qsync::dequantize` has no gradient, and is gone after `lower`: whoever else reads it would train nothing."""
+
+    def run(graph: PrecisionGraph) -> None:
+        op = graph.operators(kind="adjustable")[1]
+        operand = op.node.args[0]
+        assert isinstance(operand, fx.Node)
+        with graph.graph.inserting_before(op.node):
+            op.node.replace_input_with(operand, relu(graph, operand))
+
+    with pytest.raises(PassError, match="which stands for a quantized operand and has no gradient"):
+        explain(qsync_fx.graph_pass(after="insert_casts")(run), precision="int8")

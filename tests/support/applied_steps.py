@@ -1,0 +1,84 @@
+"""What the tests of `qsync_fx.applied` share: models, a training step and what it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qsync_fx
+from qsync_fx import PlanWarning
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend="qsync", options={"inner": "eager", **options})
+
+
+def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
+    """Trains one step and returns what it warns of."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    call().square().mean().backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(warning.message) for warning in told if issubclass(warning.category, PlanWarning)]
+
+
+def uncovered(model: nn.Module) -> dict[str, str]:
+    return {module.path: str(module.cause.why) for module in qsync_fx.applied(model).uncovered}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Outer(nn.Module):
+    """Calls `inner` between two layers, on what it takes and gives."""
+
+    def __init__(self, inner: nn.Module, out: int = 4) -> None:
+        super().__init__()
+        self.start, self.inner, self.end = nn.Linear(16, 16), inner, nn.Linear(out, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.start(x))
+        return self.end(x if isinstance(x, Tensor) else x[0])
+
+
+# What is not, by reason.
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 4), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+# The check of a plan.
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
