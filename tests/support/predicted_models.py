@@ -52,6 +52,19 @@ class Broken(nn.Module):
         return self.second(x)
 
 
+class Tied(nn.Module):
+    """A table that is the weight of a layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.table(ids)))
+        return result
+
+
 class Odd(nn.Module):
     """What casts are hard to foresee for: conversions of the model's, writes in place, scalars too large, FP64, named formats."""
 
@@ -79,6 +92,7 @@ OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "bert2": language("BertForMaskedLM", padded=True, num_hidden_layers=2),
     "checkpointed": lambda: (Checkpointed(), {"x": torch.randn(4, 16, requires_grad=True)}),
     "broken": lambda: (Broken(), {"x": torch.randn(4, 8)}),
+    "tied": lambda: (Tied(), {"ids": torch.arange(6)}),
     "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
 }
 

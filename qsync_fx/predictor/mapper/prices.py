@@ -11,13 +11,13 @@ import math
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import FORMATS, Precision
-from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, Change, Held, Point, Tables
+from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
 from qsync_fx.predictor.model.value import Name
 from qsync_fx.predictor.times import Seconds, Times
 
 FEMTO = 10**15
-Price = tuple[int, int, int]
-"""Femtoseconds in the forward pass, in the backward pass, and of converting there what is kept in a scaled format."""
+Price = tuple[int, int, int, int, int]
+"""Femtoseconds of operators forward and backward, of casts forward and backward, and of converting backward what is kept scaled."""
 
 
 def femtoseconds(seconds: float, where: str) -> int:
@@ -40,13 +40,16 @@ class Prices:
             self._states[code] = State(_format(NAMES[code % BASE]), _format(NAMES[code // BASE]))
         return self._states[code]
 
-    def operator(self, at: int, codes: list[int]) -> tuple[int, int]:
-        """Returns the time of an operator, forward and backward, where all are in states of these codes."""
-        last = len(codes)
-        around = [self.state(codes[n]) if 0 <= n < last else None for n in (at - 1, at + 1, at - 2, at + 2)]
-        operator = self.tables.graph.operators[at]
-        found = self.times.operator(operator.id, self.state(codes[at]), around)
-        return self._checked(found, operator.where)
+    def operator(self, at: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
+        """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
+        operators = self.tables.graph.operators
+        near = (at - 1, at + 1, at - 2, at + 2)
+        around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
+        found = self.times.operator(operators[at].id, self.state(codes[at + REACH]), around)
+        forward, backward = self._checked(found, operators[at].where)
+        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[at]]
+        casts, casts_backward, unpacking = (sum(price[part] for price in alone) for part in (2, 3, 4))
+        return forward, backward, casts, casts_backward, unpacking
 
     def cast(
         self, owner: int, value: int, before: int, after: int, differentiated: bool | None = None
@@ -61,22 +64,21 @@ class Prices:
         found = self.times.cast(operator.id, *names, held.numel, gradient)
         return self._checked(found, f"the cast from {' to '.join(names)} before {operator.where}")
 
-    def point(self, point: Point | Change, precisions: list[int], outputs: list[int]) -> Price:
+    def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
+        point = self.tables.points[number]
         before = _now(point.held, outputs)
         if isinstance(point, Change):
             after = outputs[point.operator]
             same = before == after if point.wanted else not NEEDED[before][after]
-            return (
-                (0, 0, 0)
-                if same or not before or not after
-                else (*self.cast(point.operator, point.value, before, after), 0)
-            )
+            if same or not before or not after:
+                return 0, 0, 0, 0, 0
+            return 0, 0, *self.cast(point.operator, point.value, before, after), 0
         forward = backward = unpacking = 0
         made: set[int] = set()
         kept: dict[int, tuple[int, int]] = {}
         for reader in point.readers:
-            precision = precisions[reader.operator] if reader.operator >= 0 else 0
+            precision = precisions[reader.operator]
             after = reader.wanted[precision]
             if reader.kept[precision]:
                 kept[after] = reader.operator, reader.kept[precision]
@@ -90,7 +92,7 @@ class Prices:
             forward, backward = forward + there, backward + back
         for fmt, (owner, plain) in kept.items():
             unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
-        return forward, backward, unpacking
+        return 0, 0, forward, backward, unpacking
 
     def _checked(self, found: Seconds, where: str) -> tuple[int, int]:
         return femtoseconds(found.forward, where), femtoseconds(found.backward, where)
@@ -98,7 +100,7 @@ class Prices:
 
 def _now(held: Held, outputs: list[int]) -> int:
     """The format of a value: what its operator gives out, or its own."""
-    return (outputs[held.operator] or held.own) if held.operator >= 0 else held.own
+    return outputs[held.operator] or held.own
 
 
 def _format(name: Name) -> Precision | None:

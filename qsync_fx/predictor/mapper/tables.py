@@ -5,7 +5,6 @@ Invariant: says what the graph says and nothing else. A format is its place in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from qsync_fx.graph.cascading import wants_wide
@@ -20,6 +19,8 @@ NUMBERS = {name: number for number, name in enumerate(NAMES)}
 BASE = 16
 """More than there are formats: several of them make one number."""
 assert len(NAMES) <= BASE
+REACH = 2
+"""`Times.operator` is told of so many neighbours on either side."""
 
 SCALED = tuple(name is not None and FORMATS[name].scaled for name in NAMES)
 PLAIN = tuple(name is not None and FORMATS[name].plain for name in NAMES)
@@ -34,7 +35,7 @@ class Held:
     """The format of a value: that of an operator's result, or `own`.
 
     Attributes:
-        operator: the place of the operator; -1 for none.
+        operator: the place of the operator; -1 for none, which gives out nothing.
         own: its format where the operator gives none.
     """
 
@@ -90,24 +91,31 @@ class Change:
     wanted: bool
 
 
+Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""What the casts at a place follow from: see `Tables.keys`."""
+
+
 class Tables:
     """
     Attributes:
-        follow: by operator, what gives its formats from those of `inputs`; None for adjustable ones.
+        follow: by operator, the formats that those follow from which its inputs give out; None for adjustable ones.
         inputs: by operator, those whose outputs decide its format.
         followers: by operator, those that it is one of the inputs of.
         outputs: by operator, by what it computes in, what it gives out; None for those that no plan chooses.
         wide: by operator, what it gives out where all of `wide_readers` compute wide; 0 for never.
         widens: by operator, those that look at what it computes in for that.
         points: the places where casts may stand, and the changes of operators' own.
-        read: by operator, the places that what it computes in, or gives out as a change of its own, has a say in.
-        made: by operator, the places that the format of its result has a say in.
+        keys: by place, what the casts there follow from: the operator whose output they convert, those whose precisions and those whose
+            outputs have a say.
+        alone: by operator, the places where casts follow from nothing but what it computes in: those of its weights.
+        touched: by operator, the other places that its state has a say in.
+        near: by operator, those whose time its state may have a say in.
     """
 
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
         count = len(graph.operators)
-        self.follow: list[Callable[..., tuple[int, int]] | None] = []
+        self.follow: list[Followed | None] = []
         self.inputs: list[tuple[int, ...]] = []
         self.followers: list[list[int]] = [[] for _ in range(count)]
         self.outputs: list[tuple[int, ...] | None] = []
@@ -118,26 +126,20 @@ class Tables:
         for at, operator in enumerate(graph.operators):
             self._decided(at, operator)
         self.points: list[Point | Change] = _points(graph)
-        self.read: list[tuple[int, ...]]
-        self.made: list[tuple[int, ...]]
-        self._connect(count)
-
-    def key(self, point: Point | Change, precisions: list[int], outputs: list[int]) -> int:
-        """Returns what tells the casts at a place from those that it has in other states."""
-        held = point.held.operator
-        found = outputs[held] if held >= 0 else 0
-        if isinstance(point, Change):
-            return found * BASE + outputs[point.operator]
-        for reader in point.readers:
-            found = found * BASE + (precisions[reader.operator] if reader.operator >= 0 else 0)
-            if reader.used is not None and reader.used.operator >= 0:
-                found = found * BASE + outputs[reader.used.operator]
-        return found
+        self.keys = [_key(point) for point in self.points]
+        self.alone: list[list[int]] = [[] for _ in range(count)]
+        self.touched: list[list[int]] = [[] for _ in range(count)]
+        for number, (held, readers, others) in enumerate(self.keys):
+            found = {at for at in (held, *readers, *others) if at >= 0}
+            single = found == set(readers) and len(found) == 1
+            for at in found:
+                (self.alone if single else self.touched)[at].append(number)
+        self.near = [range(max(at - REACH, 0), min(at + REACH + 1, count)) for at in range(count)]
 
     def _decided(self, at: int, operator: Operator) -> None:
         decided = operator.decided
         if isinstance(decided, Follows):
-            self.follow.append(_follow(decided))
+            self.follow.append(Followed(decided))
             self.inputs.append(decided.operators)
             self.outputs.append(None)
             for used in decided.operators:
@@ -152,36 +154,28 @@ class Tables:
         for reader in set(decided.readers) if decided.wide is not None else ():
             self.widens[reader].append(at)
 
-    def _connect(self, count: int) -> None:
-        read: list[dict[int, None]] = [{} for _ in range(count)]
-        made: list[dict[int, None]] = [{} for _ in range(count)]
-        for number, point in enumerate(self.points):
-            if isinstance(point, Change):
-                made[point.operator][number] = None
-            for reader in point.readers if isinstance(point, Point) else ():
-                if reader.operator >= 0:
-                    read[reader.operator][number] = None
-                if reader.used is not None and reader.used.operator >= 0:
-                    made[reader.used.operator][number] = None
-            if point.held.operator >= 0:
-                made[point.held.operator][number] = None
-        self.read, self.made = ([tuple(found) for found in by_operator] for by_operator in (read, made))
+
+class Followed(dict[int, tuple[int, int]]):
+    """What an operator computes in and gives out, by the outputs of its inputs as one number."""
+
+    def __init__(self, follows: Follows) -> None:
+        self.follows = follows
+
+    def __missing__(self, key: int) -> tuple[int, int]:
+        promotion, rest = self.follows.given, key
+        while rest:
+            rest, output = divmod(rest, BASE)
+            promotion = widest(promotion, NAMES[output])
+        name = followed(self.follows, promotion)
+        self[key] = NUMBERS[name], NUMBERS[self.follows.named or name]
+        return self[key]
 
 
-def _follow(follows: Follows) -> Callable[..., tuple[int, int]]:
-    """Returns the function from the outputs of an operator's inputs to what it computes in and gives out."""
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def found(*outputs: int) -> tuple[int, int]:
-        if outputs not in known:
-            promotion = follows.given
-            for output in outputs:
-                promotion = widest(promotion, NAMES[output])
-            name = followed(follows, promotion)
-            known[outputs] = NUMBERS[name], NUMBERS[follows.named or name]
-        return known[outputs]
-
-    return found
+def _key(point: Point | Change) -> Key:
+    if isinstance(point, Change):
+        return point.held.operator, (), (point.operator,)
+    used = (reader.used.operator for reader in point.readers if reader.used is not None)
+    return point.held.operator, tuple(reader.operator for reader in point.readers), tuple(used)
 
 
 def _points(graph: ModelGraph) -> list[Point | Change]:

@@ -20,7 +20,7 @@ NAMES = [
     "odd",
     "broken",
     "checkpointed",
-    "vgg",
+    pytest.param("vgg", marks=ALL),
     *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2")),
 ]
 TIMES = DrawnTimes()
@@ -32,7 +32,7 @@ def total(schedule: Schedule, *parts: Part) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
     graph, ids = graph_of(name), adjustable(name)
@@ -87,10 +87,10 @@ def test_a_gradient_is_whole_when_the_last_of_its_readers_is_through() -> None:
 
 
 def test_a_shared_weight_waits_for_its_first_reader() -> None:
-    graph = graph_of("bert2")
+    graph = graph_of("tied")
     found = CostMapper(graph, TIMES, Plan.uniform("bf16")).schedule()
-    (shared,) = (p for p in graph.parameters if p.path.endswith("word_embeddings.weight"))
-    assert len(shared.readers) == 2
+    (shared,) = graph.parameters
+    assert [graph.operators[at].row for at in shared.readers] == ["embedding", "linear"]
     assert found.backward[found.ready[shared.path]].operator == graph.operators[min(shared.readers)].id
 
 
