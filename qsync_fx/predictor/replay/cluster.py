@@ -132,10 +132,6 @@ class Cluster:
     def load(cls, path: Path) -> Cluster:
         """Reads a file of TOML, which anyone may have written; raises `ProfileError` saying what is wrong with it, and where."""
         found = CLUSTER.load(path)
-        try:
-            _ = found.all_reduce if found.ranks > 1 else None  # now, and not when it is replayed
-        except ProfileError as error:
-            raise CLUSTER.within(path, error) from None
         folder = pathlib.Path(os.fspath(path)).parent
         return replace(found, devices={name: _beside(folder, device) for name, device in found.devices.items()})
 

@@ -63,7 +63,6 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("[devices.a]\ncount = -3", "has the count -3, which must be above 0", "devices.a"),
         ("[devices.a]\ncount = 2.0", "the number 2.0 in place of a whole number", "devices.a.count"),
         ("[devices.a]\ncount = '2'", "has text in place of a whole number", "devices.a.count"),
-        ("[devices.a]\ncount = 2", "says of the link of 'a' no bandwidth", ""),
         ("[devices.a]\nbatch = true", "has true in place of a whole number", "devices.a.batch"),
         ("[devices.a]\nslowdown = nan", "the number nan in place of a number", "devices.a.slowdown"),
         ("[devices.a]\nslowdown = inf", "the number inf in place of a number", "devices.a.slowdown"),

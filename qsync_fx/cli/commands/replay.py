@@ -1,0 +1,151 @@
+"""`qsync replay`: how long a training step takes under a plan, on one device or a cluster, from profiles or from traces."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from qsync_fx.cli import output
+from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError, shown
+
+if TYPE_CHECKING:
+    from qsync_fx.timeline.replaying import Profiled
+    from qsync_fx.timeline.timeline import Timeline
+
+_ABOUT = """\
+Replays a training step: what each device computes, when gradients travel, and
+who waits for whom. Nothing is run. Plans and profiles of several classes of
+devices are given as NAME=FILE, with the names of the cluster's file; what
+stands there without a name is that of all.
+
+With --trace the step of a run that was traced is replayed: one file of each
+rank, or one of each class of devices together with a cluster."""
+
+_EXAMPLES = """\
+examples:
+  qsync replay plan.json --profile t4.json
+  qsync replay v100=a.json t4=b.json --cluster cluster.toml --perfetto out.json
+  qsync replay plan.json --cluster cluster.toml       profiles that the cluster names
+  qsync replay --trace rank0.json rank1.json          a run as it was, without waiting in collectives
+  qsync replay plan.json --profile t4.json --json | jq .seconds"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", nargs="*", metavar="PLAN", help="plan file, or NAME=FILE for a class of devices")
+    parser.add_argument(
+        "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
+    )
+    parser.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
+    traced = parser.add_argument_group("traces in place of plans and profiles")
+    traced.add_argument("--trace", metavar="FILE", nargs="+", default=[], help="traces of torch.profiler, or NAME=FILE")
+    traced.add_argument(
+        "--execution-trace", metavar="FILE", nargs="+", default=[], help="execution traces of the same runs, in order"
+    )
+    printed = parser.add_argument_group("what to print and write")
+    printed.add_argument(
+        "--operators", metavar="N", type=int, default=15, help="how many operators to show; %(default)s"
+    )
+    printed.add_argument("--json", action="store_true", help="the step, devices and operators as one JSON object")
+    printed.add_argument("--perfetto", metavar="FILE", help="also write the timeline for ui.perfetto.dev")
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    timeline = _of_traces(arguments) if arguments.trace else _of_plans(arguments)
+    if arguments.json:
+        output.as_json(as_json(timeline))
+    else:
+        from qsync_fx.report.timeline_text import timeline_table
+
+        output.show(timeline_table(timeline, arguments.operators))
+    if arguments.perfetto:
+        timeline.save_perfetto(arguments.perfetto)
+        output.wrote(arguments.perfetto)
+
+
+def _of_plans(arguments: argparse.Namespace) -> Timeline:
+    from qsync_fx.plan import Plan
+    from qsync_fx.profiling.profile import Profile
+    from qsync_fx.timeline.replaying import replay
+
+    if not arguments.plan:
+        raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
+    plans = {name: Plan.load(path) for name, path in _named(arguments.plan, "PLAN").items()}
+    # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
+    paths = _named(arguments.profile, "--profile")
+    profiles = {name: cast("Profiled", Profile.load(path, any_machine=True)) for name, path in paths.items()}
+    return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
+
+
+def _of_traces(arguments: argparse.Namespace) -> Timeline:
+    from qsync_fx.timeline.replaying import replay_traces
+
+    if arguments.plan or arguments.profile:
+        raise OptionError("a trace is of the plan that ran", where="--trace", do="leave plans and profiles out")
+    traces = _named(arguments.trace, "--trace", "rank {}")
+    executions = arguments.execution_trace
+    if executions and len(executions) != len(traces):
+        what = f"{len(executions)} execution traces for {len(traces)} traces"
+        raise OptionError(what, where="--execution-trace", do="give one for each trace, in the same order")
+    return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=arguments.cluster)
+
+
+def _named(given: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
+    """Returns paths by the names before them; those without by `unnamed` and their number."""
+    found: dict[str, str] = {}
+    for at, text in enumerate(given):
+        name, equals, path = text.partition("=")
+        # A path may hold the sign, too: then what stands before it is no plain name.
+        name, path = (name, path) if equals and "/" not in name else (unnamed.format(at), text)
+        if name in found:
+            what = f"{shown(name)} is given twice" if name else "there are several without a name"
+            raise OptionError(what, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
+        found[name] = path
+    if "" in found and len(found) > 1:
+        raise OptionError("some have a name and one has none", where=where, do="name all of them, or give one for all")
+    return found
+
+
+def as_json(timeline: Timeline) -> Mapping[str, Any]:
+    """Returns what the tables say, and more, as JSON takes it."""
+    cluster = timeline.played.cluster
+    return {
+        "seconds": timeline.seconds,
+        "samples_per_second": timeline.throughput,
+        "devices": [
+            {
+                "name": name,
+                "count": device.count,
+                "computing": alone.computed,
+                "sending": timeline.sending[name],
+                "waiting": timeline.waiting[name],
+                "optimizer": alone.optimizer,
+                "peak_bytes": timeline.peak_bytes.get(name),
+            }
+            for (name, device), alone in zip(cluster.devices.items(), timeline.played.devices.values(), strict=True)
+        ],
+        "buckets": [
+            {"parameters": list(bucket.parameters), "bytes": bucket.nbytes, "sent": sent, "arrived": arrived}
+            for bucket, sent, arrived in zip(
+                timeline.played.buckets,
+                timeline.played.step.sent.tolist(),
+                timeline.played.step.arrived.tolist(),
+                strict=True,
+            )
+        ],
+        "operators": [
+            {
+                "device": one.device,
+                "operator": one.operator,
+                "forward": one.forward,
+                "backward": one.backward,
+                "casts": one.casts,
+                "other": one.other,
+            }
+            for one in timeline.by_operator()
+        ],
+    }
+
+
+COMMAND = Command("how long a training step takes under a plan", _replay, _arguments, _ABOUT, _EXAMPLES)

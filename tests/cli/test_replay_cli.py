@@ -1,0 +1,67 @@
+"""`qsync replay`: what it prints and writes, and what it says of arguments that do not go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import traced_rank
+
+from qsync_fx import Plan
+from qsync_fx.cli import main
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces")
+    traced_rank.main(0, 1, str(folder))
+    return folder
+
+
+def test_a_trace(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = str(traces / "kineto-0.json"), tmp_path / "out.json"
+    assert main(["replay", "--trace", trace, "--operators", "3", "--perfetto", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "a step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
+    assert f"wrote {out}" in printed.err
+    assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} >= {"optimizer", "aten::linear#0"}
+
+
+def test_a_trace_on_a_cluster_as_json(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("[devices.cpu]\ncount = 4\nbatch = 64\n[network]\nbandwidth = 1e9\n")
+    files = [f"cpu={traces / 'kineto-0.json'}", "--execution-trace", str(traces / "execution-0.json")]
+    assert main(["replay", "--cluster", str(cluster), "--json", "--trace", *files]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][0]["name"] == "cpu" and found["devices"][0]["count"] == 4
+    assert found["samples_per_second"] == pytest.approx(256 / found["seconds"])
+    assert sum(bucket["bytes"] for bucket in found["buckets"]) == 4 * sum(
+        parameter.numel() for parameter in traced_rank.model().parameters()
+    )
+    assert any(one["operator"] == "aten::linear#3" and one["backward"] > 0 for one in found["operators"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "there is no plan to replay"),
+        (["a={plan}", "a={plan}"], "'a' is given twice"),
+        (["{plan}", "{plan}"], "there are several without a name"),
+        (["a={plan}", "{plan}"], "some have a name and one has none"),
+        (["{plan}", "--trace", "x.json"], "a trace is of the plan that ran"),
+        (["--trace", "x.json", "--execution-trace", "y.json", "z.json"], "2 execution traces for 1 traces"),
+        (["--trace", "{folder}/none.json"], "the trace cannot be read"),
+        (["{folder}/none.json"], "the plan cannot be read"),
+        (["{plan}", "--profile", "{folder}/none.json"], "the profile cannot be read"),
+        (["{plan}", "--cluster", "{folder}/none.toml"], "the cluster cannot be read"),
+    ],
+)
+def test_what_does_not_go_together(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    Plan.uniform("int8").save(plan)
+    assert main(["replay", *(text.format(plan=plan, folder=tmp_path) for text in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and "do: " in printed.err and not printed.out

@@ -1,0 +1,96 @@
+"""From plans and what is known of devices to a timeline, on real models with drawn times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from predicted_models import DrawnTimes, graph_of
+
+import qsync_fx
+from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.replay.cluster import Device, Network
+from qsync_fx.predictor.times import Times
+from qsync_fx.profiling.profile import Collective
+
+
+@dataclass(frozen=True)
+class Known:
+    """What stands in for a profile: a model and times of its operators."""
+
+    graph: ModelGraph
+    drawn: Times
+    collectives: list[Collective] = field(default_factory=list)
+
+    def times(self) -> Times:
+        return self.drawn
+
+
+MLP = Known(graph_of("mlp"), DrawnTimes())
+FLEET = Cluster({"fast": Device(count=2, batch=4), "slow": Device(slowdown=3.0, batch=4)}, Network(1e6, 1e-5))
+
+
+def test_one_device() -> None:
+    plan = Plan.uniform("int8")
+    timeline = qsync_fx.replay(plan, MLP)
+    mapper = CostMapper(MLP.graph, MLP.drawn, plan)
+    assert isinstance(timeline, Timeline)
+    assert timeline.seconds == pytest.approx(mapper.seconds)
+    totals = mapper.totals
+    operators = timeline.by_operator()
+    assert sum(one.forward for one in operators) == pytest.approx(totals.forward)
+    assert sum(one.casts for one in operators) == pytest.approx(totals.casts + totals.casts_backward + totals.unpacking)
+    assert timeline.waiting == {"device": 0}
+
+
+def test_a_fleet_with_a_plan_for_each() -> None:
+    plans = {"fast": Plan.uniform("fp32"), "slow": Plan.uniform("int8")}
+    timeline = qsync_fx.replay(plans, MLP, cluster=FLEET)
+    assert list(timeline.waiting) == ["fast", "slow"]
+    slow = 3 * CostMapper(MLP.graph, MLP.drawn, plans["slow"]).seconds
+    fast = CostMapper(MLP.graph, MLP.drawn, plans["fast"]).seconds
+    assert timeline.seconds > max(slow, fast)
+    assert timeline.throughput == pytest.approx(12 / timeline.seconds)
+    assert qsync_fx.replay(plans, {"fast": MLP, "slow": MLP}, cluster=FLEET).seconds == timeline.seconds
+
+
+def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.here]\ncount = 4")
+    with pytest.raises(ProfileError, match="says of the link of 'here' no bandwidth"):
+        qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=path)
+    known = Known(MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)])])
+    timeline = qsync_fx.replay(Plan.uniform("fp32"), known, cluster=path)
+    (bucket,) = timeline.played.buckets
+    taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
+    assert bucket.nbytes > 1024 and taken > 0.5
+    assert taken == pytest.approx(float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "profile", "cluster", "error", "says"),
+    [
+        ({"a": Plan(), "b": Plan()}, MLP, None, ProfileError, "2 plans and 1 profiles, and no cluster"),
+        ({"fast": Plan()}, MLP, FLEET, ProfileError, "there is none for the devices 'slow'"),
+        ({"fast": Plan(), "slwo": Plan()}, MLP, FLEET, ProfileError, "did you mean 'slow'"),
+        (Plan(), {"fast": MLP}, FLEET, ProfileError, "there is none for the devices 'slow'"),
+        (Plan(), object(), None, ProfileError, "does not say of which model it is"),
+        (Plan(operators={"nowhere/linear": "int8"}), MLP, None, PlanError, "nowhere"),
+    ],
+)
+def test_what_is_missing_is_said(
+    plan: object, profile: object, cluster: Cluster | None, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        qsync_fx.replay(plan, profile, cluster=cluster)  # type: ignore[arg-type]
+
+
+def test_a_profile_that_the_cluster_names_is_looked_for(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.here]\nprofile = 'none.json'")
+    with pytest.raises(ProfileError, match="the profile cannot be read") as caught:
+        qsync_fx.replay(Plan(), {}, cluster=path)
+    assert str(tmp_path / "none.json") in str(caught.value.where)
