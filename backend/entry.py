@@ -15,6 +15,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from qsync_fx.backend.compile import compile_graph
 from qsync_fx.backend.observe import install
+from qsync_fx.backend.suppressed import note
 from qsync_fx.coverage.log import forget
 from qsync_fx.errors import OptionError, QSyncError
 from qsync_fx.options import Options
@@ -29,8 +30,11 @@ def qsync(
     """The torch.compile backend; `options` are documented in `qsync_fx.options`."""
     try:
         return compile_graph(module, inputs, options_of({"options": options, **others}))
-    except QSyncError as error:
-        raise through_dynamo(error) from error.__cause__
+    except Exception as error:
+        note(error)
+        if isinstance(error, QSyncError):
+            raise through_dynamo(error) from error.__cause__
+        raise
 
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
@@ -57,7 +61,10 @@ def through_dynamo(error: QSyncError) -> QSyncError:
     both = type(kind.__name__, (kind, ShortenTraceback), methods)
     raised: QSyncError = both(error.what, error.where, error.do)
     raised.__dict__.update(error.__dict__)
+    # What Dynamo's own `__init__` sets.
     raised.first_useful_frame = None  # type: ignore[attr-defined]
+    raised._torch_dynamo_tracer_output = None  # type: ignore[attr-defined]
+    raised.frame_exec_strategy = None  # type: ignore[attr-defined]
     raised.__traceback__ = error.__traceback__
     return raised
 

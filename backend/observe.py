@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from qsync_fx.backend.suppressed import failures, tell_of_failures
 from qsync_fx.coverage.limit import tell_of_a_limit
 from qsync_fx.coverage.log import Frame, Log, Outcome, converting, log_of
 from qsync_fx.coverage.settle import settle_packed, wait_for_a_step
@@ -97,7 +98,7 @@ class Observed(CatchErrorsWrapper):
         log = log_of(self.qsync_options)
         around = calls(sys._getframe().f_back)
         before = {kind: dict(counters[kind]) for kind in _REASONS}
-        with converting() as touched:
+        with converting() as touched, failures() as failed:
             result = super().__call__(frame, *args, **kwargs)
             if result.guarded_code is None and _holds_modules_of_torch(frame):
                 with compile_lock, _disable_current_modes():
@@ -106,7 +107,9 @@ class Observed(CatchErrorsWrapper):
         entries = touched or _entries(log, frame, around)
         _note(entries, result, new)
         settle_packed(entries, log)
-        tell_of_a_limit(frame.f_code, self.qsync_options, new["unimplemented"] if result.guarded_code is None else ())
+        if result.guarded_code is None:
+            tell_of_a_limit(frame.f_code, self.qsync_options, new["unimplemented"])
+            tell_of_failures(failed, frame.f_code, self.qsync_options)
         return result
 
 
