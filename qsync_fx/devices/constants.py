@@ -59,7 +59,7 @@ class Tiles:
         overlap: how far computing hides memory: the power of the mean of both times; 1 adds them up.
         launch: seconds before and after.
         throttle: growth of a product's time for each e-fold beyond a millisecond, where power limits the clock.
-        misaligned: how much longer it takes where a row is no multiple of `alignment`.
+        misaligned: how much longer it takes where rows of the first factor begin no multiple of `alignment` values apart.
         alignment: values.
         layouts: how much longer tiles take where the first factor ("tn") or the second ("nt") is transposed, as BLAS counts.
     """
@@ -96,8 +96,8 @@ class Convolution(Tiles):
         winograd_batch: the smallest batch whose transforms have kernels of their own.
         winograd_data, winograd_weights: how often what is transformed goes through memory.
         corrections: what is left, as powers: of the sides "m", "n" and "k" of the product (by 128, 4096 and 1024), and of e where the
-            "window" has more than one value, it is "strided", the input has at most four channels ("thin"), the window is five or more high
-            ("tall"), and where "winograd" is used.
+            "window" has more than one value, it is "strided", the input has at most four channels ("thin") or one ("single"), the window is
+            five or more high ("tall"), "winograd" is used, and of "all".
     """
 
     gather: float = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from qsync_fx.devices.analytic.convolutions import Product, Shape, convolved
 from qsync_fx.devices.analytic.products import Layout, multiplied
@@ -20,7 +20,8 @@ from qsync_fx.devices.offers import row_at
 from qsync_fx.errors import DeviceError, nearest
 from qsync_fx.precision import FP32, Precision, encoding, precision
 
-PRODUCTS: tuple[Product, ...] = ("output", "input_gradient", "weight_gradient")
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,7 @@ class Device:
     def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
         """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
         _check(m=m, n=n, k=k)
+        _one_of("layout", layout, LAYOUTS, "gemm_seconds")
         return _gemm(self, m, n, k, self.unit(precision).name, layout)
 
     def conv_seconds(
@@ -105,10 +107,7 @@ class Device:
         if r > h + 2 * around[0] or s > w + 2 * around[1]:
             what = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
             raise DeviceError(what, where="conv_seconds", do="give sizes of a convolution that there is")
-        if product not in PRODUCTS:
-            raise DeviceError(
-                f"a convolution has no product {product!r}", where="conv_seconds", do=nearest(str(product), PRODUCTS)
-            )
+        _one_of("product", product, PRODUCTS, "conv_seconds")
         return _convolution(self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product)
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
@@ -128,6 +127,12 @@ class Device:
         """Returns the seconds in which an operator reads and writes `nbytes` bytes in all."""
         _check_bytes(nbytes)
         return moved(self.memory, nbytes)
+
+    def work_seconds(self, flops: float, nbytes: float, precision: str | Precision) -> float:
+        """Returns the seconds of an operator of which nothing but its operations and bytes is known: the longer of what both take."""
+        _check_bytes(flops, "flops")
+        unit = self.unit(precision).name
+        return max(self.memory_seconds(nbytes), flops / (self.units[unit].peak * _USUAL.efficiency))
 
     def cast_seconds(self, before: str | Precision, after: str | Precision, numel: int) -> float:
         """Returns the seconds in which `numel` values are converted, or quantized: for their scale they are read once before that."""
@@ -150,6 +155,11 @@ def _check(**sizes: int) -> None:
             raise DeviceError(
                 f"{name} cannot be {size!r}", where="the sizes of the work", do="give whole numbers from 1"
             )
+
+
+def _one_of(what: str, given: str, known: Sequence[str], where: str) -> None:
+    if given not in known:
+        raise DeviceError(f"there is no {what} {given!r}", where=where, do=nearest(str(given), known))
 
 
 def _check_bytes(size: float, name: str = "nbytes") -> None:

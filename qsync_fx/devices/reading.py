@@ -15,7 +15,7 @@ from typing import Any
 from qsync_fx.codec import Malformed, converter, structured
 from qsync_fx.devices.analytic.convolutions import FEATURES
 from qsync_fx.devices.constants import Convolution, Link, Memory, Reduction, Tiles, Unit
-from qsync_fx.devices.device import PRODUCTS, Device
+from qsync_fx.devices.device import LAYOUTS, PRODUCTS, Device
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.precision import FORMATS
 
@@ -88,8 +88,8 @@ def _tiles(tiles: Tiles) -> str | None:
         return f" has smallest = {tiles.smallest}: tiles have an edge of at least 32, 64 or 128"
     if tiles.overlap < 1:
         return f" has overlap = {tiles.overlap}, which is to be 1 or more"
-    if wrong := next((name for name in tiles.layouts if name not in ("nn", "tn", "nt")), None):
-        return f" has a layout {shown(wrong)}: there are nn, tn and nt"
+    if wrong := next((name for name in tiles.layouts if name not in LAYOUTS), None):
+        return f" has a layout {shown(wrong)}: {nearest(wrong[:40], LAYOUTS)}"
     if any(not factor > 0 for factor in tiles.layouts.values()):
         return " has a layout that takes no time"
     return (

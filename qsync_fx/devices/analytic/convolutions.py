@@ -14,7 +14,8 @@ Invariant: seconds are positive; all sizes may be arrays of one length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -65,6 +66,15 @@ class Shape:
 
 def convolved(by: Convolution, on: Machine, shape: Shape, product: Product, width: int, tensor_cores: bool) -> Numbers:
     """Returns the seconds of one product of convolutions of values of `width` bytes."""
+    seconds, features = uncorrected(by, on, shape, product, width, tensor_cores)
+    left = sum((power * features[name] for name, power in by.corrections.items()), start=np.zeros(len(seconds)))
+    return np.asarray(seconds * np.exp(left))
+
+
+def uncorrected(
+    by: Convolution, on: Machine, shape: Shape, product: Product, width: int, tensor_cores: bool
+) -> tuple[Numbers, Mapping[str, Numbers]]:
+    """Returns the seconds before corrections, and what those are about."""
     m, n, k = _sides(by, shape, product, tensor_cores)
     read = shape.n * shape.c * shape.h * shape.w * width
     written = shape.places * shape.k * width
@@ -84,14 +94,15 @@ def convolved(by: Convolution, on: Machine, shape: Shape, product: Product, widt
         "window": shape.window > 1,
         "strided": shape.skipped > 1,
         "thin": shape.c <= 4,
+        "single": shape.c == 1,
         "tall": shape.r >= 5,
         "winograd": transformed,
+        "all": np.ones(len(m)),
     }
-    left = sum((power * features[name] for name, power in by.corrections.items()), start=np.zeros(len(m)))
-    return np.asarray((seconds + by.launch) * np.exp(left))
+    return seconds + by.launch, {name: feature.astype(float) for name, feature in features.items()}
 
 
-FEATURES = ("m", "n", "k", "window", "strided", "thin", "tall", "winograd")
+FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winograd", "all")
 """What corrections may be about."""
 
 
@@ -140,7 +151,3 @@ def _winograd(
         seconds = seconds + around / (on.bandwidth * by.memory) + 2 * by.launch * kernels
         found = np.where(chosen & (seconds < 1.15 * direct), seconds, found)
     return found, (found != direct).astype(float)
-
-
-def without_corrections(by: Convolution) -> Convolution:
-    return replace(by, corrections={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,12 +17,21 @@ input "nn", that of its weight "nt"."""
 
 
 def multiplied(
-    by: Tiles, on: Machine, m: ArrayLike, n: ArrayLike, k: ArrayLike, layout: str, width: int, result: int
+    by: Tiles,
+    on: Machine,
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    layout: str | Sequence[str],
+    width: int,
+    result: int,
 ) -> Numbers:
     """Returns the seconds of products of m by k with k by n: values of `width` bytes to ones of `result` bytes."""
+    layouts = [layout] if isinstance(layout, str) else layout
     m, n, k = (np.atleast_1d(np.asarray(side, dtype=float)) for side in (m, n, k))
     moved = (m * k + k * n) * width + m * n * result
-    odd = (m % by.alignment > 0) | (n % by.alignment > 0) & (n > 16)
-    slower = by.layouts.get(layout, 1.0) * np.where(odd, by.misaligned, 1.0)
+    # Rows of a first factor that is not transposed begin m values apart.
+    odd = (m % by.alignment > 0) & np.array([one[0] == "n" for one in layouts])
+    slower = np.array([by.layouts.get(one, 1.0) for one in layouts]) * np.where(odd, by.misaligned, 1.0)
     seconds = tiled(by, on, m, n, k, moved, slower)
     return np.asarray(seconds * (1 + by.throttle * np.log1p(seconds / 1e-3)) + by.launch)
