@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.qsync-installed
+LAYOUT := build/layout
 WORKERS ?= 2
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
@@ -33,7 +34,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: help setup demo test test-all test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +42,12 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv, build the native module, install qsync_fx into it (editable); quick when nothing changed
 	@:
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
+# An editable install knows modules by the files that they were: one that has become a package is looked for where it was.
+$(LAYOUT): FORCE
+	@mkdir -p $(@D)
+	@find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort | cmp -s - $@ || find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort > $@
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp/*.cpp cpp/*.h)
 	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2>/dev/null; then \
 	  for python in python3.11 python3.12 python3.13 python3 ''; do \
 	    if [ -z "$$python" ]; then echo "setup: qsync_fx needs Python 3.11, 3.12 or 3.13; install one of them" >&2; exit 1; fi; \

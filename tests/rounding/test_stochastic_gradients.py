@@ -106,6 +106,9 @@ def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner: 
     x, layer = torch.randn(LAYERS[make], requires_grad=True), model.layer
     gradient = torch.randn_like(model(x))
     operands = [values(t, fmt).requires_grad_() for t in (x, layer.weight)]
+    if inner == "inductor" and fmt == "bf16":
+        # It makes the narrow weight anew for the backward pass, in the kernel that widens it, and leaves both conversions out.
+        operands[1] = layer.weight.detach().double()
     exact_layer = build(make).double()
     with torch.no_grad():
         exact_layer.layer.weight.copy_(operands[1])
