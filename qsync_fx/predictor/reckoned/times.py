@@ -1,0 +1,189 @@
+"""`Times` of a device of the catalog: what is asked of a profile where there is one, reckoned from what operators cost.
+
+Products and convolutions whose sides are known take what the device's tiles take; other operators what their bytes take, or their
+operations where those take longer. Each operator is taken to run alone: what a compiler fuses takes less.
+
+Invariant: every state that the model's graph knows the cost of has a time, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+from qsync_fx.devices import Device, get, row_at
+from qsync_fx.devices.counted import ANY
+from qsync_fx.devices.known import is_path
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.graph.algebra import Size, Work
+from qsync_fx.graph.costs.casts import cast_cost
+from qsync_fx.graph.reads import State
+from qsync_fx.precision import FP32, Precision, precision
+from qsync_fx.predictor.model.value import ModelGraph, Operator, Read, StateNames
+from qsync_fx.predictor.reckoned.sides import Product, Window, convolution, product
+from qsync_fx.predictor.times import Seconds
+
+if TYPE_CHECKING:
+    from qsync_fx.devices.analytic.convolutions import Product as Part
+
+ADAMW = 28
+"""Bytes that AdamW moves for a parameter in FP32: it reads it, its gradient and two moments, and writes all but the gradient."""
+
+
+class DeviceTimes:
+    """
+    Args:
+        device: of the catalog.
+        graph: the model, with numbers for its sizes.
+        optimizer_bytes: what the optimizer reads and writes for each trained parameter.
+
+    Raises:
+        ProfileError: the model was explained for another device, where other formats run.
+    """
+
+    def __init__(self, device: Device, graph: ModelGraph, optimizer_bytes: float = ADAMW) -> None:
+        if not _explained_for(graph.device, device):
+            what = (
+                f"the model was explained for {graph.device}, and formats run there that need not be those of {device}"
+            )
+            do = (
+                f'explain it with options={{"target": "{device}"}}'
+                if device.kind == "gpu"
+                else "explain it on a CPU, without a target"
+            )
+            raise ProfileError(what, where=f"device {device}", do=do)
+        self.device, self.graph = device, graph
+        self._optimizer_bytes = optimizer_bytes
+        self._known: dict[tuple[str, StateNames], Seconds] = {}
+        self._sides: dict[str, Product | Window | None] = {}
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None] = ()) -> Seconds:
+        """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
+        names = (_name(state.precision), _name(state.output))
+        if (operator, names) not in self._known:
+            self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
+        return self._known[operator, names]
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""
+        if before == after or not numel:
+            return Seconds(0.0, 0.0, interpolated=True)
+        source, target = precision(before), precision(after)
+        cost = cast_cost(numel * source.dtype.itemsize, numel * target.dtype.itemsize, target, differentiated)
+        backward = self.device.memory_seconds(cost.casts_backward.bytes) if cost.casts_backward.bytes else 0.0
+        return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
+
+    def outside(self) -> Seconds:
+        """Returns no time: nothing is known of the framework's own."""
+        return Seconds(0.0, 0.0, interpolated=True)
+
+    def optimizer(self) -> float:
+        """Returns the seconds in which all trained parameters are read and written with what the optimizer keeps of them."""
+        trained = sum(parameter.numel for parameter in self.graph.parameters if parameter.trained)
+        return self.device.memory_seconds(trained * self._optimizer_bytes)
+
+    def sides(self, operator: str) -> Product | Window | None:
+        """Returns the sides of an operator's product; None where it is none, or one whose sides are not known."""
+        if operator not in self._sides:
+            self._sides[operator] = self._found(self.graph.operator(operator))
+        return self._sides[operator]
+
+    def _reckoned(self, operator: Operator, names: StateNames) -> Seconds:
+        cost = operator.costs.get(names)
+        if cost is None:
+            known = [f"{a}->{b}" for a, b in operator.costs]
+            what = f"the model's graph knows no cost of the state {names[0]}->{names[1]}"
+            raise ProfileError(what, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", known))
+        fmt = precision(names[0]) if names[0] is not None else FP32
+        back = row_at(self.device.capability or ANY, fmt).gradient if fmt.scaled else fmt
+        gradients = (cost.input_gradient, cost.weight_gradient)
+        sides = self.sides(operator.id)
+        if sides is None:
+            forward = self._work(operator, cost.forward, fmt)
+            backward = sum(self._work(operator, work, back) for work in gradients)
+        else:
+            forward = self._product(sides, "output", fmt)
+            backward = sum(self._product(sides, part, back) for part in self._gradients(operator))
+        backward += self._work(operator, cost.recomputed, fmt) if sides is None else forward * operator.repeated
+        return Seconds(forward, backward, interpolated=True)
+
+    def _work(self, operator: Operator, work: Work, fmt: Precision) -> float:
+        flops, nbytes = (_number(size, operator) for size in (work.flops, work.bytes))
+        return self.device.work_seconds(flops, nbytes, fmt) if flops or nbytes else 0.0
+
+    def _product(self, sides: Product | Window, part: Part, fmt: Precision) -> float:
+        if isinstance(sides, Window):
+            s = sides
+            return self.device.conv_seconds(s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part)
+        # As BLAS counts, which sees rows as columns.
+        rows = sides.m * sides.batch
+        if part == "output":
+            return self.device.gemm_seconds(sides.n, rows, sides.k, fmt, "tn")
+        if part == "input_gradient":
+            return self.device.gemm_seconds(sides.k, rows, sides.n, fmt, "nn")
+        return self.device.gemm_seconds(sides.k, sides.n * sides.batch, sides.m, fmt, "nt")
+
+    def _gradients(self, operator: Operator) -> list[Part]:
+        first, second = self._factors(operator)
+        parts: tuple[tuple[Part, bool], ...] = (
+            ("input_gradient", first.gradient),
+            ("weight_gradient", second.gradient),
+        )
+        return [part for part, wanted in parts if wanted]
+
+    def _found(self, operator: Operator) -> Product | Window | None:
+        cost = next(iter(operator.costs.values()))
+        flops = _number(cost.forward.flops, operator)
+        factors = self._factors(operator) if flops else ()
+        if not factors:
+            return None
+        first, second = (_number(self.graph.values[read.value].numel, operator) for read in factors)
+        result = _shape(operator.shape)
+        if result is not None and len(result) > 2 and "conv" in operator.row:
+            found = convolution(first, second, result)
+            return found if found and flops == 2 * result[0] * result[2] * result[3] * second else None
+        return product(first, second, _number(self.graph.values[operator.result].numel, operator), flops)
+
+    def _factors(self, operator: Operator) -> tuple[Read, ...]:
+        """Returns the two readings that an operator multiplies, the weight last; none where there are no such two."""
+        wanted = _number(next(iter(operator.costs.values())).forward.flops, operator)
+        result = _number(self.graph.values[operator.result].numel, operator)
+        if "conv" in operator.row:
+            return operator.reads[:2] if len(operator.reads) >= 2 else ()
+        for pair in permutations(operator.reads, 2):
+            sizes = [_number(self.graph.values[read.value].numel, operator) for read in pair]
+            weight_first = self._weight(pair[0]) and not self._weight(pair[1])
+            if not weight_first and product(sizes[0], sizes[1], result, wanted) is not None:
+                return pair
+        return ()
+
+    def _weight(self, read: Read) -> bool:
+        return self.graph.values[read.value].source == "parameter"
+
+
+def _explained_for(name: str, device: Device) -> bool:
+    if name == device.kind == "cpu":
+        return True
+    return device.kind == "gpu" and (name in ("cuda", device.name) or (is_path(name) and get(name) is device))
+
+
+def _name(fmt: Precision | None) -> str | None:
+    return fmt.name if fmt is not None else None
+
+
+def _shape(text: str) -> tuple[int, ...] | None:
+    """Returns the shape in a description such as "f32[8, 16]"; None for anything else."""
+    found = re.fullmatch(r"\w+\[([\d, ]*)\]", text)
+    return tuple(int(size) for size in found[1].split(", ") if size) if found else None
+
+
+def _number(size: Size, operator: Operator) -> int:
+    if isinstance(size, int):
+        return size
+    if getattr(size, "is_number", False):
+        return int(size)
+    raise ProfileError(
+        f"the time of work of {size} is not known", where=operator.where, do="give sizes first: graph.at(batch=...)"
+    )
