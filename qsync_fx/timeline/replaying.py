@@ -59,7 +59,9 @@ def replay(
     plans = _for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     fleet.check_names(profiles, "profiles")
-    schedules = {name: _schedule(name, plans[name], profiles[name]) for name in fleet.devices}
+    schedules = {
+        name: _schedule(name, plans[name], profiles[name], fleet.buckets.whole_graphs) for name in fleet.devices
+    }
     return Timeline(played(schedules, _linked(fleet, profiles)))
 
 
@@ -115,12 +117,12 @@ def _of_files(fleet: Cluster, given: Mapping[str, Profiled]) -> dict[str, Profil
     }
 
 
-def _schedule(name: str, plan: Plan, profile: Profiled) -> Schedule:
+def _schedule(name: str, plan: Plan, profile: Profiled, whole_graphs: bool) -> Schedule:
     graph = getattr(profile, "graph", None)
     if not isinstance(graph, ModelGraph):
         what = f"the profile of {shown(name)} does not say of which model it is"
         raise ProfileError(what, where="profiles", do="measure again with this version")
-    return CostMapper(graph, profile.times(), plan).schedule()
+    return CostMapper(graph, profile.times(), plan).schedule(whole_graphs)
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, Profiled]) -> Cluster:

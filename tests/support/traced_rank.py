@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
 BUCKET_MIB = 1
-STEPS = 3
+STEPS = 2
 
 
 def model() -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import qsync_fx
 from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster import Device, Network
+from qsync_fx.predictor.replay.cluster import Buckets, Device, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.profile import Collective
 
@@ -55,6 +55,19 @@ def test_a_fleet_with_a_plan_for_each() -> None:
     assert timeline.seconds > max(slow, fast)
     assert timeline.throughput == pytest.approx(12 / timeline.seconds)
     assert qsync_fx.replay(plans, {"fast": MLP, "slow": MLP}, cluster=FLEET).seconds == timeline.seconds
+
+
+def test_gradients_of_whole_graphs_come_out_together() -> None:
+    small = Buckets(first_bytes=1, bytes=1)
+    fleet = replace(FLEET, buckets=small)
+    split = qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=fleet)
+    whole = qsync_fx.replay(
+        Plan.uniform("fp32"), MLP, cluster=replace(fleet, buckets=replace(small, whole_graphs=True))
+    )
+    assert len(split.played.buckets) == len(whole.played.buckets) == 6
+    assert len(set(split.played.step.ready[0].tolist())) > 1
+    assert len(set(whole.played.step.ready[0].tolist())) == 1
+    assert whole.seconds > split.seconds
 
 
 def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:

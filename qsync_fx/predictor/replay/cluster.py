@@ -88,10 +88,13 @@ class Buckets:
     Attributes:
         first_bytes: at which the first bucket is full.
         bytes: at which further ones are.
+        whole_graphs: whether gradients of a compiled graph come out together, as those of DDP(torch.compile(model)) do.
+            torch.compile(DDP(model)) splits graphs where buckets end, so that each is sent when its last gradient is whole.
     """
 
     first_bytes: int = FIRST_BYTES
     bytes: int = BUCKET_BYTES
+    whole_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def _positive(value: Any) -> str | None:
     """Returns which number of a value cannot be, None where all can."""
     for part in fields(value):
         number = getattr(value, part.name)
-        if isinstance(number, (int, float)) and (number < 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
+        if type(number) in (int, float) and (number < 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
             return f" has the {part.name} {number}, which must be {'at least' if number < 0 and part.name in _ZERO_IS_FINE else 'above'} 0"
     return None
 

@@ -134,7 +134,7 @@ def test_one_of_two_ranks_stands_for_both(tmp_path: Path, folder: Path) -> None:
     (alone,) = {len(played_traces({"a": read_steps(edited(folder, tmp_path, two))}).buckets)}
     assert alone > 2
     with pytest.raises(ProfileError, match="rank 0 is there twice"):
-        played_traces({name: read_steps(edited(folder, tmp_path, two)) for name in "abc"})
+        played_traces(dict.fromkeys("abc", read_steps(edited(folder, tmp_path, two))))
 
 
 def edited(folder: Path, into: Path, edit: Edit, name: str = "kineto-0.json") -> Path:
