@@ -15,29 +15,10 @@ from dataclasses import dataclass
 
 from qsync_fx.profiling.kernels import Files, Kernel
 from qsync_fx.profiling.lines import Seconds
+from qsync_fx.profiling.profile import Quantized
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """One call of a quantizer.
-
-    Attributes:
-        operator: the operator that it is for.
-        before, after: names of the formats.
-        numel: elements.
-        backward: whether it runs in the backward pass.
-        seconds: that it took.
-    """
-
-    operator: str
-    before: str
-    after: str
-    numel: int
-    backward: bool
-    seconds: float
 
 
 @dataclass(frozen=True)

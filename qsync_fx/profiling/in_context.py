@@ -17,6 +17,7 @@ from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.times import Seconds
 from qsync_fx.profiling.profile import Measured, Profile
+from qsync_fx.profiling.quantizing import fitted
 
 _NEIGHBOURS = (-1, 1, -2, 2)
 _WEIGHTS = (4, 4, 1, 1)
@@ -48,7 +49,7 @@ class InContext:
                 seconds = Seconds(measured.forward, measured.backward)
                 self._seen[measured.operator].append(_Seen(states[at], around(states, at), seconds, run.planned))
         self._formats = {seen.state[0] for found in self._seen.values() for seen in found if seen.state[0] is not None}
-        self._quantizing = {(line.before, line.after): line for line in profile.quantizing}
+        self._quantizing = fitted(profile.runs)
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
@@ -75,12 +76,11 @@ class InContext:
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
-        known = [line for line in self._profile.quantizing if line.after == after]
+        known = {start: line for (start, end), line in self._quantizing.items() if end == after}
         if not known:
             return Seconds(0.0, 0.0)
-        line = self._quantizing.get((before, after), known[0])
-        measured = line.before == before and numel <= line.largest
-        return Seconds(line.fixed + line.each * numel, 0.0, interpolated=not measured)
+        line = known.get(before) or next(iter(known.values()))
+        return Seconds(line.seconds(numel), 0.0, interpolated=before not in known or numel > line.largest)
 
     def outside(self) -> Seconds:
         """Returns what belongs to no operator: the mean of all runs, as it follows no format."""
@@ -90,7 +90,7 @@ class InContext:
 
     def optimizer(self) -> float:
         """Returns the seconds of the optimizer's step; 0 where none was measured."""
-        return self._profile.optimizer or 0.0
+        return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
 
 
 def names(measured: Measured) -> Names:

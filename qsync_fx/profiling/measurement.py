@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pathlib
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,6 @@ from qsync_fx.profiling.peak import measured_peak
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
 from qsync_fx.profiling.progress import progress as shown_progress
-from qsync_fx.profiling.quantizing import fitted
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
 from qsync_fx.profiling.steps import Step, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
@@ -57,7 +55,7 @@ def measure(
     precisions: Sequence[str | Precision] | None = None,
     *,
     optimizer: Optimizer | None = None,
-    plan: Plan | None = None,
+    plan: Plan | Sequence[Plan] = (),
     rounds: int = ROUNDS,
     path: Path | None = None,
     options: Mapping[str, object] | None = None,
@@ -73,7 +71,7 @@ def measure(
         batches: the first one is what every step gets.
         precisions: the formats to measure; by default those that the device computes itself.
         optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
-        plan: is measured itself, too, which corrects what the profile says of it.
+        plan: is measured itself, too, or several are, which corrects what the profile says of it.
         rounds: how many turns each plan has.
         path: where the profile is written. What is measured is kept beside it, in a file that ends with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
@@ -92,7 +90,7 @@ def measure(
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     with untouched(module, optimizer), watching() as files, compiling() as compile_under:
         seen = observed(module, training, options or {})
-        plans = _plans(seen, formats, plan)
+        plans = _plans(seen, formats, [plan] if isinstance(plan, Plan) else plan)
         name = type(optimizer).__name__ if optimizer is not None else ""
         samples = Samples(this_machine(), seen.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
@@ -126,8 +124,10 @@ def _turn(compiled: Compiled, training: Training, files: Files) -> Sample:
     training.run(compiled)
     whole = training.run(compiled)
     with timing_lines(files, training.clock) as lines:
-        training.run(compiled, lines)
-    found = attribute(lines.seconds, files)
+        watched = training.run(compiled, lines)
+    # Watching slows down what lies between the lines, and the two steps are two.
+    scale = whole.passes / watched.passes
+    found = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
     return Sample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
 
 
@@ -135,29 +135,29 @@ def _profile(
     samples: Samples, plans: Mapping[str, tuple[Plan, States]], formats: Sequence[Precision], peaks: Mapping[str, int]
 ) -> Profile:
     runs = [
-        run_of(label, states, samples.plans[label], peaks[label], planned=label == planned(plan))
+        run_of(label, states, samples.plans[label], peaks[label], planned=label == label_of(plan))
         for label, (plan, states) in plans.items()
     ]
-    optimizer = statistics.median(sample.optimizer for taken in samples.plans.values() for sample in taken)
     return Profile(
         samples.machine,
         samples.model,
         [fmt.name for fmt in formats],
         runs,
-        optimizer if samples.optimizer else None,
-        fitted(samples.plans.values()),
+        samples.optimizer,
         collectives(),
     )
 
 
-def _plans(seen: Observed, formats: Sequence[Precision], plan: Plan | None) -> dict[str, tuple[Plan, States]]:
+def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
     found = profile_plans(seen.explanation, formats)
-    if plan is not None and (states := states_under(seen.explanation, plan)) not in [s for _, s in found.values()]:
-        found[planned(plan)] = plan, states
+    for plan in asked:
+        states = states_under(seen.explanation, plan)
+        if states not in [known for _, known in found.values()]:
+            found[label_of(plan)] = plan, states
     return found
 
 
-def planned(plan: Plan) -> str:
+def label_of(plan: Plan) -> str:
     """Returns what the run of a plan of the user's is called."""
     return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
 

@@ -7,6 +7,7 @@ says of what and where it was taken, and is refused for anything else.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -35,45 +36,72 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """One call of a quantizer.
+
+    Attributes:
+        operator: the operator that it is for.
+        before, after: names of the formats.
+        numel: elements.
+        backward: whether it runs in the backward pass.
+        seconds: that it took.
+    """
+
+    operator: str
+    before: str
+    after: str
+    numel: int
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Run:
     """The model under one plan.
 
     Attributes:
         label: the plan in words; the name of a format where all operators were planned in one.
-        steps: how many steps were timed.
-        forward, backward: seconds of the two passes, the median over all steps.
-        spread: how far the two together lay from that, as a share of it, in the median: what differs less, differs by chance.
-        outside: seconds of each pass that belong to no operator.
-        peak_bytes: what a step holds at most beyond parameters, buffers and the optimizer's state.
-        operators: in program order.
+        steps: of each step the seconds of the forward pass, the backward pass and the optimizer.
+        peak_bytes: what a step holds at most beyond what is there before it.
+        operators: in program order; medians over the steps.
+        quantized: in the order that they ran; medians over the steps.
         planned: whether it is a plan of the user's, and none of those that all profiles have.
     """
 
     label: str
-    steps: int
-    forward: float
-    backward: float
-    spread: float
-    outside: tuple[float, float]
+    steps: list[tuple[float, float, float]]
     peak_bytes: int
     operators: list[Measured]
+    quantized: list[Quantized] = field(default_factory=list)
     planned: bool = False
 
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass, the median over all steps."""
+        return statistics.median(step[0] for step in self.steps)
 
-@dataclass(frozen=True)
-class Quantizing:
-    """What it takes to quantize a tensor: `fixed + each * elements` seconds, as fitted to all that was quantized.
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass, the median over all steps."""
+        return statistics.median(step[1] for step in self.steps)
 
-    Attributes:
-        before, after: names of the formats.
-        largest: elements of the largest tensor that was quantized.
-    """
+    @property
+    def passes(self) -> float:
+        """Seconds of both, the median over all steps."""
+        return statistics.median(step[0] + step[1] for step in self.steps)
 
-    before: str
-    after: str
-    fixed: float
-    each: float
-    largest: int
+    @property
+    def spread(self) -> float:
+        """How far steps lie from that, in the median, as a share of it: what differs less, differs by chance."""
+        return statistics.median(abs(step[0] + step[1] - self.passes) for step in self.steps) / self.passes
+
+    @property
+    def outside(self) -> tuple[float, float]:
+        """Seconds of each pass that belong to no operator."""
+        inside = [sum(m.forward for m in self.operators), sum(m.backward for m in self.operators)]
+        for call in self.quantized:
+            inside[call.backward] += call.seconds
+        return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
 
 
 @dataclass(frozen=True)
@@ -125,8 +153,7 @@ class Profile:
         model: of what.
         precisions: names of the formats that were measured.
         runs: one a plan; the first ones are those that all profiles have, further ones are plans that were measured themselves.
-        optimizer: seconds of the optimizer's step; None where none was given.
-        quantizing: of each scaled format.
+        optimizer: the class of the optimizer; "" where none was given.
         collectives: of each backend that was up.
     """
 
@@ -134,9 +161,13 @@ class Profile:
     model: Model
     precisions: list[str]
     runs: list[Run]
-    optimizer: float | None = None
-    quantizing: list[Quantizing] = field(default_factory=list)
+    optimizer: str = ""
     collectives: list[Collective] = field(default_factory=list)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """The optimizer's step, the median over all steps: it follows no format."""
+        return statistics.median(step[2] for run in self.runs for step in run.steps)
 
     def save(self, path: Path) -> None:
         """Writes the profile to `path` in one step; raises `ProfileError` if it cannot."""
@@ -195,6 +226,15 @@ def _table(collective: Collective) -> str | None:
     return None
 
 
+def _run(run: Run) -> str | None:
+    if not run.steps:
+        return f" holds no step of the run {run.label!r}"
+    for step in run.steps:
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in step) or step[0] + step[1] <= 0:
+            return f" has the step {step} in the run {run.label!r}, which no measurement gives"
+    return _sizes(run)
+
+
 def _profile(profile: Profile) -> str | None:
     if not profile.runs:
         return " holds no run"
@@ -209,8 +249,8 @@ def _profile(profile: Profile) -> str | None:
 
 _CHECKS: Final[Mapping[Any, Any]] = {
     Measured: _sizes,
-    Run: _sizes,
-    Quantizing: _sizes,
+    Run: _run,
+    Quantized: _sizes,
     Model: _sizes,
     Collective: _table,
     Profile: _profile,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync_fx.codec import Path, Schema
 from qsync_fx.errors import ProfileError
-from qsync_fx.profiling.attribution import Passes, Quantized
+from qsync_fx.profiling.attribution import Passes
 from qsync_fx.profiling.machine import Machine
-from qsync_fx.profiling.profile import Measured, Model, Run
+from qsync_fx.profiling.profile import Measured, Model, Quantized, Run
 from qsync_fx.profiling.profile_plans import States
 
 
@@ -23,8 +23,8 @@ class Sample:
 
     Attributes:
         forward, backward, optimizer: seconds of a step that nothing watched.
-        operators: seconds of each operator, by id, in a step that was timed line by line.
-        quantized: the quantizers of that step.
+        operators: seconds of each operator, by id, in a step that was timed line by line, in proportion to this one.
+        quantized: the quantizers of that step, likewise.
     """
 
     forward: float
@@ -95,11 +95,6 @@ def resumed(path: Path, empty: Samples) -> Samples:
 
 def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, planned: bool) -> Run:
     """Returns what the samples of a plan say together: medians over the rounds."""
-    passes = statistics.median(sample.forward + sample.backward for sample in samples)
-    forward, backward = (
-        statistics.median(getattr(sample, name) for sample in samples) for name in ("forward", "backward")
-    )
-    spread = statistics.median(abs(sample.forward + sample.backward - passes) for sample in samples) / passes
     operators = [
         Measured(
             operator,
@@ -109,9 +104,7 @@ def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, p
         )
         for operator, state in states
     ]
-    quantized = [
-        statistics.median(each) for each in zip(*([q.seconds for q in s.quantized] for s in samples), strict=True)
-    ]
-    attributed = [sum(m.forward for m in operators), sum(m.backward for m in operators)]
-    outside = max(0.0, forward - attributed[0] - sum(quantized)), max(0.0, backward - attributed[1])
-    return Run(label, len(samples), forward, backward, spread, outside, peak_bytes, operators, planned)
+    calls = zip(*(sample.quantized for sample in samples), strict=True)
+    quantized = [replace(same[0], seconds=statistics.median(call.seconds for call in same)) for same in calls]
+    steps = [(sample.forward, sample.backward, sample.optimizer) for sample in samples]
+    return Run(label, steps, peak_bytes, operators, quantized, planned)

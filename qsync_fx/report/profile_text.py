@@ -67,13 +67,15 @@ def _runs(profile: Profile) -> Table:
 
 
 def _notes(profile: Profile) -> list[str]:
+    from qsync_fx.profiling.quantizing import fitted
+
     machine = profile.machine
     lines = [f"{profile.model}"]
-    if profile.optimizer is not None:
-        lines.append(f"optimizer {_milliseconds(profile.optimizer)} ms")
-    for line in profile.quantizing:
+    if profile.optimizer:
+        lines.append(f"optimizer {profile.optimizer}: {_milliseconds(profile.optimizer_seconds)} ms")
+    for (before, after), line in fitted(profile.runs).items():
         lines.append(
-            f"quantizing {line.before} to {line.after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"
+            f"quantizing {before} to {after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"
         )
     for collective in profile.collectives:
         size, seconds = collective.seconds[-1]

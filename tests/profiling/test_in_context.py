@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,8 @@ from qsync_fx.precision import precision
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiling.in_context import InContext
 from qsync_fx.profiling.machine import this_machine
-from qsync_fx.profiling.profile import Measured, Model, Profile, Quantizing, Run
+from qsync_fx.profiling.profile import Measured, Model, Profile, Quantized, Run
+from qsync_fx.profiling.quantizing import fitted
 
 BF16, FP32, INT8 = "bf16", "fp32", "int8"
 
@@ -26,12 +28,12 @@ def run(label: str, *operators: tuple[str, str, float], planned: bool = False, o
         Measured(f"{at}/linear", computes, gives, seconds, 2 * seconds)
         for at, (computes, gives, seconds) in enumerate(operators)
     ]
-    return Run(label, 1, 1.0, 2.0, 0.0, (outside, 2 * outside), 0, measured, planned)
+    inside = sum(seconds for *_, seconds in operators)
+    return Run(label, [(inside + outside, 2 * inside + 2 * outside, 0.25)], 0, measured, planned=planned)
 
 
 def times(*runs: Run) -> InContext:
-    quantizing = [Quantizing(FP32, INT8, 1e-5, 1e-9, 1000), Quantizing(BF16, INT8, 2e-5, 2e-9, 1000)]
-    return InContext(Profile(this_machine(), Model("Net", "0" * 16, 1), [FP32, BF16], list(runs), 0.25, quantizing))
+    return InContext(Profile(this_machine(), Model("Net", "0" * 16, 1), [FP32, BF16], list(runs), "SGD"))
 
 
 WIDE = run("fp32", (FP32, FP32, 1.0), (FP32, FP32, 2.0), (FP32, FP32, 3.0), outside=0.1)
@@ -41,7 +43,7 @@ BETWEEN = run("between", (BF16, BF16, 0.6), (FP32, FP32, 2.2), (BF16, BF16, 1.7)
 
 def test_is_what_the_cost_mapper_asks() -> None:
     asked: Times = times(WIDE)
-    assert asked.outside() == Seconds(0.1, 0.2) and asked.optimizer() == 0.25
+    assert asked.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2)) and asked.optimizer() == 0.25
 
 
 def test_a_state_that_was_measured_has_the_time_that_was_measured() -> None:
@@ -94,8 +96,22 @@ def test_a_format_or_an_operator_that_was_not_measured_is_an_error() -> None:
 
 
 def test_quantizers_go_with_the_elements_and_other_casts_are_part_of_operators() -> None:
-    asked = times(WIDE)
-    assert asked.cast("0/linear", FP32, INT8, 500, True) == Seconds(1e-5 + 500e-9, 0.0)
-    assert asked.cast("0/linear", BF16, INT8, 500, True) == Seconds(2e-5 + 1000e-9, 0.0)
-    assert asked.cast("0/linear", FP32, INT8, 2000, True).interpolated, "larger than anything that was quantized"
+    calls = [
+        Quantized("0/linear", before, INT8, numel, False, fixed + each * numel)
+        for before, fixed, each in ((FP32, 1e-5, 1e-9), (BF16, 2e-5, 2e-9))
+        for numel in (100, 300, 1000)
+    ]
+    asked = times(replace(WIDE, quantized=calls))
+    for before, seconds in ((FP32, 1e-5 + 500e-9), (BF16, 2e-5 + 1000e-9)):
+        found = asked.cast("0/linear", before, INT8, 500, True)
+        assert found.forward == pytest.approx(seconds) and found.backward == 0 and not found.interpolated
+    assert asked.cast("0/linear", BF16, INT8, 2000, True).interpolated, "larger than anything that was quantized"
     assert asked.cast("0/linear", FP32, BF16, 500, True) == Seconds(0.0, 0.0)
+
+
+def test_no_line_through_quantizers_is_negative_anywhere() -> None:
+    calls = [Quantized("0/linear", FP32, INT8, n, False, t) for n, t in ((1000, 1e-6), (2000, 4e-6), (3000, 9e-6))]
+    (line,) = fitted([replace(WIDE, quantized=calls)]).values()
+    assert line.fixed == 0 and line.each > 0
+    (line,) = fitted([replace(WIDE, quantized=[replace(call, numel=10) for call in calls])]).values()
+    assert line.seconds(10) == pytest.approx(14e-6 / 3) and line.each == 0

@@ -50,12 +50,12 @@ def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
     weight, generator = model.weight.clone(), torch.get_rng_state()
     profile = quick(model, Counted(), optimizer=optimizer, path=tmp_path / "layer.json")
     (run,) = profile.runs
-    assert run.label == "fp32" and run.steps == 2 and run.peak_bytes >= 4 * 8 * 4
+    assert run.label == "fp32" and len(run.steps) == 2 and run.peak_bytes >= 4 * 8 * 4
     (linear,) = run.operators
     assert linear.operator == "/linear" and (linear.precision, linear.output) == ("fp32", "fp32")
     assert linear.forward > 0 and linear.backward > 0, "a product forward, one for the weight's gradient"
     assert linear.forward + run.outside[0] >= run.forward and linear.backward + run.outside[1] >= run.backward
-    assert profile.optimizer is not None and profile.optimizer > 0
+    assert profile.optimizer == "AdamW" and profile.optimizer_seconds > 0
     assert Profile.load(tmp_path / "layer.json") == profile
     assert [file.name for file in tmp_path.iterdir()] == ["layer.json"]
     assert torch.equal(model.weight, weight) and torch.equal(torch.get_rng_state(), generator)
@@ -85,7 +85,7 @@ def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
     rest = Counted()
     profile = quick(layer(), rest, rounds=3, path=path)
     assert whole.calls - rest.calls == 2 * 3, "two of three rounds, of three steps each, are not run again"
-    assert profile.runs[0].steps == 3 and not partial.exists()
+    assert len(profile.runs[0].steps) == 3 and not partial.exists()
 
 
 def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Path) -> None:
@@ -168,5 +168,5 @@ def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(percept
 
 @ALL
 def test_quantizers_are_apart(perceptron: Profile) -> None:
-    pairs = {(line.before, line.after) for line in perceptron.quantizing}
+    pairs = {(call.before, call.after) for run in perceptron.runs for call in run.quantized}
     assert pairs and all(after == "int8" for _, after in pairs)

@@ -11,23 +11,20 @@ import pytest
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.profiling.machine import this_machine
-from qsync_fx.profiling.profile import PROFILE, Collective, Measured, Model, Profile, Quantizing, Run
+from qsync_fx.profiling.profile import PROFILE, Collective, Measured, Model, Profile, Quantized, Run
 
 
 def taken() -> Profile:
     runs = [
         Run(
             name,
-            steps=3,
-            forward=0.011 * scale,
-            backward=0.019 * scale,
-            spread=0.01,
-            outside=(0.001, 0.002),
+            steps=[(0.011 * scale, 0.019 * scale, 0.004)] * 3,
             peak_bytes=4096,
             operators=[
                 Measured("fc/linear", name, name, 0.008 * scale, 0.015 * scale),
                 Measured("/relu@fc", name, name, 0.002 * scale, 0.002 * scale),
             ],
+            quantized=[Quantized("fc/linear", name, "int8", 4096, False, 1e-5)],
         )
         for name, scale in (("fp32", 1.0), ("bf16", 0.5))
     ]
@@ -36,8 +33,7 @@ def taken() -> Profile:
         Model("Net", "0123456789abcdef", 2080),
         ["fp32", "bf16"],
         runs,
-        optimizer=0.004,
-        quantizing=[Quantizing("fp32", "int8", 1e-5, 2e-10, 4096)],
+        optimizer="AdamW",
         collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
     )
 
@@ -64,10 +60,10 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
     ("keys", "to", "what"),
     [
         (("runs", 0, "operators", 1, "forward"), -1e-3, "forward -0.001"),
-        (("runs", 1, "backward"), float("nan"), "NaN"),
-        (("runs", 1, "outside"), [0.0, -0.1], "outside"),
-        (("optimizer",), -0.1, "optimizer -0.1"),
-        (("quantizing", 0, "each"), float("inf"), "Infinity"),
+        (("runs", 1, "steps", 2, 1), float("nan"), "NaN"),
+        (("runs", 1, "steps", 0), [0.1, -0.1, 0.0], "-0.1"),
+        (("runs", 1, "steps"), [], "no step"),
+        (("runs", 0, "quantized", 0, "seconds"), float("inf"), "Infinity"),
         (("collectives", 0, "seconds"), [[1024, -1e-4]], "seconds"),
         (("runs",), [], "no run"),
         (("runs", 1, "operators"), [], "other operators"),
@@ -110,4 +106,4 @@ def test_the_table_says_what_a_narrower_format_wins() -> None:
     linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
     assert linear == ["fc/linear", "76.7%", "23", "11.5", "11.5"]
     assert text.index("fc/linear") < text.index("/relu@fc"), "the dearest first"
-    assert "optimizer 4 ms" in text and "gloo, 2 ranks" in text
+    assert "optimizer AdamW: 4 ms" in text and "gloo, 2 ranks" in text

@@ -66,7 +66,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         [(given.args, given.kwargs)],
         None if arguments.precisions is None else arguments.precisions.split(","),
         optimizer=_optimizer(arguments.optimizer, module),
-        plan=given.options.plan,
+        plan=() if given.options.plan is None else given.options.plan,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
         path=arguments.output,
         options=options,
