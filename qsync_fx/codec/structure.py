@@ -1,7 +1,7 @@
 """From the tree of a JSON text to values of dataclasses, and back.
 
 A dataclass is the format: its fields are the keys, its annotations what they may hold: text, numbers, truth values, `Literal`, optional
-values, lists, pairs, mappings by text, further dataclasses. A union of dataclasses is told apart by their class variable `kind`, which is
+values, lists, tuples, mappings by text, further dataclasses. A union of dataclasses is told apart by their class variable `kind`, which is
 written beside their fields. What annotations cannot say is a check: a function from a value to the reason why it cannot be.
 
 Invariant: nothing is converted, ignored or believed. "8" is no number and 1.0 no whole one, true is not 1. A field that is unknown is an
@@ -103,6 +103,9 @@ def _literal(_: Converter, expected: Any) -> _Hook:
 
 def _tuple(by: Converter, expected: Any) -> _Hook:
     parts = get_args(expected)
+    if parts[1:] == (Ellipsis,):
+        several = _list(by, list[parts[0]])  # type: ignore[valid-type]
+        return lambda value, part: tuple(several(value, part))
     hooks = [by.get_structure_hook(part) for part in parts]
 
     def hook(value: object, _: Any) -> Any:

@@ -127,8 +127,14 @@ def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
     """Returns costs with numbers for the symbolic sizes named in `sizes`: one compiled function for all of them."""
     costs = list(costs)
     flat = [value for cost in costs for value in _leaves(cost)]
-    values = iter(_function(tuple(flat), tuple(sorted(sizes)))(*(sizes[name] for name in sorted(sizes))))
+    values = iter(numbers(flat, sizes))
     return [_rebuilt(cost, values) for cost in costs]
+
+
+def numbers(expressions: Iterable[Size], sizes: Mapping[str, int]) -> list[Size]:
+    """Returns sizes with numbers for the symbolic ones named in `sizes`: one compiled function for all of them."""
+    names = tuple(sorted(sizes))
+    return _function(tuple(expressions), names)(*(sizes[name] for name in names))
 
 
 def _leaves(cost: Cost) -> list[Size]:

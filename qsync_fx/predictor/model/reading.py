@@ -6,6 +6,7 @@ decided anew, and the graph stays as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Reading:
             id=str(note.id),
             kind=str(note.kind),
             row=row.name if row is not None else note.id.operator,
-            shape=describe(site.graph.value(site.node)),
+            shape=self._shape(site),
             line=f"{Path(source.file).name}:{source.line}" if source is not None else "",
             graph=self.number,
             repeated=site.repeated,
@@ -144,6 +145,12 @@ class Reading:
             converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
             costs={},
         )
+
+    def _shape(self, site: Site) -> str:
+        text = describe(site.graph.value(site.node))
+        for symbol, name in self.flow.sizes.items():
+            text = re.sub(rf"\b{re.escape(str(symbol))}\b", str(name), text)
+        return text
 
     def _read(self, site: Site, operand: Operand, gradient: bool) -> Read:
         place = self._places.get((site.node, operand))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+from qsync_fx.codec import Path
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.algebra import Cost, Size
 
@@ -82,6 +84,8 @@ class Choices:
         unpacked: by scaled format, the plain one that operands kept in it are converted to in the backward pass.
     """
 
+    kind: ClassVar[str] = "chosen"
+
     runs: Mapping[str, str]
     held: str
     keeps: tuple[str, ...]
@@ -105,6 +109,8 @@ class Follows:
         named: the format of its result where its arguments name one.
     """
 
+    kind: ClassVar[str] = "followed"
+
     operators: tuple[int, ...]
     given: Name
     own: Name
@@ -121,7 +127,7 @@ class Operator:
         id: its identity, as plans and profiles name it.
         kind: "adjustable", "dependent" or "fixed".
         row: its name in the table of operators.
-        shape: of its result, as text: "f32[8, 16]".
+        shape: of its result as it was explained, as text: "f32[8, 16]", "f32[batch, 16]".
         line: where the model calls it: "model.py:42"; "" where that is not known.
         graph: the place of the graph that it is in, of several.
         repeated: whether activation checkpointing computes it again.
@@ -207,3 +213,33 @@ class ModelGraph:
         if name not in self.places:
             raise ProfileError(f"the model has no operator {name!r}", do=nearest(name, self.places))
         return self.places[name]
+
+    def at(self, **sizes: int) -> ModelGraph:
+        """Returns the model with numbers for symbolic sizes, such as `batch=32`; those that are not named stay symbolic.
+
+        Raises:
+            ProfileError: the model has no such size, or a number is none.
+        """
+        from qsync_fx.predictor.model.sizing import sized
+
+        return sized(self, sizes)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The names of its symbolic sizes."""
+        from qsync_fx.predictor.model.sizing import symbols
+
+        return symbols(self)
+
+    def save(self, path: Path) -> None:
+        """Writes the model to a file of JSON in one step; raises `ProfileError` if it cannot."""
+        from qsync_fx.predictor.model.file import FILE, stored
+
+        FILE.write(path, FILE.encode(stored(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> ModelGraph:
+        """Reads a file of `save`, which may come from anywhere; raises `ProfileError` saying what is wrong with it, and where."""
+        from qsync_fx.predictor.model.file import FILE, restored
+
+        return restored(FILE.load(path))

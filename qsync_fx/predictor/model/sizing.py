@@ -1,0 +1,65 @@
+"""Numbers in the place of a model's symbolic sizes, so that another batch needs no other trace.
+
+Invariant: nothing but sizes changes: plans mean what they meant, and states, casts and places are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import sympy
+
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.graph.algebra import WORKS, Cost, Size, Work, numbers
+from qsync_fx.predictor.model.value import ModelGraph
+
+
+def symbols(graph: ModelGraph) -> frozenset[str]:
+    """Returns the names of a model's symbolic sizes."""
+    found = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
+    return frozenset(symbol.name for size in found for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol))
+
+
+def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
+    """Returns the model with numbers for the sizes that are named."""
+    known = symbols(graph)
+    for name, number in given.items():
+        if name not in known:
+            do = (
+                nearest(name, known)
+                if known
+                else "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
+            )
+            raise ProfileError(f"the model has no symbolic size {name!r}", do=do)
+        if type(number) is not int or number < 1:
+            raise ProfileError(f"a size is a whole number from 1, not {number!r}", where=name)
+    distinct = [size for size in dict.fromkeys(sizes_of(graph)) if isinstance(size, sympy.Basic)]
+    now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, given), strict=True))
+
+    def size(before: Size) -> Size:
+        return now.get(before, before) if isinstance(before, sympy.Basic) else before
+
+    def cost(before: Cost) -> Cost:
+        works = {name: getattr(before, name) for name in WORKS}
+        done = {name: Work(size(work.flops), size(work.bytes)) for name, work in works.items()}
+        return Cost(**done, saved={kept: size(n) for kept, n in before.saved.items()})
+
+    values = [dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed)) for value in graph.values]
+    operators = [
+        dataclasses.replace(op, costs={state: cost(before) for state, before in op.costs.items()})
+        for op in graph.operators
+    ]
+    return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
+
+
+def sizes_of(graph: ModelGraph) -> Iterator[Size]:
+    """Yields every size that a model graph holds, as often as it does."""
+    for value in graph.values:
+        yield from (value.numel, value.fixed)
+    for operator in graph.operators:
+        for cost in operator.costs.values():
+            for name in WORKS:
+                work: Work = getattr(cost, name)
+                yield from (work.flops, work.bytes)
+            yield from cost.saved.values()

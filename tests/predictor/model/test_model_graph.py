@@ -1,0 +1,176 @@
+"""A model as the predictor knows it: what it says of parameters and values, other sizes without another trace, and its file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from predicted_models import DrawnTimes, explained, graph_of
+from tiers import ALL
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Plan, ProfileError
+from qsync_fx.predictor.mapper import CostMapper, states
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model.file import FILE, restored, stored
+
+torch.set_num_threads(1)
+NAMES = ["mlp", "broken", "checkpointed", "odd", *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2"))]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.out = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.table(ids)).chunk(3, -1)
+        return torch.relu(self.out(nn.functional.scaled_dot_product_attention(q, k, v)))
+
+
+def of(model: nn.Module, *inputs: Tensor, dynamic: bool = False) -> ModelGraph:
+    torch._dynamo.reset()
+    for tensor in inputs if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
+        torch._dynamo.mark_dynamic(tensor, 1, min=2, max=64)
+    return model_graph(qsync_fx.explain(model, *inputs, options={"precision": "int8"}))
+
+
+def test_parameters_stand_as_the_model_registers_them() -> None:
+    for name in ("broken", "tied", "odd"):
+        graph = graph_of(name)
+        assert [(p.path, p.numel, p.dtype_bytes, p.trained) for p in graph.parameters] == [
+            (p.path, p.numel, p.dtype_bytes, p.trained) for p in explained(name).parameters
+        ]
+        for parameter in graph.parameters:
+            for reader in parameter.readers:
+                assert parameter.path.rpartition(".")[0] in (graph.operators[reader].id.partition("/")[0], "table")
+    assert [p.path for p in graph_of("broken").parameters] == [
+        "second.weight",
+        "second.bias",
+        "first.weight",
+        "first.bias",
+    ]
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    graph = of(model, torch.randn(2, 8))
+    assert [parameter.trained for parameter in graph.parameters] == [False, False, True, True]
+    found = CostMapper(graph, DrawnTimes(), Plan.uniform("bf16")).schedule()
+    assert [parameter.path for parameter in found.parameters] == ["1.weight", "1.bias"]
+
+
+def test_values_say_where_they_come_from() -> None:
+    graph = graph_of("tied")
+    found = {value.name: value for value in graph.values}
+    assert (found["ids"].source, found["ids"].own, found["ids"].numel, found["ids"].fixed) == ("input", None, 0, 6 * 8)
+    (table,) = (value for value in graph.values if value.source == "parameter")
+    assert (table.own, table.numel, table.operator) == ("fp32", 128, None)
+    linear = graph.operator("head/linear")
+    assert graph.values[linear.result].operator == graph.place("head/linear")
+    assert [read.role for read in linear.reads] == ["input", "weight"]
+
+
+def test_other_sizes_take_no_other_trace() -> None:
+    symbolic = of(Attending(), torch.zeros(4, 6, dtype=torch.long), dynamic=True)
+    assert symbolic.symbols == {"batch", "sequence"}
+    there = of(Attending(), torch.zeros(5, 9, dtype=torch.long))
+    sized = symbolic.at(batch=5, sequence=9)
+    assert not sized.symbols
+    assert symbolic.at(batch=5).symbols == {"sequence"} and symbolic.at(batch=5).at(sequence=9) == sized
+    for precision in ("int8", "bf16", "fp32"):
+        plan = Plan.uniform(precision)
+        first, second = states(sized, plan), states(there, plan)
+        assert first.names == second.names
+        for operator in there.operators:
+            ours, theirs = first.cost(operator.id), second.cost(operator.id)
+            assert (ours.work, ours.saved_bytes) == (theirs.work, theirs.saved_bytes), operator.id
+        assert CostMapper(sized, DrawnTimes(), plan).totals == CostMapper(there, DrawnTimes(), plan).totals
+    with pytest.raises(ProfileError, match="no symbolic size 'bach'"):
+        symbolic.at(bach=3)
+    with pytest.raises(ProfileError, match="whole number"):
+        symbolic.at(batch=0)
+    with pytest.raises(ProfileError, match=r"elements is not known") as caught:
+        CostMapper(symbolic, DrawnTimes(), Plan.uniform("int8"))
+    assert "graph.at(batch=...)" in str(caught.value)
+
+
+def test_costs_are_known_of_the_formats_that_are_asked_for() -> None:
+    narrow = model_graph(explained("mlp"), ("fp32", "int8"))
+    assert {state for operator in narrow.operators for state in operator.costs} <= {
+        (p, o) for p in ("fp32", "int8", "bf16") for o in ("fp32", "bf16")
+    }
+    assert states(narrow, Plan.uniform("int8")).names == states(graph_of("mlp"), Plan.uniform("int8")).names
+    with pytest.raises(qsync_fx.PlanError, match="was not made for plans with 'bf16'"):
+        states(narrow, Plan.uniform("bf16"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_holds_all(name: str, tmp_path: Path) -> None:
+    graph = graph_of(name)
+    graph.save(tmp_path / "graph.json")
+    again = ModelGraph.load(tmp_path / "graph.json")
+    assert again == graph
+    plan = Plan.uniform("int8")
+    assert states(again, plan).casts == states(graph, plan).casts
+
+
+def test_a_file_holds_symbolic_sizes(tmp_path: Path) -> None:
+    graph = of(Attending(), torch.zeros(4, 6, dtype=torch.long), dynamic=True)
+    graph.save(tmp_path / "graph.json")
+    assert ModelGraph.load(tmp_path / "graph.json") == graph
+
+
+def spoilt(tree: Any, data: st.DataObject) -> None:
+    """Puts something else at some place of a tree of JSON."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        key = data.draw(st.sampled_from(keys))
+        inside = tree[key]
+        if isinstance(inside, (dict, list)) and inside and data.draw(st.integers(0, 9)):
+            tree = inside
+            continue
+        others = st.sampled_from(
+            [None, -1, 10**9, 0, 1, "", "x", "int9", "fp64", 1.5, [], {}, True, "batch**9**9", "1/0"]
+        )
+        if data.draw(st.booleans()) and isinstance(tree, list):
+            del tree[key]
+        else:
+            tree[key] = data.draw(others)
+        return
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_spoilt_file_is_an_error_or_a_graph_that_any_plan_fits(data: st.DataObject) -> None:
+    tree = json.loads(FILE.encode(stored(graph_of("mlp"))))
+    spoilt(tree, data)
+    try:
+        graph = restored(FILE.decode(json.dumps(tree)))
+    except ProfileError:
+        return
+    for precision in graph.formats:
+        chosen = {op.id: precision for op in graph.operators if op.kind == "adjustable"}
+        found = states(graph, chosen)
+        found.saved()
+        assert all(names in operator.costs for names, operator in zip(found.names, graph.operators, strict=True))
+        with contextlib.suppress(ProfileError):  # of a size that has become symbolic
+            assert CostMapper(graph, DrawnTimes(), chosen).states() == found
+
+
+def test_a_model_without_a_graph_is_told() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x
+
+    with pytest.raises(ProfileError, match="compiled no part"):
+        of(Plain(), torch.randn(2))
