@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from qsync_fx.codec import Path
+from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
@@ -24,7 +26,7 @@ from qsync_fx.timeline.timeline import Timeline
 
 
 class Profiled(Protocol):
-    """What is known of a model on a device: measured (`Profile`), or reckoned from the catalog."""
+    """What was measured of a model on a device, or stands in for that."""
 
     @property
     def graph(self) -> ModelGraph:
@@ -34,9 +36,12 @@ class Profiled(Protocol):
         """Returns how long its operators take."""
 
 
+Known = Profiled | DeviceTimes
+
+
 def replay(
     plan: Plan | Mapping[str, Plan],
-    profile: Profiled | Mapping[str, Profiled],
+    profile: Known | Mapping[str, Known],
     *,
     cluster: Cluster | Path | None = None,
 ) -> Timeline:
@@ -44,7 +49,8 @@ def replay(
 
     Args:
         plan: of the device, or of each class of devices by name. One plan for several classes is the plan of all.
-        profile: likewise. Those that the cluster's file names need not be given.
+        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that it names are reckoned
+            with the model of the first that is.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
 
     Raises:
@@ -55,7 +61,7 @@ def replay(
     plans, profiles = _by_name(plan), _by_name(profile)
     if fleet is None:
         fleet = _alone(plans, profiles)
-    profiles = {**_of_files(fleet, profiles), **_for_all(profiles, fleet)}
+    profiles = _with_catalog(fleet, {**_of_files(fleet, profiles), **_for_all(profiles, fleet)})
     plans = _for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     fleet.check_names(profiles, "profiles")
@@ -97,7 +103,7 @@ def _for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
     return dict(given)
 
 
-def _alone(plans: Mapping[str, Plan], profiles: Mapping[str, Profiled]) -> Cluster:
+def _alone(plans: Mapping[str, Plan], profiles: Mapping[str, Known]) -> Cluster:
     if len(profiles) == 1 and len(plans) == 1:
         return Cluster({next(iter(profiles)): Device()})
     raise ProfileError(
@@ -107,7 +113,7 @@ def _alone(plans: Mapping[str, Plan], profiles: Mapping[str, Profiled]) -> Clust
     )
 
 
-def _of_files(fleet: Cluster, given: Mapping[str, Profiled]) -> dict[str, Profiled]:
+def _of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
     """Returns the profiles that a cluster names and that were not given."""
     from qsync_fx.profiling.profile import Profile
 
@@ -117,15 +123,34 @@ def _of_files(fleet: Cluster, given: Mapping[str, Profiled]) -> dict[str, Profil
     }
 
 
-def _schedule(name: str, plan: Plan, profile: Profiled, whole_graphs: bool) -> Schedule:
+def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known]:
+    """Returns the profiles, and what the catalog says of devices that have none."""
+    reckoned: dict[str, Known] = {}
+    for name, device in fleet.devices.items():
+        if name not in profiles and device.device is not None:
+            if not profiles:
+                what = f"nothing says which model {shown(name)} trains"
+                raise ProfileError(what, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
+            first, known = next(iter(profiles.items()))
+            reckoned[name] = DeviceTimes(get(device.device), _graph(first, known))
+    return {**profiles, **reckoned}
+
+
+def _schedule(name: str, plan: Plan, profile: Known, whole_graphs: bool) -> Schedule:
+    graph = _graph(name, profile)
+    times = profile if isinstance(profile, DeviceTimes) else profile.times()
+    return CostMapper(graph, times, plan).schedule(whole_graphs)
+
+
+def _graph(name: str, profile: Known) -> ModelGraph:
     graph = getattr(profile, "graph", None)
     if not isinstance(graph, ModelGraph):
         what = f"the profile of {shown(name)} does not say of which model it is"
         raise ProfileError(what, where="profiles", do="measure again with this version")
-    return CostMapper(graph, profile.times(), plan).schedule(whole_graphs)
+    return graph
 
 
-def _linked(fleet: Cluster, profiles: Mapping[str, Profiled]) -> Cluster:
+def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
     """Returns the cluster with all-reduces that a profile holds, where it says nothing of its links."""
     unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
     if not unknown or fleet.ranks == 1:

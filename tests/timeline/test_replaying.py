@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from predicted_models import DrawnTimes, graph_of
 
 import qsync_fx
 from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
 from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Buckets, Device, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.profile import Collective
@@ -81,6 +83,22 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
     assert bucket.nbytes > 1024 and taken > 0.5
     assert taken == pytest.approx(float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0]))
+
+
+def test_devices_of_the_catalog(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
+    explained = qsync_fx.explain(model, torch.randn(256, 512), options={"target": "t4"})
+    reckoned = DeviceTimes(qsync_fx.devices.get("t4"), model_graph(explained))
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10")
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)
+    alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)
+    assert timeline.seconds > 2 * alone.seconds > 0
+    assert timeline.waiting["here"] > 0
+    with pytest.raises(ProfileError, match="nothing says which model 'there' trains"):
+        qsync_fx.replay(Plan.uniform("fp16"), {}, cluster=Cluster({"there": Device(device="t4")}))
+    with pytest.raises(ProfileError, match="the model was explained for cpu"):
+        qsync_fx.replay(Plan.uniform("fp32"), {"here": MLP}, cluster=path)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError, shown
 
 if TYPE_CHECKING:
-    from qsync_fx.timeline.replaying import Profiled
+    from qsync_fx.timeline.replaying import Known
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
@@ -74,7 +74,7 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
     plans = {name: Plan.load(path) for name, path in _named(arguments.plan, "PLAN").items()}
     # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
     paths = _named(arguments.profile, "--profile")
-    profiles = {name: cast("Profiled", Profile.load(path, any_machine=True)) for name, path in paths.items()}
+    profiles = {name: cast("Known", Profile.load(path, any_machine=True)) for name, path in paths.items()}
     return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
 
 
