@@ -1,0 +1,90 @@
+"""Blocks that are equal are found: layers of transformers, blocks of residual networks; networkx says that they are isomorphic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import networkx as nx
+import torch
+from predicted_models import explained, graph_of
+from tiers import ALL
+from torch import Tensor, nn
+from zoo import Residual
+
+import qsync_fx
+from qsync_fx.predictor.isomorphism import Blocks, isomorphic_blocks
+from qsync_fx.predictor.model import ModelGraph, model_graph
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, gelu: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.act = nn.GELU() if gelu else nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return result
+
+
+def of(*blocks: nn.Module, shape: tuple[int, ...] = (4, 8)) -> ModelGraph:
+    torch._dynamo.reset()
+    x = torch.randn(*shape, requires_grad=True)
+    return model_graph(qsync_fx.explain(nn.Sequential(*blocks), x, options={"precision": "int8"}))
+
+
+def test_equal_blocks_are_found_and_others_are_not() -> None:
+    stem = nn.Linear(8, 8)
+    (found,) = isomorphic_blocks(of(stem, Block(8), Block(8, gelu=True), Block(8), nn.Linear(8, 8), Block(8)))
+    assert found.modules == ("1", "3", "5")
+    assert found.tied[0] == ("1.norm/layer_norm", "3.norm/layer_norm", "5.norm/layer_norm")
+    assert [len(names) for names in found.operators] == [5, 5, 5]
+
+
+def test_a_block_behind_the_models_input_is_none_of_those_behind_it() -> None:
+    """What it adds to is FP32 whatever the plan, and with it what all blocks behind it add to."""
+    (found,) = isomorphic_blocks(of(Block(8), Block(8), Block(8)))
+    assert found.modules == ("1", "2")
+
+
+def test_blocks_of_other_sizes_are_equal_where_sizes_do_not_count() -> None:
+    graph = of(nn.Linear(8, 8), Block(8), nn.Linear(8, 16), Block(16))
+    assert not isomorphic_blocks(graph)
+    (found,) = isomorphic_blocks(graph, sizes=False)
+    assert found.modules == ("1", "3")
+
+
+def test_blocks_of_a_residual_network() -> None:
+    stem = nn.Conv2d(8, 8, 1)
+    blocks = [
+        stem,
+        *(Residual(8, 8, 1) for _ in range(3)),
+        Residual(8, 16, 2),
+        *(Residual(16, 16, 1) for _ in range(2)),
+    ]
+    found = isomorphic_blocks(of(*blocks, shape=(2, 8, 8, 8)))
+    assert [blocks.modules for blocks in found[:2]] == [("1", "2", "3"), ("5", "6")]
+    names = [name for blocks in found for block in blocks.operators for name in block]
+    assert len(names) == len(set(names)), "no operator is in two blocks"
+
+
+def test_a_model_without_blocks_has_none() -> None:
+    assert not isomorphic_blocks(graph_of("mlp"))
+
+
+@ALL
+def test_layers_of_a_transformer() -> None:
+    layers = isomorphic_blocks(graph_of("bert2"))[0]
+    assert layers.modules == ("bert.encoder.layer.0", "bert.encoder.layer.1")
+    agree(layers, explained("bert2").graphs[0].graph.dag())
+
+
+def agree(blocks: Blocks, dag: nx.MultiDiGraph) -> None:
+    def like(a: dict[str, Any], b: dict[str, Any]) -> bool:
+        return all(a[key] == b[key] for key in ("row", "kind", "shape"))
+
+    parts = [dag.subgraph(names) for names in blocks.operators]
+    for part in parts[1:]:
+        assert nx.is_isomorphic(parts[0], part, node_match=like)
