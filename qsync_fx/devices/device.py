@@ -6,9 +6,10 @@ Invariant: whatever is asked for has an answer in seconds that follows from the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from qsync_fx.devices.analytic.convolutions import Product, Shape, convolved
 from qsync_fx.devices.analytic.products import Layout, multiplied
@@ -19,6 +20,11 @@ from qsync_fx.devices.counted import ANY
 from qsync_fx.devices.offers import row_at
 from qsync_fx.errors import DeviceError, nearest
 from qsync_fx.precision import FP32, Precision, encoding, precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsync_fx.profiling.profile import Profile
 
 PRODUCTS: tuple[Product, ...] = get_args(Product)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -42,6 +48,7 @@ class Device:
         convolutions: how each product of a convolution is, by encoding.
         reductions: all-reduces that were measured.
         link: what connects it to others of its kind.
+        path: of the file that describes it; "" for one that no file does.
     """
 
     name: str
@@ -58,6 +65,7 @@ class Device:
     convolutions: Mapping[str, Mapping[str, Convolution]] = field(default_factory=dict)
     reductions: Sequence[Reduction] = ()
     link: Link | None = None
+    path: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -70,6 +78,33 @@ class Device:
             carrier = encoding(row_at(self.capability or ANY, tried).carrier)
             tried = carrier if carrier is not tried else FP32
         return tried
+
+    @property
+    def target(self) -> str | None:
+        """What the option "target" has for it; None for a CPU, which needs none."""
+        return None if self.kind == "cpu" else self.path or self.name
+
+    def profile(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[Any, Any], Any],
+        batch: object,
+        precisions: Sequence[str | Precision] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Profile:
+        """Returns a profile of a model on this device, in place of one that is measured there.
+
+        Args:
+            step: what a training step computes: takes the model and a batch, returns the loss. It runs once, here.
+            batch: what it is given.
+            precisions: the formats that plans may ask for; by default those that the device has units for.
+            optimizer: what will update the model, if its time counts.
+        """
+        # What explains a model stands above this module.
+        found: Profile = importlib.import_module("qsync_fx.profiling.of_catalog").of_catalog(
+            self, model, step, batch, precisions, optimizer
+        )
+        return found
 
     def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
         """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""

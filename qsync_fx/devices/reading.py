@@ -7,7 +7,7 @@ the file, and what to do.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def read(path: Path) -> Device:
             raise Malformed(" is not a file", do="give the path of a regular file")
         if path.stat().st_size > _LARGEST:
             raise Malformed(f" is larger than {_LARGEST} bytes", do="a device takes a page")
-        return parsed(path.read_bytes())
+        return replace(parsed(path.read_bytes()), path=str(path))
     except Malformed as wrong:
         what = f"the device file{wrong.what}" if wrong.what.startswith(" ") else wrong.what
         where = ", ".join(filter(None, (shown(str(path)), wrong.where)))
@@ -51,6 +51,8 @@ def parsed(data: bytes) -> Device:
         raise Malformed(" is not TOML", str(error), "correct it there") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
+    if "path" in tree:
+        raise Malformed(" has an unknown field 'path'", do="leave it out: it is the file's own")
     found: Device = structured(_CONVERTER, tree, Device)
     return found
 

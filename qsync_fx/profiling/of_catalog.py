@@ -1,0 +1,121 @@
+"""A profile of a model on a device that is not at hand: reckoned by the catalog, in place of one that `measure` took there.
+
+Invariant: a profile like any other, but that its machine is one of the catalog, and that what a step holds is what it keeps for its
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import qsync_fx
+from qsync_fx.devices import Device
+from qsync_fx.errors import OptionError
+from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.predictor.mapper import States, scheduled, states
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.predictor.schedule import Entry, Part
+from qsync_fx.profiling.machine import Machine
+from qsync_fx.profiling.observed import observed
+from qsync_fx.profiling.profile import Collective, Measured, Profile, Quantized, Run
+from qsync_fx.profiling.profile_plans import profile_plans
+from qsync_fx.profiling.steps import Step, Training, clock_for
+from qsync_fx.profiling.untouched import untouched
+
+_SIZES = tuple(2**power for power in range(16, 31))
+
+
+def of_catalog(
+    device: Device,
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    precisions: Sequence[str | Precision] | None = None,
+    optimizer: Optimizer | None = None,
+) -> Profile:
+    """Returns what a device would take; the step runs once, as written, to see what it gives the model. See `Device.profile`."""
+    formats = _formats(device, precisions)
+    training = Training(step, batch, optimizer, lambda: model.zero_grad(set_to_none=True), clock_for(1))
+    with untouched(model, optimizer):
+        seen = observed(model, training, {"target": device.target})
+    graph = model_graph(seen.explanation, [fmt.name for fmt in formats])
+    times = DeviceTimes(device, graph, _moved(optimizer))
+    plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(seen.explanation, formats).items()}
+    updating = times.optimizer() if optimizer is not None else 0.0
+    return Profile(
+        Machine(
+            "cuda" if device.kind == "gpu" else "cpu",
+            f"{device.title}, reckoned",
+            [],
+            1,
+            torch.__version__,
+            qsync_fx.__version__,
+        ),
+        seen.model,
+        [fmt.name for fmt in formats],
+        [_run(label, found, times, updating) for label, found in plans.items()],
+        type(optimizer).__name__ if optimizer is not None else "",
+        _collectives(device),
+    )
+
+
+def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> list[Precision]:
+    if precisions is None:
+        return [fmt for fmt in FORMATS.values() if fmt.name in device.units and fmt.bits <= 32]
+    found = list(dict.fromkeys(precision(name) for name in precisions))
+    if not found:
+        raise OptionError("no precision is asked for", where="precisions", do="name one or more")
+    return found
+
+
+def _run(label: str, found: States, times: DeviceTimes, optimizer: float) -> Run:
+    """Casts between plain formats are part of the operators' times, as they are where they are measured."""
+    step = scheduled(found, times)
+    forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
+    quantized = _quantized(found, times)
+    for one in quantized:
+        forward[one.operator] -= one.seconds
+    measured = [
+        Measured(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
+        for op, names in zip(found.graph.operators, found.names, strict=True)
+    ]
+    whole = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
+    return Run(label, [whole], int(sum(found.saved().values())), measured, quantized)
+
+
+def _by_operator(entries: Sequence[Entry]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for entry in entries:
+        if entry.part is not Part.OUTSIDE:
+            found[entry.operator] = found.get(entry.operator, 0.0) + entry.seconds
+    return found
+
+
+def _quantized(found: States, times: DeviceTimes) -> list[Quantized]:
+    quantized = []
+    for cast in found.casts:
+        if FORMATS[cast.after].scaled:
+            owner, value = found.graph.operators[cast.owner].id, found.graph.values[cast.value]
+            seconds = times.cast(owner, cast.before, cast.after, value.numel, value.differentiated).forward
+            quantized.append(Quantized(owner, cast.before, cast.after, value.numel, False, seconds))
+    return quantized
+
+
+def _collectives(device: Device) -> list[Collective]:
+    return [
+        Collective("nccl", one.ranks, [(int(size), device.allreduce_seconds(size, one.ranks)) for size in _SIZES])
+        for one in device.reductions
+    ]
+
+
+def _moved(optimizer: Optimizer | None) -> float:
+    """Returns the bytes that an optimizer moves for a parameter: all is read, and all but the gradient written."""
+    settings = optimizer.defaults if optimizer is not None else {}
+    kept = 2 if "betas" in settings else 1 if settings.get("momentum") else 0
+    return 4.0 * (3 + 2 * kept)
