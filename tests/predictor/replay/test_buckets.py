@@ -132,16 +132,36 @@ def vgg16() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(25088, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000))
 
 
+def resnet50() -> nn.Module:
+    """ResNet-50 (He et al.), parameters in the order of torchvision's."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, bias=False), nn.BatchNorm2d(64)]
+    before = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for at in range(blocks):
+            sides = [
+                (before, width, 1),
+                (width, width, 3),
+                (width, 4 * width, 1),
+                *([(before, 4 * width, 1)] * (at == 0)),
+            ]
+            for given_, made, side in sides:
+                layers += [nn.Conv2d(given_, made, side, bias=False), nn.BatchNorm2d(made)]
+            before = 4 * width
+    return nn.Sequential(*layers, nn.Linear(2048, 1000))
+
+
 def test_sizes_that_others_published() -> None:
-    """Elements of each bucket of BERT-base and VGG-16 on two T4, from the public code of QSync (MIT): qsync/Predictor/config.py."""
+    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync (MIT), qsync/Predictor/config.py; of
+    ResNet-50 on two A100, from a trace of Holistic Trace Analysis (MIT), where each all-reduce tells what it sends."""
     import transformers as hf
 
     published = {
         "bert": [2363138, *[7087872] * 11, 28563456],
         "vgg16": [4097000, 16781312, 102764544, 7079424, 7079936, 555328],
+        "resnet50": [2049000, 7875584, 6563840, 6637568, 2431040],
     }
     with torch.device("meta"):
-        models = {"bert": hf.BertForQuestionAnswering(hf.BertConfig()), "vgg16": vgg16()}
+        models = {"bert": hf.BertForQuestionAnswering(hf.BertConfig()), "vgg16": vgg16(), "resnet50": resnet50()}
     for name, model in models.items():
         numels = [parameter.numel() for parameter in model.parameters()]
         assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[name]

@@ -58,8 +58,8 @@ def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, 
         ProfileError: the two are not of one run.
     """
     by_function = {node.function: node for node in nodes.values() if node.function is not None}
-    functions = {event.args.get("Record function id") for event in traced.events if event.category == "cpu_op"}
-    if missing := functions - by_function.keys() - {None}:
+    functions = {event.number("Record function id") for event in traced.events if event.category == "cpu_op"} - {None}
+    if missing := functions - by_function.keys():
         what = f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
         raise ProfileError(what, where=shown(traced.path), do="give the two traces of one run, over the same steps")
     return {function: node.tensors[0] for function, node in by_function.items() if node.tensors}
@@ -73,8 +73,9 @@ def _node(entry: object, where: str) -> tuple[int, Node]:
         raise ProfileError("the node lacks its id, its name or ctrl_deps", where=where, do=_DO)
     attributes = entry.get("attrs", [])
     attributes = attributes if isinstance(attributes, list) else []
-    named = {one.get("name"): one.get("value") for one in attributes if isinstance(one, dict)}
-    function = named.get("rf_id")
+    function = next(
+        (one.get("value") for one in attributes if isinstance(one, dict) and one.get("name") == "rf_id"), None
+    )
     given = entry.get("inputs")
     values = given.get("values") if isinstance(given, dict) else None
     tensors = tuple(_tensors(values if isinstance(values, list) else []))

@@ -35,6 +35,11 @@ class Event:
     end: float
     args: Mapping[str, Any] = field(repr=False)
 
+    def number(self, name: str) -> int | None:
+        """Returns a whole number that is known of it; None where there is none."""
+        found = number(self.args.get(name))
+        return None if found is None else int(found)
+
 
 @dataclass(frozen=True)
 class Kineto:

@@ -89,7 +89,8 @@ def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> 
             later = [
                 one.begin for one in work if following is not None and following.begin <= one.asked < following.end
             ]
-            begin, end = own[0].begin, min(later, default=max(one.end for one in own))
+            begin, end = own[0].begin, min(later, default=own[0].begin)
+        end = max(end, *(one.end for one in own))
         travelled = [one for one in sent if mark.begin <= one.asked < mark.end]
         found.append(_step(trace, mark.name, (begin, end), own, travelled, sizes or {}))
     if not found:
@@ -151,15 +152,15 @@ def _bucket(at: int) -> str:
 def _amount(one: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Returns the elements that travelled and the bytes of each; 0 and 4 where nothing says it."""
     for event in one.said_by:
-        if (told := sizes.get(event.args.get("Record function id", -1))) is not None:
-            return told
-        count = number(event.args.get("In msg nelems"))
-        if count is not None:
-            return int(count), _element_bytes(event.args.get("dtype"))
+        function, count = event.number("Record function id"), event.number("In msg nelems")
+        if function is not None and function in sizes:
+            return sizes[function]
+        if count is not None and count >= 0:
+            return count, _element_bytes(event.args.get("dtype"))
         dims, types = event.args.get("Input Dims"), event.args.get("Input type")
         if isinstance(dims, list) and dims and isinstance(dims[0], list) and dims[0] and isinstance(types, list):
             sides = [number(side) for side in dims[0]]
-            if all(side is not None for side in sides):
+            if all(side is not None and side >= 0 for side in sides):
                 return int(math.prod(side or 0 for side in sides)), _element_bytes(types[0] if types else None)
     return 0, 4
 

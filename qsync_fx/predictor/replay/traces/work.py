@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from qsync_fx.predictor.replay.traces.kineto import Event, outermost
 from qsync_fx.predictor.schedule import Part
@@ -65,7 +65,7 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
     for event in events:
         if event.category not in _ON_DEVICE or _is_collective(event):
             continue
-        launch = asked.get(event.args.get("correlation"))
+        launch = asked.get(event.number("correlation"))
         # The profiler may miss the begin of a trace: what nobody asked for is asked for when it runs.
         asker = event if launch is None else launch
         caller = within.of(asker)
@@ -89,8 +89,8 @@ class _Within:
         return calls[at] if at >= 0 and event.begin <= calls[at].end else None
 
 
-def _launches(events: Sequence[Event]) -> dict[Any, Event]:
-    return {event.args.get("correlation"): event for event in events if event.category in _RUNTIME}
+def _launches(events: Sequence[Event]) -> dict[int | None, Event]:
+    return {event.number("correlation"): event for event in events if event.category in _RUNTIME}
 
 
 def _optimizers(events: Sequence[Event]) -> list[Event]:
@@ -110,7 +110,7 @@ def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
     Autograd numbers what it will have to differentiate, and the backward function has the number of its forward one.
     """
     names: dict[int, str] = {}
-    numbered: dict[object, str] = {}
+    numbered: dict[int | None, str] = {}
     marks = iter([event.begin for event in events if event.name.startswith("ProfilerStep#")])
     following, counts = next(marks, float("inf")), dict[str, int]()
     within = _Within(calls)
@@ -121,7 +121,7 @@ def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
             number_of = counts[call.name] = counts.get(call.name, -1) + 1
             names[id(call)] = f"{call.name}#{number_of}"
     for event in events:
-        at = event.args.get("Sequence number")
+        at = event.number("Sequence number")
         if event.category == "cpu_op" and at is not None and "Backward" not in event.name:
             caller = within.of(event)
             if caller is not None and id(caller) in names:
@@ -129,7 +129,7 @@ def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
     for call in calls:
         if call.name.startswith(_BACKWARD):
             own = call.name.removeprefix(_BACKWARD)
-            names[id(call)] = numbered.get(call.args.get("Sequence number"), own)
+            names[id(call)] = numbered.get(call.number("Sequence number"), own)
     return names
 
 
@@ -143,7 +143,7 @@ def _sent_by_device(events: Sequence[Event]) -> list[Travel]:
     for event in events:
         kind = str(event.args.get("Collective name", event.name)).lower().replace("_", "")
         if event.category == "kernel" and _is_collective(event) and "allreduce" in kind:
-            launch = asked.get(event.args.get("correlation"), event)
+            launch = asked.get(event.number("correlation"), event)
             found.append(Travel(launch.begin, event.begin, event.end, (event,)))
     return found
 

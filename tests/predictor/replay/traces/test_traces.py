@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiers
 import traced_rank
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
@@ -245,7 +247,7 @@ def test_compressed_traces_are_the_same(folder: Path, tmp_path: Path) -> None:
     assert len(kineto(packed).events) == len(kineto(folder / "kineto-0.json").events)
 
 
-def test_work_of_a_device(tmp_path: Path) -> None:
+def device_trace() -> dict[str, Any]:
     """Written by hand in the form of a trace of two A100 (Holistic Trace Analysis, MIT): kernels run later than they are asked for.
 
     Two steps; in each the forward kernel of 10 us, a gap of 5, the backward kernel of 20, then an all-reduce beside nothing of 30, then the
@@ -276,8 +278,12 @@ def test_work_of_a_device(tmp_path: Path) -> None:
         asked("ncclDevKernel_AllReduce_Sum_f16_RING_LL", begin + 6.5, begin + 135, 30, 40, **nccl)
         event("user_annotation", "Optimizer.step#SGD.step", 1, begin + 8, 5)
         asked("sgd", begin + 9, begin + 165, 7)
+    return {"traceEvents": events, "distributedInfo": {"rank": 1, "world_size": 2}}
+
+
+def test_work_of_a_device(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 1, "world_size": 2}}))
+    path.write_text(json.dumps(device_trace()))
     first, last = read_steps(path)
     assert (first.rank, first.ranks) == (1, 2)
     assert [(entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.forward] == [
@@ -295,3 +301,42 @@ def test_work_of_a_device(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(75e-6)
     played = played_traces({"a": [first]})
     assert float(played.step.seconds) == pytest.approx(75e-6)
+
+
+ODD = st.sampled_from([None, True, -1, 0, 1e300, 2**80, "", "7", "nan", [], [[]], {}, ["a"], {"a": 1}])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
+    trace = device_trace()
+    places = [trace, trace["distributedInfo"], *trace["traceEvents"], *(one["args"] for one in trace["traceEvents"])]
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from([place for place in places if place]))
+        place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    with suppress(ProfileError):
+        for found in read_steps(path):
+            assert found.schedule.seconds <= found.seconds * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
+    names = ["[process]", "aten::linear", "aten::addmm"]
+    attributes = [{"name": "rf_id", "value": 3}]
+    inputs = {"values": [[1, 2, 0, 64, 4, "cpu"], [[5, 6, 0, 8, 2, "cpu"]]]}
+    made = [
+        {"id": at, "ctrl_deps": max(at - 1, 0), "name": name, "attrs": attributes, "inputs": inputs}
+        for at, name in enumerate(names)
+    ]
+    trace: dict[str, Any] = json.loads(json.dumps({"nodes": made}))
+    place = data.draw(
+        st.sampled_from([trace, *trace["nodes"], trace["nodes"][1]["attrs"][0], trace["nodes"][1]["inputs"]])
+    )
+    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    with suppress(ProfileError):
+        assert execution_trace(path)
