@@ -22,8 +22,6 @@ from torch import nn
 import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.measurement import label_of
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -173,9 +171,9 @@ def additive(profile: Profile, plan: Plan) -> float:
     return total + sum(next(run for run in profile.runs if run.label == "fp32").outside)
 
 
-def foreseen(graph: ModelGraph, times: Times, plan: Plan) -> float:
+def foreseen(profile: Profile, plan: Plan) -> float:
     """Returns forward and backward pass of a plan, as the cost mapper sees it."""
-    totals = CostMapper(graph, times, plan).totals
+    totals = CostMapper(profile.graph, profile.times(), plan).totals
     return totals.seconds - totals.optimizer
 
 
@@ -187,7 +185,6 @@ def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float
 
 def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
     explanation = qsync_fx.explain(case.model, case.batch[0])
-    graph = model_graph(explanation, PRECISIONS)
     ids = [str(op_id) for op_id in explanation.plan().operators]
     asked = {label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()}
     plans = [plan for _, plan in asked.values()]
@@ -199,6 +196,7 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         optimizer=case.optimizer,
         plan=plans,
         rounds=rounds,
+        sensitivity=None,
         path=partial,
     )
     targets = {run.label: run for run in whole.runs if run.planned}
@@ -207,10 +205,8 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     steps = {label: statistics.median(map(sum, run.steps)) for label, run in targets.items()}
     halves = [{label: _passes(run.steps[start::2]) for label, run in targets.items()} for start in (0, 1)]
     ways = {
-        "mapper": {label: foreseen(graph, profile.times(), asked[label][1]) for label in targets},
-        "mapper, uniform runs alone": {
-            label: foreseen(graph, uniform_alone(profile).times(), asked[label][1]) for label in targets
-        },
+        "mapper": {label: foreseen(profile, asked[label][1]) for label in targets},
+        "mapper, uniform runs alone": {label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets},
         "additive, no casts or cascades": {label: additive(profile, asked[label][1]) for label in targets},
     }
     rows: list[Row] = []

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision, encoding, precision
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.attribution import attribute
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.compiled import Compiled, compiling
@@ -38,6 +42,7 @@ from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
+from qsync_fx.profiling.statistics.measured import sensitivity as find_sensitivity
 from qsync_fx.profiling.steps import Step, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 
@@ -57,6 +62,7 @@ def measure(
     optimizer: Optimizer | None = None,
     plan: Plan | Sequence[Plan] = (),
     rounds: int = ROUNDS,
+    sensitivity: str | None = "exact",
     path: Path | None = None,
     options: Mapping[str, object] | None = None,
     progress: bool = True,
@@ -68,11 +74,13 @@ def measure(
     Args:
         model: a module, in the mode (train or eval) that it is to be measured in.
         step: what a training step computes: takes the model and a batch, returns the loss.
-        batches: the first one is what every step gets.
+        batches: the first one is what every step that is timed gets.
         precisions: the formats to measure; by default those that the device computes itself.
         optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
         plan: is measured itself, too, or several are, which corrects what the profile says of it.
         rounds: how many turns each plan has.
+        sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
+            batches; None to leave it out.
         path: where the profile is written. What is measured is kept beside it, in a file that ends with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
         options: of the backend, for all plans.
@@ -83,10 +91,9 @@ def measure(
         QSyncError: an option, a precision or the plan does not fit.
     """
     module = _checked(model, rounds)
+    first, batches = _first(batches)
     formats = _formats(precisions)
-    training = Training(
-        step, _first(batches), optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads())
-    )
+    training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     with untouched(module, optimizer), watching() as files, compiling() as compile_under:
         seen = observed(module, training, options or {})
@@ -113,7 +120,10 @@ def measure(
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    profile = _profile(samples, plans, formats, peaks)
+    profile = _profile(samples, seen, plans, formats, peaks)
+    if sensitivity is not None:
+        found = find_sensitivity(model, step, batches, sensitivity, formats, options=dict(options or {}))
+        profile = replace(profile, sensitivity=found)
     if path is not None and partial is not None:
         profile.save(path)
         partial.unlink(missing_ok=True)
@@ -132,7 +142,11 @@ def _turn(compiled: Compiled, training: Training, files: Files) -> Sample:
 
 
 def _profile(
-    samples: Samples, plans: Mapping[str, tuple[Plan, States]], formats: Sequence[Precision], peaks: Mapping[str, int]
+    samples: Samples,
+    seen: Observed,
+    plans: Mapping[str, tuple[Plan, States]],
+    formats: Sequence[Precision],
+    peaks: Mapping[str, int],
 ) -> Profile:
     runs = [
         run_of(label, states, samples.plans[label], peaks[label], planned=label == label_of(plan))
@@ -141,6 +155,7 @@ def _profile(
     return Profile(
         samples.machine,
         samples.model,
+        stored(model_graph(seen.explanation, [fmt.name for fmt in formats])),
         [fmt.name for fmt in formats],
         runs,
         samples.optimizer,
@@ -211,9 +226,11 @@ def _formats(precisions: Sequence[str | Precision] | None) -> list[Precision]:
     ]
 
 
-def _first(batches: Iterable[Any]) -> Any:
-    for batch in batches:
-        return batch
+def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch, and all of them."""
+    rest = iter(batches)
+    for batch in rest:
+        return batch, itertools.chain([batch], rest) if rest is batches else batches
     raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
 
 

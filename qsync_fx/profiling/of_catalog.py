@@ -19,6 +19,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.precision import FORMATS, Precision, precision
 from qsync_fx.predictor.mapper import States, scheduled, states
 from qsync_fx.predictor.model import model_graph
+from qsync_fx.predictor.model.file import stored
 from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.schedule import Entry, Part
 from qsync_fx.profiling.machine import Machine
@@ -58,6 +59,7 @@ def of_catalog(
             qsync_fx.__version__,
         ),
         seen.model,
+        stored(graph),
         [fmt.name for fmt in formats],
         [_run(label, found, times, updating) for label, found in plans.items()],
         type(optimizer).__name__ if optimizer is not None else "",

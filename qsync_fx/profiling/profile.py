@@ -6,14 +6,18 @@ says of what and where it was taken, and is refused for anything else.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from qsync_fx.codec import Path, Schema
 from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.model.file import StoredGraph, restored
+from qsync_fx.predictor.model.value import ModelGraph
+from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.machine import Machine, this_machine
 
@@ -151,18 +155,27 @@ class Profile:
     Attributes:
         machine: where it was taken.
         model: of what.
+        stored: the model, as files hold it.
         precisions: names of the formats that were measured.
         runs: one a plan; the first ones are those that all profiles have, further ones are plans that were measured themselves.
         optimizer: the class of the optimizer; "" where none was given.
         collectives: of each backend that was up.
+        sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
     """
 
     machine: Machine
     model: Model
+    stored: StoredGraph
     precisions: list[str]
     runs: list[Run]
     optimizer: str = ""
     collectives: list[Collective] = field(default_factory=list)
+    sensitivity: Sensitivity | None = None
+
+    @functools.cached_property
+    def graph(self) -> ModelGraph:
+        """The model, from which states, casts and memory of any plan follow."""
+        return restored(self.stored)
 
     @property
     def optimizer_seconds(self) -> float:
@@ -171,7 +184,8 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Writes the profile to `path` in one step; raises `ProfileError` if it cannot."""
-        PROFILE.write(path, PROFILE.encode(self))
+        finite = None if self.sensitivity is None else self.sensitivity.finite()
+        PROFILE.write(path, PROFILE.encode(replace(self, sensitivity=finite)))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
@@ -189,6 +203,7 @@ class Profile:
         try:
             if not any_machine:
                 found.machine.check(this_machine())
+            _check_operators(found)
         except ProfileError as error:
             raise PROFILE.within(path, error) from None
         return found
@@ -235,6 +250,16 @@ def _run(run: Run) -> str | None:
     return _sizes(run)
 
 
+def _check_operators(profile: Profile) -> None:
+    """Raises `ProfileError` where the operators that were measured are not those of the model."""
+    measured, held = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
+    if measured != held:
+        strange = sorted({*measured} ^ {*held}) or measured
+        raise ProfileError(
+            "what was measured is another model than the profile holds", where=strange[0], do="measure it anew"
+        )
+
+
 def _profile(profile: Profile) -> str | None:
     if not profile.runs:
         return " holds no run"
@@ -254,6 +279,7 @@ _CHECKS: Final[Mapping[Any, Any]] = {
     Model: _sizes,
     Collective: _table,
     Profile: _profile,
+    **SENSITIVITY.checks,
 }
 
 PROFILE = Schema(

@@ -5,6 +5,7 @@ Invariant: one operator a line, the dearest first; its time in each format is th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -16,7 +17,7 @@ from qsync_fx.report.numbers import short
 from qsync_fx.report.text import plain
 
 if TYPE_CHECKING:
-    from qsync_fx.profiling.profile import Profile, Run
+    from qsync_fx.profiling.profile import Measured, Profile, Run
 
 
 def profile_text(profile: Profile, width: int | None = None) -> str:
@@ -34,18 +35,39 @@ def _operators(profile: Profile, uniform: list[Run]) -> Table:
     first, others = uniform[0], uniform[1:]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("operator", overflow="fold")
-    for name in ("share", f"{first.label} ms", *(name for run in others for name in (f"{run.label} ms", "wins"))):
+    for name in (
+        "share",
+        *_columns(profile, first),
+        *(name for run in others for name in (*_columns(profile, run), "wins")),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
-    taken = {run.label: {m.operator: m.forward + m.backward for m in run.operators} for run in uniform}
-    whole = first.forward + first.backward
-    for operator in sorted(taken[first.label], key=lambda name: -taken[first.label][name]):
-        before = taken[first.label][operator]
-        cells = [operator, f"{before / whole:.1%}", _milliseconds(before)]
+    taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
+    for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
+        seconds = measured.forward + measured.backward
+        cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
         for run in others:
-            after = taken[run.label][operator]
-            cells += [_milliseconds(after), _milliseconds(before - after)]
+            other = taken[run.label][measured.operator]
+            cells += [*_cells(profile, run, other), _milliseconds(seconds - other.forward - other.backward)]
         table.add_row(*map(Text, cells))
     return table
+
+
+def _columns(profile: Profile, run: Run) -> list[str]:
+    return [f"{run.label} ms", "keeps", *(["variance"] if _variances(profile, run) else [])]
+
+
+def _cells(profile: Profile, run: Run, measured: Measured) -> list[str]:
+    variances = _variances(profile, run)
+    kept = profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
+    found = variances.get(measured.operator, {}).get(run.label)
+    added = [("" if found is None else f"{found:.2g}")] if variances else []
+    return [_milliseconds(measured.forward + measured.backward), short(kept, "B"), *added]
+
+
+def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
+    """What operators add to the variance of the gradients, where any does in the format of a run."""
+    known = profile.sensitivity
+    return known.variance if known is not None and run.label in known.precisions else {}
 
 
 def _runs(profile: Profile) -> Table:

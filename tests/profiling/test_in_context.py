@@ -10,6 +10,7 @@ import pytest
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import precision
+from qsync_fx.predictor.model.file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiling.in_context import InContext
 from qsync_fx.profiling.machine import this_machine
@@ -33,7 +34,8 @@ def run(label: str, *operators: tuple[str, str, float], planned: bool = False, o
 
 
 def times(*runs: Run) -> InContext:
-    return InContext(Profile(this_machine(), Model("Net", "0" * 16, 1), [FP32, BF16], list(runs), "SGD"))
+    empty = StoredGraph("cpu", [], [], [], [], [], [], [], [], 0)
+    return InContext(Profile(this_machine(), Model("Net", "0" * 16, 1), empty, [FP32, BF16], list(runs), "SGD"))
 
 
 WIDE = run("fp32", (FP32, FP32, 1.0), (FP32, FP32, 2.0), (FP32, FP32, 3.0), outside=0.1)

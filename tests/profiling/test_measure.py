@@ -41,7 +41,7 @@ def layer(inputs: int = 16) -> nn.Module:
 
 
 def quick(model: nn.Module, step: Any, **more: Any) -> Profile:
-    return measure(model, step, [BATCH], ["fp32"], **{"rounds": 2, "progress": False, **more})
+    return measure(model, step, [BATCH], ["fp32"], **{"rounds": 2, "progress": False, "sensitivity": None, **more})
 
 
 def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
@@ -60,6 +60,14 @@ def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
     assert [file.name for file in tmp_path.iterdir()] == ["layer.json"]
     assert torch.equal(model.weight, weight) and torch.equal(torch.get_rng_state(), generator)
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_the_sensitivity_of_operators_is_part_of_a_profile_that_asks_for_it() -> None:
+    batches = iter([(torch.randn(4, 16), torch.randn(4, 8)) for _ in range(3)])
+    step = Counted()
+    profile = measure(layer(), step, batches, ["fp32", "bf16"][:1], rounds=1, progress=False, sensitivity="fisher")
+    assert profile.sensitivity is not None and profile.sensitivity.steps == 3
+    assert str(profile)
 
 
 def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
@@ -143,7 +151,9 @@ def perceptron() -> Profile:
     model = build(Perceptron)
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8")
     batch = torch.randn(64, 16), torch.randn(64, 10)
-    return measure(model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, rounds=2, progress=False)
+    return measure(
+        model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, rounds=2, progress=False, sensitivity=None
+    )
 
 
 @ALL

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import qsync_fx
 from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.predictor.model.file import StoredGraph, stored
+from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.machine import this_machine
 from qsync_fx.profiling.profile import PROFILE, Collective, Measured, Model, Profile, Quantized, Run
+
+
+@functools.cache
+def stored_graph() -> StoredGraph:
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(64, 32), relu=nn.ReLU()))
+    return stored(model_graph(qsync_fx.explain(model, torch.randn(8, 64)), ["fp32", "bf16"]))
 
 
 def taken() -> Profile:
@@ -22,7 +37,7 @@ def taken() -> Profile:
             peak_bytes=4096,
             operators=[
                 Measured("fc/linear", name, name, 0.008 * scale, 0.015 * scale),
-                Measured("/relu@fc", name, name, 0.002 * scale, 0.002 * scale),
+                Measured("relu/relu", name, name, 0.002 * scale, 0.002 * scale),
             ],
             quantized=[Quantized("fc/linear", name, "int8", 4096, False, 1e-5)],
         )
@@ -31,10 +46,12 @@ def taken() -> Profile:
     return Profile(
         this_machine(),
         Model("Net", "0123456789abcdef", 2080),
+        stored_graph(),
         ["fp32", "bf16"],
         runs,
         optimizer="AdamW",
         collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
+        sensitivity=Sensitivity("exact", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
     )
 
 
@@ -42,6 +59,16 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     profile = taken()
     profile.save(tmp_path / "net.json")
     assert Profile.load(tmp_path / "net.json") == profile
+
+
+def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:
+    taken().save(tmp_path / "net.json")
+    profile = Profile.load(tmp_path / "net.json")
+    mapper = CostMapper(profile.graph, profile.times(), qsync_fx.Plan.uniform("bf16"))
+    operators, outside, optimizer = 0.0135, (0.00099 + 0.002 + 0.00049 + 0.001) / 2, 0.004
+    assert mapper.seconds == pytest.approx(operators + outside + optimizer)
+    timeline = qsync_fx.replay(qsync_fx.Plan.uniform("fp32"), profile)
+    assert timeline.seconds > mapper.seconds
 
 
 def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
@@ -68,6 +95,8 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
         (("runs",), [], "no run"),
         (("runs", 1, "operators"), [], "other operators"),
         (("runs", 0, "peak_bytes"), -1, "peak_bytes -1"),
+        (("stored", "operators", 0, "id"), "other/linear", "another model"),
+        (("stored", "operators", 0, "reads", 0, "value"), 99, "99"),
         (("surprise",), 1, "surprise"),
         (("version",), 99, "version 99"),
     ],
@@ -104,6 +133,7 @@ def test_one_of_another_machine_is_refused_unless_asked_for(tmp_path: Path) -> N
 def test_the_table_says_what_a_narrower_format_wins() -> None:
     text = str(taken())
     linear = next(line for line in text.splitlines() if "fc/linear" in line).split()
-    assert linear == ["fc/linear", "76.7%", "23", "11.5", "11.5"]
-    assert text.index("fc/linear") < text.index("/relu@fc"), "the dearest first"
+    # A linear layer keeps its input's copy in BF16; in FP32 the input is there anyway.
+    assert linear == ["fc/linear", "76.7%", "23", "-", "11.5", "1.02KB", "0.12", "11.5"]
+    assert text.index("fc/linear") < text.index("relu/relu"), "the dearest first"
     assert "optimizer AdamW: 4 ms" in text and "gloo, 2 ranks" in text
