@@ -30,6 +30,10 @@ def noise(x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Se
     """
     if rounding != "stochastic":
         return error(x, fmt, rounding, keep).square()
+    if fmt.kind == "integer":
+        # Of a negative fraction the same comes out as of what is left of it to 1. FP32 holds 127 and its fractions to 2**-17.
+        fraction, size = (x.detach() / scale(x, fmt, keep).to(x.dtype)).frac().abs(), scale(x, fmt, keep)
+        return (fraction * (1 - fraction)) * size.square().expand(x.shape)
     fraction, size = _fractions(x, fmt, keep)
     return fraction * (1 - fraction) * size.square()
 
@@ -42,6 +46,10 @@ def error(x: Tensor, fmt: Precision, rounding: Rounding, keep: Sequence[int] = (
     """
     if rounding == "stochastic":
         raise ValueError("the error of a stochastic rounding is random: see noise")
+    if fmt.plain and rounding == "nearest" and x.dtype is torch.float32:
+        # Torch's conversion is what runs, and the difference is exact. What is not finite, or becomes so, is no noise.
+        value = x.detach()
+        return (value.to(fmt.dtype).to(value.dtype) - value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).double()
     fraction, size = _fractions(x, fmt, keep)
     up = fraction > 0.5 if rounding == "nearest" else torch.zeros_like(fraction, dtype=torch.bool)
     return torch.where(up, 1 - fraction, -fraction) * size

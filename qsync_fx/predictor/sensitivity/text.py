@@ -9,21 +9,24 @@ if TYPE_CHECKING:
 
 
 def table(found: Sensitivity) -> str:
-    """Returns one line an operator: its variance in each precision, and its share of the sum of that precision."""
+    """Returns the rows as text, one line an operator, and how it was found."""
+    cells = rows(found)
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    lines = []
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
+    return "\n".join([*lines, "", summary(found)])
+
+
+def rows(found: Sensitivity) -> list[list[str]]:
+    """Returns a heading, and for each operator its variance in each precision and its share of the sum of that precision."""
     names = found.precisions
     sums = {name: sum(by.get(name, 0.0) for by in found.variance.values()) for name in names}
-    rows = [["operator", *(cell for name in names for cell in (name, "share"))]]
+    cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
     for operator, by in found.variance.items():
-        rows.append([operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, "", summary(found)])
+        cells.append([operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))])
+    return cells
 
 
 def summary(found: Sensitivity) -> str:

@@ -54,7 +54,7 @@ class Sensitivity:
 
     @property
     def operators(self) -> list[str]:
-        """The ids of the operators, in the order in which they run."""
+        """The ids of the operators, in the order in which `explain` lists them."""
         return list(self.variance)
 
     @property

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizeContext
 
 from qsync_fx.backend.compile import rewrite
 from qsync_fx.backend.entry import through_dynamo
+from qsync_fx.backend.observe import observe
 from qsync_fx.backend.record import record
 from qsync_fx.coverage.log import collecting
 from qsync_fx.errors import ProfileError, QSyncError
@@ -63,7 +65,11 @@ class Captured:
         self.model = model
         self.graphs: list[Explained] = []
         self._run: Run = as_it_is
-        self.call: Any = torch.compile(model, backend=self._backend, dynamic=False)
+        context = torch._dynamo.optimize(self._backend, dynamic=False)
+        if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
+            with collecting(self.options):
+                observe(context, model, self.options)
+        self.call: Any = context(model)
 
     @property
     def operators(self) -> list[Operator]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ def sensitivity(
             and all steps see the same parameters. Parameters are put back at the end.
         options: of the backend: how values are rounded and scaled.
         seed: of all that is drawn.
-        say: is told what it will cost, and how far it is.
+        say: is told what it will cost, and how far it is; by default a terminal's standard error is.
 
     Raises:
         ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, or there is no batch.
@@ -88,6 +89,7 @@ def several(
     _check(root, fraction)
     names = _names(precisions, root)
     captured = Captured(root, Options.parse(options))
+    say = say or _on_a_terminal
     traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
     seconds = dict.fromkeys(methods, 0.0)
     with undisturbed(root):
@@ -95,7 +97,7 @@ def several(
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
             with looking.at(at, batch) as now:
-                if say is not None and at == 0:
+                if at == 0:
                     many = len({name for name, _ in now().keys})
                     for name, entry in known.items():
                         passes = entry.passes(many, len(names))
@@ -106,11 +108,15 @@ def several(
                     seconds[name] += time.perf_counter() - begin
                 if trainer is not None:
                     _train(trainer, now())
-            if say is not None:
-                left = sum(seconds.values()) / (at + 1) * (steps - at - 1)
-                say(f"step {at + 1} of {steps}, {left:.0f} s left")
+            left = sum(seconds.values()) / (at + 1) * (steps - at - 1)
+            say(f"step {at + 1} of {steps}, about {left:.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [_value(name, root, order, looking.changes, traces[name], seconds[name]) for name in methods]
+
+
+def _on_a_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
 
 
 class _Looking:

@@ -1,15 +1,14 @@
-"""What errors at each operator do to the gradients of all parameters, for all operators and precisions in one run.
+"""The method "exact": what errors at each operator do to the gradients of all parameters, for all operators and precisions in one run.
 
-A tensor t of an operator that becomes t + e changes the gradients G of the parameters by H e, H the derivative of G by t: by what follows
-in the forward pass, and by the operator's own part in the backward pass. For random signs r, one a parameter, the square of r'H e is
-|H e|**2 in the mean, and H'r is the gradient of r'G by t: one backward pass through the backward pass gives it for all tensors of a model.
-Likewise an error in the gradient of t counts by the derivative of r'G by that gradient. Errors that are random have no
-products in the mean: of them sum_i E[e_i**2] (H'r)_i**2 is taken. Those of roundings to nearest belong together, and may add up.
+A tensor of an operator that is rounded errs by e, which changes the gradients by H e: by what follows in the forward pass, and by the
+operator's own part in the backward pass; `probed` gives |H e|**2. Errors that are random have no products in the mean: of them
+sum_i E[e_i**2] |H_i|**2 is taken. Those of roundings to nearest are known, belong together, and may add up.
 
-Gates flip beside that (see `gates`). How much noise gets in front of a gate is asked of a few gates a run, those that were asked
-least, each by one backward pass from there.
+Gates flip beside that (see `gates`). How much noise gets in front of a gate is asked of all gates once and then of a few a step, those
+that were asked least, each by one backward pass from there.
 
-Invariant: unbiased where errors are small against what the model computes with. A run costs about four of the model's.
+Invariant: unbiased where errors are small against what the model computes with. A step costs as many passes whatever the number of
+operators and precisions.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.gates import Flips, Gate
-from qsync_fx.profiling.statistics.local import erring
-from qsync_fx.profiling.statistics.roundings import Changes
+from qsync_fx.profiling.statistics.local import Erring, erring
+from qsync_fx.profiling.statistics.probed import Probed, probed, signs
+from qsync_fx.profiling.statistics.roundings import Change
 from qsync_fx.profiling.statistics.step import Key, Step
 from qsync_fx.profiling.statistics.tapped import tapped
-from qsync_fx.profiling.statistics.taps import Seen, Taps
+from qsync_fx.profiling.statistics.taps import Taps
 from qsync_fx.profiling.statistics.undisturbed import trained
 
 
@@ -46,21 +44,31 @@ class Reach:
         never = [gate for gate in gates if gate.name not in self.runs]
         return never or sorted(gates, key=lambda gate: self.runs[gate.name])[:most]
 
-    def deviation(self, gate: str, key: Key) -> float:
-        return math.sqrt(self.sums.get(gate, {}).get(key, 0.0) / max(1, self.runs.get(gate, 0)))
+    def add(self, gate: Gate, squares: Mapping[Key, float]) -> None:
+        """Takes in what one run says of a gate."""
+        self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
+        kept = self.sums.setdefault(gate.name, {})
+        for key, square in squares.items():
+            kept[key] = kept.get(key, 0.0) + square / max(1, gate.numel)
+
+    def deviations(self, gate: str) -> dict[Key, float]:
+        """Returns the standard deviation in front of a gate."""
+        runs = self.runs.get(gate, 0)
+        return {key: math.sqrt(total / runs) for key, total in self.sums.get(gate, {}).items()}
 
 
 @dataclass
 class SecondOrder:
-    """The method "exact".
-
+    """
     Args:
+        draws: of signs a step.
         gates: how many gates are asked for the noise in front of them in each step.
 
     Attributes:
         reach: what all steps so far have said of that.
     """
 
+    draws: int = 2
     gates: int = 4
     reach: Reach = field(default_factory=Reach)
 
@@ -69,98 +77,96 @@ class SecondOrder:
         step.again(0)
         with step.captured.running(tapped(taps.tap, taps.watch)), sdpa_kernel(SDPBackend.MATH):
             loss = step.loss()
-        parameters = list(trained(step.captured.model).values())
-        return _Run(self, step.changes, taps, parameters, step.generator).look(loss)
-
-
-class _Run:
-    def __init__(
-        self, of: SecondOrder, changes: Changes, taps: Taps, parameters: list[Tensor], generator: torch.Generator
-    ) -> None:
-        self._changes, self._reach, self._taps = changes, of.reach, taps
-        self._parameters, self._generator = parameters, generator
-        self._asked = of.reach.rarest(taps.gates, of.gates)
         places = [(at, place) for at, seen in enumerate(taps.seen) for place in seen.tensors]
-        self._at = {place: number for number, place in enumerate(places)}
-        self._edges = [taps.seen[at].tensors[place].edge for at, place in places]
+        numbers = {place: number for number, place in enumerate(places)}
+        edges = [taps.seen[at].tensors[place].edge for at, place in places]
+        ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
+        found = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
+        asked = self.reach.rarest(taps.gates, self.gates)
+        before = {gate: len(edges) + 2 * at for at, gate in enumerate(taps.gates)}
+        sums = _Sums(
+            found, [_Asked(gate, self._gains(gate, found.gradients[before[gate]], edges, step)) for gate in asked]
+        )
+        for at, seen in enumerate(taps.seen):
+            mine = {place: numbers[at, place] for place in seen.tensors}
+            gradients = {place: g for place, number in mine.items() if (g := found.gradients[number]) is not None}
+            alike: dict[Change, list[Key]] = {}
+            for name, change in step.changes[seen.operator].items():
+                alike.setdefault(change, []).append((seen.operator, name))  # several precisions may come to the same
+            for change, keys in alike.items():
+                sums.add(keys, mine, erring(seen, change, gradients))
+        for one in sums.asked:
+            self.reach.add(one.gate, one.squares)
+        result = sums.smooth()
+        for gate, number in before.items():
+            flips = _flips(gate, found, number)
+            for key, deviation in self.reach.deviations(gate.name).items():
+                result[key] = result.get(key, 0.0) + flips.at(deviation)
+        return result
 
-    def look(self, loss: Tensor) -> dict[Key, float]:
-        gates, edges, parameters = self._taps.gates, self._edges, self._parameters
-        ends: list[GradientEdge] = [*(gate.entry for gate in gates), *(gate.exit for gate in gates)]
-        ways: list[Any] = [*parameters, *edges, *ends]
-        found: Sequence[Tensor | None] = torch.autograd.grad(loss, ways, create_graph=True, allow_unused=True)
-        own, inner = found[: len(parameters)], found[len(parameters) :]
-        probed = torch.stack([(g * self._signs(g)).sum() for g in own if g is not None]).sum()
-        known = [at for at, g in enumerate(inner) if g is not None and g.requires_grad]
-        wanted: list[Any] = [*edges, *(inner[at] for at in known)]
-        # Gradients of what is linear in everything depend on nothing.
-        derived: Sequence[Tensor | None] = [None] * len(wanted)
-        if probed.requires_grad:
-            derived = torch.autograd.grad(probed, wanted, allow_unused=True, retain_graph=True)
-        self._gradients = [None if g is None else g.detach() for g in inner]
-        self._by_value = derived[: len(edges)]
-        self._by_gradient = dict(zip(known, derived[len(edges) :], strict=True))
-        flips = {gate.name: self._flips(gate, len(edges) + at) for at, gate in enumerate(gates)}
-        self._gains = [self._gain(gate) for gate in self._asked]
-        self._caught: list[dict[Key, float]] = [{} for _ in self._asked]
-        sums = self._smooth()
-        for gate, caught in zip(self._asked, self._caught, strict=True):
-            self._reach.runs[gate.name] = self._reach.runs.get(gate.name, 0) + 1
-            kept = self._reach.sums.setdefault(gate.name, {})
-            for key, square in caught.items():
-                kept[key] = kept.get(key, 0.0) + square / max(1, gate.numel)
-        for name, of_gate in flips.items():
-            for key in self._reach.sums.get(name, {}):
-                sums[key] = sums.get(key, 0.0) + of_gate.at(self._reach.deviation(name, key))
-        return sums
-
-    def _smooth(self) -> dict[Key, float]:
-        """Returns what there is without gates, and notes what gets in front of those that are asked."""
-        random: dict[Key, float] = {}
-        fixed: dict[Key, float] = {}
-        for at, seen in enumerate(self._taps.seen):
-            gradients: dict[Place, Tensor] = {}
-            for place in seen.tensors:
-                if (g := self._gradients[self._at[at, place]]) is not None:
-                    gradients[place] = g
-            for name in self._changes[seen.operator]:
-                self._add((seen.operator, name), at, seen, gradients, random, fixed)
-        return {key: random[key] + fixed[key] ** 2 for key in random}
-
-    def _add(
-        self,
-        key: Key,
-        at: int,
-        seen: Seen,
-        gradients: Mapping[Place, Tensor],
-        random: dict[Key, float],
-        fixed: dict[Key, float],
-    ) -> None:
-        random.setdefault(key, 0.0)
-        fixed.setdefault(key, 0.0)
-        for one in erring(seen, self._changes[key[0]][key[1]], gradients):
-            number = self._at[at, one.place]
-            weight = self._by_gradient.get(number) if one.gradient else self._by_value[number]
-            if weight is not None and one.random:
-                random[key] += float((one.values * weight.double().square()).sum())
-            elif weight is not None:
-                fixed[key] += float((one.values * weight.double()).sum())
-            if not one.gradient:
-                for gains, caught in zip(self._gains, self._caught, strict=True):
-                    if (gain := gains[number]) is not None:
-                        caught[key] = caught.get(key, 0.0) + float((one.square * gain.double().square()).sum())
-
-    def _flips(self, gate: Gate, at: int) -> Flips:
-        slope, incoming = self._by_gradient.get(at), self._gradients[at + len(self._taps.gates)]
-        return Flips() if slope is None or incoming is None else Flips(gate.histogram(slope, incoming))
-
-    def _gain(self, gate: Gate) -> Sequence[Tensor | None]:
+    def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:
         """Returns what each tensor does to a random sum of what a gate reads."""
-        like = self._gradients[len(self._edges) + self._taps.gates.index(gate)]
         if like is None:
-            return [None] * len(self._edges)
-        return torch.autograd.grad([gate.entry], self._edges, [self._signs(like)], allow_unused=True, retain_graph=True)
+            return [None] * len(edges)
+        probe = [signs(like, step.generator)]
+        return torch.autograd.grad([gate.entry], edges, probe, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
 
-    def _signs(self, like: Tensor) -> Tensor:
-        found = torch.randint(0, 2, like.shape, generator=self._generator) * 2 - 1
-        return found.to(like)
+
+@dataclass(frozen=True)
+class _Asked:
+    """A gate that is asked, what tensors do to it, and the squares that get there."""
+
+    gate: Gate
+    gains: Sequence[Tensor | None]
+    squares: dict[Key, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What operators add in one run, without gates: what is random, and for each probe the sum of what is not."""
+
+    found: Probed
+    asked: Sequence[_Asked]
+    random: dict[Key, float] = field(default_factory=dict)
+    fixed: dict[Key, list[float]] = field(default_factory=dict)
+
+    def add(self, keys: Sequence[Key], numbers: Mapping[Place, int], errors: Sequence[Erring]) -> None:
+        """Takes in what errs in one call of an operator, in precisions that come to the same."""
+        probes = self.found.probes
+        random, fixed = 0.0, [0.0] * len(probes)
+        reached = [0.0] * len(self.asked)
+        for one in errors:
+            number = numbers[one.place]
+            for at, probe in enumerate(probes):
+                weight = probe.by_gradient.get(number) if one.gradient else probe.by_value[number]
+                if weight is None:
+                    continue
+                if one.random:
+                    random += float((one.values * weight.double().square()).sum()) / len(probes)
+                else:
+                    fixed[at] += float((one.values * weight.double()).sum())
+            for at, asked in enumerate(self.asked):
+                gain = asked.gains[number]
+                if gain is not None and not one.gradient:
+                    reached[at] += float((one.square * gain.double().square()).sum())
+        for key in keys:
+            self.random[key] = self.random.get(key, 0.0) + random
+            before = self.fixed.get(key, [0.0] * len(probes))
+            self.fixed[key] = [a + b for a, b in zip(before, fixed, strict=True)]
+            for asked, square in zip(self.asked, reached, strict=True):
+                asked.squares[key] = asked.squares.get(key, 0.0) + square
+
+    def smooth(self) -> dict[Key, float]:
+        """Returns what each operator adds in each precision."""
+        draws = len(self.found.probes)
+        return {key: value + sum(one**2 for one in self.fixed[key]) / draws for key, value in self.random.items()}
+
+
+def _flips(gate: Gate, found: Probed, number: int) -> Flips:
+    """Returns what a gate passes on; `number` is of its entry, and its exit follows."""
+    flips, incoming = Flips(), found.gradients[number + 1]
+    for probe in found.probes:
+        slope = probe.by_gradient.get(number)
+        if slope is not None and incoming is not None:
+            flips.mass += gate.histogram(slope, incoming) / len(found.probes)
+    return flips

@@ -1,0 +1,120 @@
+"""`qsync sensitivity`: what each operator in each precision adds to the variance of the gradients."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import loss, model, output
+from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+_ABOUT = f"""\
+Runs a model for some steps, in FP32, and says what each operator would add to
+the variance of its gradients in each precision: what a plan for mixed precision
+keeps small. Nothing is trained. As to the loss,
+{loss.ABOUT}.
+
+The inputs are one batch, of which --fraction is used, in each step anew.
+--check runs other methods and real quantized passes beside it and says how well
+they agree (Spearman's correlation of ranks); it costs a pass an operator,
+precision and draw."""
+
+_EXAMPLES = """\
+examples:
+  qsync sensitivity bert:small
+  qsync sensitivity bert:small --precisions bf16,int8 --output sensitivity.json
+  qsync sensitivity bert:small --method paper
+  qsync sensitivity bert:small --check --steps 8"""
+
+_COMPARED = ("exact", "injected", "depth", "paper", "fisher")
+_TRUTH = "monte_carlo"
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    model.add(parser)
+    how = parser.add_argument_group("what to find, and how")
+    how.add_argument(
+        "--precisions",
+        metavar="NAMES",
+        help="with commas between them; by default narrow ones that the device has units for",
+    )
+    how.add_argument(
+        "--method", metavar="NAME", default="exact", help="how: exact (default), injected, paper and others"
+    )
+    how.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
+    how.add_argument("--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)")
+    how.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
+    kept = parser.add_argument_group("what to write")
+    kept.add_argument("--output", metavar="FILE", type=Path, help="the sensitivity, for programs")
+    kept.add_argument("--json", action="store_true", help="the same to standard output, in place of the table")
+
+
+def _sensitivity(arguments: argparse.Namespace) -> None:
+    from qsync_fx.predictor.sensitivity.value import SENSITIVITY
+    from qsync_fx.profiling.statistics.measured import several
+    from qsync_fx.profiling.statistics.methods import method
+
+    method(arguments.method)
+    if arguments.precision is not None:
+        raise OptionError(
+            "a sensitivity is of several precisions", where="--precision", do="name them with --precisions"
+        )
+    if arguments.plan is not None:
+        raise OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
+    given = model.read(arguments)
+    if not hasattr(given.model, "parameters"):
+        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
+    module: Any = given.model
+    names = None if arguments.precisions is None else arguments.precisions.split(",")
+    methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
+    found = several(
+        module.train(),
+        lambda trained, inputs: loss.loss_of(trained(*inputs[0], **inputs[1]), given.reference),
+        [(given.args, given.kwargs)],
+        methods,
+        names,
+        arguments.steps,
+        arguments.fraction,
+        options=given.options,
+    )
+    if arguments.output is not None:
+        found[0].save(arguments.output)
+        output.wrote(arguments.output)
+    if arguments.json:
+        output.as_json(SENSITIVITY.plain(found[0].finite()))
+        return
+    _show(found[0])
+    if arguments.check:
+        _show_agreement(found)
+
+
+def _show(found: Sensitivity) -> None:
+    from qsync_fx.predictor.sensitivity.text import rows, summary
+
+    heading, *body = rows(found)
+    output.show(output.table(heading, body, heading[1:]))
+    print(f"\n{summary(found)}")
+
+
+def _show_agreement(found: Sequence[Sensitivity]) -> None:
+    from qsync_fx.predictor.sensitivity.agreement import agreement
+
+    *methods, truth = found
+    heading = ("method", "precision", "operators", "Spearman", "times the truth", "spread of the truth", "seconds")
+    body = []
+    for name in truth.precisions:
+        for one in methods:
+            a = agreement(one, truth, name)
+            numbers = f"{a.operators}", f"{a.spearman:.2f}", f"{a.ratio:.2g}", f"{a.spread:.2g}", f"{one.seconds:.1f}"
+            body.append((one.method, name, *numbers))
+    print(f"\nheld to real quantized passes, mean square error of the gradients, {truth.seconds:.0f} s")
+    output.show(output.table(heading, body, heading[2:]))
+
+
+COMMAND = Command("what narrow operators add to the variance of gradients", _sensitivity, _arguments, _ABOUT, _EXAMPLES)

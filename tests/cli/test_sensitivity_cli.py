@@ -1,0 +1,90 @@
+"""`qsync sensitivity`: the table, the comparison with real quantized passes, and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiers
+
+from qsync_fx.cli import main
+from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+MODEL = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 24), nn.GELU(), nn.Linear(24, 8)), (torch.randn(16, 16),)
+
+def function():
+    return torch.relu, (torch.randn(4),)
+
+def whole():
+    return nn.Embedding(4, 4).requires_grad_(False), (torch.zeros(2, dtype=torch.long),)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sensed.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sensitivity", "sensed:net", "--precisions", "bf16,int8", "--steps", "2", "--output", "s.json"]
+    assert main(arguments) == 0
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
+    assert lines[0].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
+    assert [line.split()[0] for line in lines[1:4]] == ["0/linear", "2/linear", "4/linear"]
+    assert lines[5].startswith("variance added to the gradients of Sequential, method exact, mean over 2 steps")
+    assert "wrote s.json" in told.err
+    saved = Sensitivity.load(here / "s.json")
+    assert saved.operators == ["0/linear", "2/linear", "4/linear"] and saved.steps == 2
+    assert all(saved.of(name, "int8") > saved.of(name, "bf16") > 0 for name in saved.operators)
+
+
+@tiers.ALL
+def test_check_compares_methods_with_the_truth(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sensitivity", "sensed:net", "--precisions", "int8", "--steps", "4", "--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("held to real quantized passes"))
+    rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 :]}
+    assert list(rows) == ["exact", "injected", "depth", "paper", "fisher"]
+    assert 0.4 < float(rows["exact"][3]) < 2.5 and 0.4 < float(rows["injected"][3]) < 2.5
+    assert float(rows["paper"][3]) > 10
+
+
+@tiers.ALL
+def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["sensitivity", "sensed:net", "--method", "fisher", "--precisions", "int8", "--steps", "1", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["method"], list(found["variance"])) == (
+        "qsync-sensitivity",
+        "fisher",
+        ["0/linear", "2/linear", "4/linear"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sensed:net", "--method", "exat"], "did you mean 'exact'"),
+        (["sensed:net", "--precision", "int8"], "name them with --precisions"),
+        (["sensed:net", "--precisions", "int7"], "int7"),
+        (["sensed:function"], "a function has nothing to train"),
+        (["sensed:whole"], "no parameter that requires a gradient"),
+        (["sensed:net", "--fraction", "2"], "no part of a batch"),
+        (["sensed:net", "--steps", "0"], "no batches"),
+    ],
+)
+def test_mistakes_are_told(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert main(["sensitivity", *arguments]) == 2
+    assert told in capsys.readouterr().err
