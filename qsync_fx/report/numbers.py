@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _STEPS = ("", "K", "M", "G", "T", "P")
+_NO_TIME = 1e-12
 
 
 def short(size: Any, unit: str = "") -> str:
@@ -20,8 +21,8 @@ def short(size: Any, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns 0.0123 as "12.3 ms"; zero as "-"."""
-    if seconds == 0:
+    """Returns 0.0123 as "12.3 ms"; zero, and what rounding leaves of it, as "-"."""
+    if abs(seconds) < _NO_TIME:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:

@@ -6,6 +6,7 @@ is an error that says what, before anything is replayed.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -105,7 +106,10 @@ def _for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
 
 def _alone(plans: Mapping[str, Plan], profiles: Mapping[str, Known]) -> Cluster:
     if len(profiles) == 1 and len(plans) == 1:
-        return Cluster({next(iter(profiles)): Device()})
+        ((name, profile),) = profiles.items()
+        # What a model was explained for may be a file of the catalog.
+        own = pathlib.PurePath(_graph(name, profile).device).stem
+        return Cluster({own if name == _ALONE else name: Device()})
     raise ProfileError(
         f"there are {len(plans)} plans and {len(profiles)} profiles, and no cluster",
         where="cluster",

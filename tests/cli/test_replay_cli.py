@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import traced_rank
+from torch import nn
 
+import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.cli import main
 
@@ -40,6 +43,45 @@ def test_a_trace_on_a_cluster_as_json(traces: Path, tmp_path: Path, capsys: pyte
         parameter.numel() for parameter in traced_rank.model().parameters()
     )
     assert any(one["operator"] == "aten::linear#3" and one["backward"] > 0 for one in found["operators"])
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the profile of a model on a T4, two plans, and clusters."""
+    folder = tmp_path_factory.mktemp("profiles")
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
+    t4 = qsync_fx.devices.get("t4")
+    profile = t4.profile(model, lambda model, x: model(x).square().mean(), torch.randn(512, 1024), ("fp32", "fp16"))
+    profile.save(folder / "t4.json")
+    for name in ("fp32", "fp16"):
+        Plan.uniform(name).save(folder / f"{name}.json")
+    links = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
+    (folder / "fleet.toml").write_text(f"[devices.a]\nprofile = 't4.json'\n[devices.b]\nprofile = 't4.json'\n{links}")
+    return folder
+
+
+def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = []
+    for name in ("fp32", "fp16"):
+        assert main(["replay", f"{profiled}/{name}.json", "--profile", f"{profiled}/t4.json", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [one["name"] for one in found["devices"]] == ["t4"]
+        assert {one["operator"] for one in found["operators"]} >= {"0/linear", "1/relu", "2/linear"}
+        seconds.append(found["seconds"])
+    assert seconds[0] > seconds[1] > 0
+    assert main(["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]) == 0
+    assert "0/linear" in capsys.readouterr().out
+
+
+def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [f"a={profiled}/fp16.json", f"b={profiled}/fp32.json"]
+    assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+    mixed = json.loads(capsys.readouterr().out)
+    waiting = {one["name"]: one["waiting"] for one in mixed["devices"]}
+    assert waiting["a"] > 0 == waiting["b"]
+    assert mixed["buckets"][0]["bytes"] == 4 * (2048 * 1024 + 1024)
+    assert main(["replay", f"{profiled}/fp16.json", "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] < mixed["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_one_device() -> None:
     operators = timeline.by_operator()
     assert sum(one.forward for one in operators) == pytest.approx(totals.forward)
     assert sum(one.casts for one in operators) == pytest.approx(totals.casts + totals.casts_backward + totals.unpacking)
-    assert timeline.waiting == {"device": 0}
+    assert timeline.waiting == {"cpu": 0}
 
 
 def test_a_fleet_with_a_plan_for_each() -> None:

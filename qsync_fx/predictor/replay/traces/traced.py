@@ -20,7 +20,7 @@ import torch
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replay.traces.file import number
 from qsync_fx.predictor.replay.traces.kineto import Event, Kineto
-from qsync_fx.predictor.replay.traces.work import Travel, Work, found as find
+from qsync_fx.predictor.replay.traces.work import Travel, Work, work_of
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 
 
@@ -77,7 +77,7 @@ def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> 
     if not marks:
         begin, end = seconds[0].begin, max(event.end for event in seconds)
         marks = [Event("the whole trace", "", ("", ""), begin, end, {})]
-    device, work, sent = find(seconds)
+    device, work, sent = work_of(seconds)
     found = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         own = [one for one in work if mark.begin <= one.asked < mark.end]

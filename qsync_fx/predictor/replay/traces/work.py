@@ -43,7 +43,7 @@ class Work:
     end: float
 
 
-def found(events: Sequence[Event]) -> tuple[bool, list[Work], list[Travel]]:
+def work_of(events: Sequence[Event]) -> tuple[bool, list[Work], list[Travel]]:
     """Returns whether a device did the work, the work, and the all-reduces."""
     calls = outermost([event for event in events if event.category == "cpu_op"])
     if any(event.category in _ON_DEVICE for event in events):
