@@ -96,7 +96,9 @@ class Operator:
 
     def update(self, **changes: Any) -> None:
         """Replaces fields of the note."""
-        meta.NOTE[self.node] = dataclasses.replace(self.note, **changes)
+        note = self.note
+        if any(getattr(note, name) != value for name, value in changes.items()):
+            meta.NOTE[self.node] = dataclasses.replace(note, **changes)
 
     def assign(self, name: str | Precision, reason: str) -> None:
         """Gives the operator a precision, for a reason that reports show; it holds against the plan.
