@@ -1,0 +1,156 @@
+"""Foreseen peaks of memory against the allocator's, to the byte: random mixed plans on models compiled with Inductor.
+
+Every plan is compiled and trained, and each allocation of the second step counted. `real_mb` and `foreseen_mb` are what a step holds at
+most beyond parameters, buffers and the optimizer's state; `error` is between the two, in percent, `whole_error` that of all that is held
+at most, and `anchored_error` that of the prediction corrected by the peaks of the uniform plans. Passes alone and the step with its
+optimizer are rows of their own. `saved` is what is kept for the backward pass.
+
+With --without-kernels the compiler's own kernels are neither built nor run: what is allocated is the same, and takes seconds a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from _harness import Row, arguments, finish, write_json
+from _predicted import CASES, PRECISIONS, QUICK, Case, mixed_plans
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.memory import Anchor, Category, OptimizerMemory, Training, anchored_bytes, step_memory
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.profiling.optimizers import optimizer_memory
+from qsync_fx.profiling.peak import measured_peak
+
+SPACE = "passes", "step"
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Lets Inductor's kernels do nothing, on buffers of zeros, so that indices they would write are right to read."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.graph import GraphLowering
+
+    build, compiled = AsyncCompile.cpp_pybinding, GraphLowering.compile_to_module
+
+    def zeros(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype).zero_()
+
+    def module(self: Any) -> Any:
+        found: Any = compiled(self)
+        found.empty_strided_cpu = zeros
+        return found
+
+    AsyncCompile.cpp_pybinding = lambda *_: lambda *arguments: None  # type: ignore[method-assign]
+    GraphLowering.compile_to_module = module  # type: ignore[method-assign]
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            yield
+    finally:
+        AsyncCompile.cpp_pybinding = build  # type: ignore[method-assign]
+        GraphLowering.compile_to_module = compiled  # type: ignore[method-assign]
+
+
+def measured(case: Case, plan: Plan) -> dict[str, int]:
+    """Returns the most that the two passes hold, and that a whole step does."""
+    torch._dynamo.reset()
+    model = torch.compile(case.model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
+
+    def passes(finish: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            case.step(model, case.batch).backward()  # type: ignore[no-untyped-call]
+            finish()
+            case.optimizer.zero_grad(set_to_none=True)
+
+        return run
+
+    step = passes(case.optimizer.step)
+    step()
+    return {"passes": measured_peak(passes(lambda: None)), "step": measured_peak(step)}
+
+
+def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
+    explanation = qsync_fx.explain(case.model.train(), case.batch[0])
+    graph = model_graph(explanation, PRECISIONS)
+    ids = [str(op_id) for op_id in explanation.plan().operators]
+    plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, count)
+    trainings = {"passes": Training(OptimizerMemory()), "step": Training(optimizer_memory(case.optimizer))}
+    anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
+    for label, plan in plans.items():
+        real, found = measured(case, plan), states(graph, plan)
+        for space in SPACE:
+            if label in PRECISIONS:
+                anchors[space].append(Anchor(found, real[space]))
+            yield _row(name, label, space, found, real[space], anchors[space], trainings[space])
+
+
+def _row(name: str, label: str, space: str, found: States, real: int, anchors: list[Anchor], training: Training) -> Row:
+    memory = step_memory(found, training)
+    mixed = label not in PRECISIONS
+    corrected = anchored_bytes(found, anchors, training) if mixed else real
+    return {
+        "case": name,
+        "plan": label,
+        "of": space,
+        "real_mb": real / 1e6,
+        "foreseen_mb": memory.step_bytes / 1e6,
+        "error": 100 * (memory.step_bytes / real - 1),
+        "whole_error": 100 * (memory.step_bytes - real) / (real + memory.held_bytes),
+        "anchored_error": 100 * (corrected / real - 1) if mixed else None,
+        "at": f"{memory.peak.place} {memory.peak.operator}".strip(),
+        "saved_mb": max(moment.of(Category.SAVED) for moment in memory.moments) / 1e6,
+    }
+
+
+def summaries(rows: list[Row]) -> list[Row]:
+    """Returns the mean and the worst error of each model's mixed plans."""
+    found: list[Row] = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        for space in SPACE:
+            mixed = [r for r in rows if r["case"] == name and r["of"] == space and r["anchored_error"] is not None]
+            if mixed:
+                found += [
+                    {"case": name, "plan": label, "of": space}
+                    | {key: of(abs(row[key]) for row in mixed) for key in ("error", "whole_error", "anchored_error")}
+                    for label, of in (("mean of mixed plans", statistics.mean), ("worst of mixed plans", max))
+                ]
+    return found
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for name, make in (QUICK if options.quick else CASES).items():
+        if options.only and not name.lower().startswith(options.only.lower()):
+            continue
+        torch.manual_seed(0)
+        for row in rows_of(name, make(), 2 if options.quick else options.plans):
+            rows.append(row)
+            print(f"{name}: {row['plan']}, {row['of']}: {row['error']:.2f}%", flush=True)
+            if options.json:
+                write_json(options.json, rows, quick=options.quick, without_kernels=options.without_kernels)
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        only={"help": "one case: bert, resnet, vgg"},
+        plans={"type": int, "default": 8, "help": "mixed plans a model (%(default)s)"},
+        without_kernels={"action": "store_true", "help": "allocate only: build and run no kernel of the compiler's"},
+    )
+    if options.without_kernels:
+        with without_kernels():
+            rows = run(options)
+    else:
+        rows = run(options)
+    finish(options, [*rows, *summaries(rows)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The memory of a training step under a plan, reckoned from a `ModelGraph`."""
+
+from qsync_fx.predictor.memory.anchors import Anchor, anchored_bytes
+from qsync_fx.predictor.memory.buffers import Category
+from qsync_fx.predictor.memory.step import Memory, Moment, peak_bytes, step_memory
+from qsync_fx.predictor.memory.training import ADAM, FUSED_ADAM, MOMENTUM, SGD, OptimizerMemory, Training
+
+__all__ = [
+    "ADAM",
+    "FUSED_ADAM",
+    "MOMENTUM",
+    "SGD",
+    "Anchor",
+    "Category",
+    "Memory",
+    "Moment",
+    "OptimizerMemory",
+    "Training",
+    "anchored_bytes",
+    "peak_bytes",
+    "step_memory",
+]

@@ -1,0 +1,197 @@
+"""The backward pass of a step as tasks and buffers, and the gradients that it leaves behind.
+
+Invariant: the operators of the forward pass are gone through once, from the last to the first; a gradient that several readers of a value
+give is their sum, computed where it is read. What activation checkpointing has not kept is there again before the first that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qsync_fx.precision import FORMATS, FP32
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.predictor.memory.forward import Forward, Sources, convolves, pools, whole
+from qsync_fx.predictor.model.value import Name, Operator
+
+_INDEX = 8
+"""Bytes of an index."""
+
+
+class Backward:
+    """
+    Attributes:
+        tasks: in order; those that only widen a gradient follow the product that made it.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward, self.graph = forward, forward.graph
+        self.tasks: list[Task] = []
+        self._gradients: dict[int, Sources] = {}
+        self._arrived: set[int] = set()
+        self._carried: dict[Buffer, Buffer] = {}
+        self._repeated: dict[Buffer, Buffer] = {}
+        self._repeated_from = len(self.graph.operators)
+        for read in self.graph.outputs:
+            value = self.graph.values[read.value]
+            if value.differentiated:
+                tangent = Buffer(_of(value.name), value.own, forward.bytes(read.value, value.own))
+                self._task("", True, frozenset(), tangent)
+                self._arrive(read.value, frozenset({tangent}))
+        for at in reversed(range(len(self.graph.operators))):
+            operator = self.graph.operators[at]
+            if operator.result in self._gradients and forward.root(operator.result) == operator.result:
+                self._repeat(at)
+                self._operator(at, operator)
+
+    def _task(
+        self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0, over: bool = True
+    ) -> None:
+        self.tasks.append(Task(operator, True, library, reads, writes, workspace, over))
+
+    def _arrive(self, value: int, sources: Sources) -> None:
+        root = self.forward.root(value)
+        if self.graph.values[root].differentiated:
+            self._gradients[root] = self._gradients.get(root, frozenset()) | sources
+
+    def _repeat(self, at: int) -> None:
+        """Has what was not kept computed again: the operators of a checkpointed body, all at once."""
+        if not self.graph.operators[at].repeated or at >= self._repeated_from:
+            return
+        first = at
+        while first and self.graph.operators[first - 1].repeated:
+            first -= 1
+        for place in range(first, at + 1):
+            for task in self.forward.tasks_of(place):
+                writes = tuple(dataclasses.replace(buffer) for buffer in task.writes)
+                self._repeated |= dict(zip(task.writes, writes, strict=True))
+                self.tasks.append(dataclasses.replace(task, backward=True, reads=self._now(task.reads), writes=writes))
+        self._repeated_from = first
+
+    def _now(self, buffers: Sources) -> Sources:
+        return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)
+
+    def _operator(self, at: int, operator: Operator) -> None:
+        incoming = self._gradients[operator.result]
+        if self.forward.multiplies(operator):
+            self._product(at, operator, incoming)
+            return
+        kept = self._now(self.forward.kept.get(at, frozenset()))
+        outgoing = incoming | kept
+        if pools(operator) and operator.reads[0].gradient:
+            outgoing = self._pooled(at, operator, incoming, kept)
+        elif "norm" in operator.row and operator.reads[0].gradient and self._joins(operator):
+            incoming, outgoing = self._normed(operator, incoming, kept)
+        for read in operator.reads:
+            if read.gradient and self._is_parameter(read.value):
+                self._parameter(operator, read.value, incoming | kept)
+            elif read.gradient:
+                self._arrive(read.value, outgoing)
+
+    def _is_parameter(self, value: int) -> bool:
+        return self.graph.values[self.forward.root(value)].source == "parameter"
+
+    def _name(self, value: int) -> str:
+        return _of(self.graph.values[self.forward.root(value)].name)
+
+    def _joins(self, operator: Operator) -> bool:
+        """Whether what a norm reads is no product's result, but a sum of branches that its gradient goes back to."""
+        maker = self.forward.made_by(operator.reads[0].value)
+        return maker is not None and not self.forward.multiplies(maker)
+
+    def _normed(self, operator: Operator, incoming: Sources, kept: Sources) -> tuple[Sources, Sources]:
+        """The gradients that come in and go out, each read several times, and so in memory, in FP32."""
+        size = whole(self.graph.values[operator.result].numel) * FP32.dtype.itemsize
+        first = Buffer(self._name(operator.result), None, size)
+        self._task(operator.id, False, incoming, first, over=False)
+        second = Buffer(self._name(operator.reads[0].value), None, size)
+        self._task(operator.id, False, kept | {first}, second, over=False)
+        return frozenset({first}), frozenset({second})
+
+    def _pooled(self, at: int, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
+        fmt, value = self.forward.states.names[at][1], operator.reads[0].value
+        gradient = self._lying(operator, incoming, fmt)
+        places = Buffer(
+            f"places of {self._name(value)}", None, _INDEX * whole(self.graph.values[operator.result].numel)
+        )
+        self._task(operator.id, False, kept, places)
+        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
+        self._task(operator.id, True, frozenset({gradient, places}), buffer)
+        return frozenset({buffer})
+
+    def _lying(self, operator: Operator, incoming: Sources, fmt: Name) -> Buffer:
+        """The gradient of an operator's result, in memory and in a format."""
+        size = self.forward.bytes(operator.result, fmt)
+        if len(incoming) == 1:
+            (only,) = incoming
+            if only.format == fmt and only.bytes == size:
+                return only
+        buffer = Buffer(self._name(operator.result), fmt, size)
+        self._task(operator.id, False, incoming, buffer)
+        return buffer
+
+    def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
+        narrow, carrier = _computed_in(self.forward.states.names[at][0])
+        gradient = self._lying(operator, incoming, narrow)
+        places = [place for place, read in enumerate(operator.reads) if place < 2 and read.gradient]
+        made = {place: self._made(operator, place, carrier) for place in places}
+        if convolves(operator):
+            factors = [self._factor(at, operator, place, carrier) for place in (0, 1)]
+            reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
+            # oneDNN lays weights out anew, and sums their gradient in FP32.
+            workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
+            self._task(operator.id, True, reads, *made.values(), workspace=workspace)
+        for place, buffer in made.items():
+            if not convolves(operator):
+                other = self._factor(at, operator, 1 - place, carrier)
+                self._task(operator.id, True, frozenset({gradient} if other is None else {gradient, other}), buffer)
+            if not self._is_parameter(operator.reads[place].value):
+                self._arrive(operator.reads[place].value, frozenset({buffer}))
+            elif not buffer.stays:
+                self._parameter(operator, operator.reads[place].value, frozenset({buffer}), widens=True)
+        for read in operator.reads[2:]:
+            if read.gradient and self._is_parameter(read.value):
+                # A convolution's kernel gives the gradient of the bias, too.
+                self._parameter(operator, read.value, frozenset() if convolves(operator) else frozenset({gradient}))
+
+    def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
+        """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
+        value = operator.reads[place].value
+        root = self.forward.root(value)
+        if self._is_parameter(value) and self.graph.values[root].own == carrier and root not in self._arrived:
+            return self._gradient(root)
+        return Buffer(self._name(value), carrier, self.forward.bytes(value, carrier))
+
+    def _factor(self, at: int, operator: Operator, place: int, carrier: Name) -> Buffer | None:
+        """A factor of a product as its gradients read it: one that is kept in a scaled format, in the carrier."""
+        kept = self.forward.factors.get((at, place))
+        if kept is None:
+            return None
+        kept = self._repeated.get(kept, kept)
+        if kept.format is None or not FORMATS[kept.format].scaled:
+            return kept
+        if kept not in self._carried:
+            size = self.forward.bytes(operator.reads[place].value, carrier)
+            self._carried[kept] = Buffer(kept.name, carrier, size, Category.CASTS)
+            self._task(operator.id, False, frozenset({kept}), self._carried[kept])
+        return self._carried[kept]
+
+    def _gradient(self, root: int) -> Buffer:
+        self._arrived.add(root)
+        own = self.graph.values[root].own
+        return Buffer(self._name(root), own, self.forward.bytes(root, own), Category.GRADIENTS, stays=True)
+
+    def _parameter(self, operator: Operator, value: int, sources: Sources, widens: bool = False) -> None:
+        root = self.forward.root(value)
+        if root not in self._arrived:  # the gradient of another reader is added to what is there
+            self.tasks.append(Task(operator.id, True, False, sources, (self._gradient(root),), widens=widens))
+
+
+def _of(name: str) -> str:
+    return f"gradient of {name}"
+
+
+def _computed_in(precision: Name) -> tuple[Name, Name]:
+    """The formats of an incoming gradient and of the products with it."""
+    if precision is None or not FORMATS[precision].scaled:
+        return precision, precision
+    return FORMATS[precision].gradient.name, FORMATS[precision].carrier.name

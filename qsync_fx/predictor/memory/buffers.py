@@ -1,0 +1,141 @@
+"""What a step puts into memory, in order: buffers, the tasks that write and read them, and what is held while a task runs.
+
+Invariant: a buffer is there from the task that writes it to the last that reads it, and to the end of the step where it stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from qsync_fx.predictor.model.value import Name
+
+
+class Category(StrEnum):
+    """What bytes are for."""
+
+    PARAMETERS = "parameters, buffers and batch"
+    OPTIMIZER = "optimizer state"
+    GRADIENTS = "gradients of parameters"
+    BUCKETS = "buckets of gradients"
+    SAVED = "saved for the backward pass"
+    CASTS = "copies in other formats"
+    TEMPORARY = "temporaries"
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """
+    Attributes:
+        name: of the value in it.
+        format: what its floating-point values are in.
+        bytes: how many.
+        category: what they are for, where nothing keeps them for the backward pass.
+        stays: whether it outlives the backward pass, as gradients of parameters do.
+    """
+
+    name: str
+    format: Name
+    bytes: int
+    category: Category = Category.TEMPORARY
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    Attributes:
+        operator: the id of the operator that it is done for; "" for the loss.
+        backward: whether it belongs to the backward pass.
+        library: whether a library's kernel does it. What a compiler makes of others between two of those is one kernel: it allocates all
+            that it writes before it runs, and releases nothing before it has.
+        reads, writes: buffers.
+        workspace: bytes that it takes while it runs.
+        over: whether it may write over what it reads for the last time, element by element.
+        widens: whether it only converts a gradient that is there to the wider format of its parameter, and can wait.
+    """
+
+    operator: str
+    backward: bool
+    library: bool
+    reads: frozenset[Buffer] = frozenset()
+    writes: tuple[Buffer, ...] = ()
+    workspace: int = 0
+    over: bool = True
+    widens: bool = False
+
+
+Kind = tuple[Category, Name]
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is held while a task, or several that are one kernel, runs.
+
+    Attributes:
+        operator: the last operator that it is for.
+        backward: whether that is in the backward pass.
+        kinds: bytes by category and format.
+    """
+
+    operator: str
+    backward: bool
+    kinds: Mapping[Kind, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+def lives(
+    tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], Kind] = lambda buffer: (buffer.category, None)
+) -> list[Live]:
+    """Returns what is held at each moment of the tasks in this order.
+
+    Args:
+        grouped: whether what stands between two kernels of libraries is one kernel.
+        kind: what a buffer counts as.
+    """
+    ends = {buffer: at for at, task in enumerate(tasks) for buffer in (*task.reads, *task.writes)}
+    dying: defaultdict[int, list[Buffer]] = defaultdict(list)
+    for buffer, at in ends.items():
+        if not buffer.stays:
+            dying[at].append(buffer)
+    held: set[Buffer] = set()
+    kinds: Counter[Kind] = Counter()
+    found: list[Live] = []
+    at = 0
+    while at < len(tasks):
+        end = at + 1
+        while grouped and not tasks[at].library and end < len(tasks) and not tasks[end].library:
+            end += 1
+        gone = [buffer for place in range(at, end) for buffer in dying[place]]
+        for task in tasks[at:end]:
+            for buffer in task.writes:
+                if buffer in held:
+                    continue
+                under = _under(task, buffer, gone, held)
+                if under is not None:
+                    held.remove(under)
+                    kinds[kind(under)] -= under.bytes
+                held.add(buffer)
+                kinds[kind(buffer)] += buffer.bytes
+        last, working = tasks[end - 1], max(task.workspace for task in tasks[at:end])
+        now = Counter(kinds)
+        now[Category.TEMPORARY, None] += working
+        found.append(Live(last.operator, last.backward, +now))
+        for buffer in gone:
+            if buffer in held:
+                held.remove(buffer)
+                kinds[kind(buffer)] -= buffer.bytes
+        at = end
+    return found
+
+
+def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], held: set[Buffer]) -> Buffer | None:
+    """What a task writes a buffer over: something as large that nothing else reads any more."""
+    if task.library or not task.over:
+        return None
+    return next((b for b in gone if b in held and b in task.reads and b.bytes == buffer.bytes), None)

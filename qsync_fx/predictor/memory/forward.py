@@ -1,0 +1,239 @@
+"""The forward pass of a step as tasks and buffers, and what it keeps for the backward pass.
+
+What compilers do with elementwise operators is a rule and not a list: their results are computed where they are read, and lie in memory
+only where a library's kernel reads them, or where they are kept. Until then what they are computed from stays. A compiler keeps no result
+of theirs that the backward pass can compute again, in one go, from what is kept anyway.
+
+Invariant: values that are read in one format by several operators lie in memory once in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.algebra import Size
+from qsync_fx.ops import table
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.mapper import States
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.predictor.model.value import Name, Operator, Read
+
+Sources = frozenset[Buffer]
+"""What a value that does not lie in memory is computed from."""
+
+_SUM = 4
+"""Bytes of a sum of integer products."""
+_GATES = ("relu", "threshold")
+_GATHERS = ("embedding",)
+
+
+class Forward:
+    """
+    Attributes:
+        kept: by the place of an operator, what its backward pass reads of it, factors of products apart.
+        factors: by the places of a product and of its reading, the buffer that it has read; None for a parameter as it is.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states, self.graph = states, states.graph
+        self.kept: dict[int, Sources] = {}
+        self.factors: dict[tuple[int, int], Buffer | None] = {}
+        self._products = frozenset(row.name for row in table().values() if row.products)
+        self._tasks: list[list[Task]] = [[] for _ in range(len(self.graph.operators) + 1)]
+        self._sources: dict[int, Sources] = {}
+        self._there: dict[tuple[int, Name], Buffer] = {}
+        self._by_name = {value.name: at for at, value in enumerate(self.graph.values)}
+        for at, operator in enumerate(self.graph.operators):
+            if self.root(operator.result) == operator.result:
+                self._operator(at, operator)
+        for read in self.graph.outputs:
+            self._lie(read.value, self.graph.values[read.value].own, len(self.graph.operators))
+        self._keep()
+
+    @property
+    def tasks(self) -> list[Task]:
+        """In the order in which they run."""
+        return [task for tasks in self._tasks for task in tasks]
+
+    def tasks_of(self, at: int) -> list[Task]:
+        """Returns the tasks of the operator at a place."""
+        return self._tasks[at]
+
+    def root(self, value: int) -> int:
+        """Returns the place of the value whose memory a value lies in."""
+        return self.graph.values[value].tensor
+
+    def bytes(self, value: int, fmt: Name) -> int:
+        """Returns the bytes of a value in a format."""
+        held = self.graph.values[value]
+        floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
+        return floats + whole(held.fixed)
+
+    def multiplies(self, operator: Operator) -> bool:
+        """Whether it is a product, which a kernel of a library computes."""
+        return operator.row in self._products
+
+    def made_by(self, value: int) -> Operator | None:
+        """Returns the operator that makes a value; None for what is there before the step."""
+        maker = self.graph.values[self.root(value)].operator
+        return None if maker is None or self._given(value) else self.graph.operators[maker]
+
+    def _held(self, value: int) -> Name:
+        """The format that a value is given out in."""
+        found = self.graph.values[value]
+        return found.own if found.operator is None else self.states.names[found.operator][1] or found.own
+
+    def _wanted(self, read: Read, precision: Name) -> Name:
+        return read.wanted.get(precision or "") or self._held(read.value)
+
+    def _given(self, value: int) -> bool:
+        return self.graph.values[self.root(value)].source != "operator"
+
+    def _operator(self, at: int, operator: Operator) -> None:
+        result, (precision, output) = operator.result, self.states.names[at]
+        if not self.multiplies(operator):
+            sources = (self._sources.get(self.root(read.value), frozenset()) for read in operator.reads)
+            self._sources[result] = frozenset[Buffer]().union(*sources)
+            return
+        reads: list[Buffer] = []
+        for place, read in enumerate(operator.reads):
+            buffer = self.factors[at, place] = self._lie(read.value, self._wanted(read, precision), at)
+            reads += [] if buffer is None else [buffer]
+        size, workspace = self.bytes(result, output), 0
+        fmt = FORMATS[precision] if precision is not None else None
+        if fmt is not None and fmt.scaled:
+            if convolves(operator):
+                workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
+            else:
+                size = max(size, _SUM * whole(self.graph.values[result].numel))
+        if convolves(operator):
+            # oneDNN lays the weights out anew.
+            workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
+        buffer = Buffer(self.graph.values[result].name, output, size)
+        self._task(at, True, reads, buffer, workspace)
+        self._sources[result] = frozenset({buffer})
+        if size == self.bytes(result, output):
+            self._there[result, output] = buffer
+
+    def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
+        """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
+        root = self.root(value)
+        held = self.graph.values[root].own if self._given(root) else self._held(value)
+        if self._given(root) and fmt == held:
+            return None
+        if (root, fmt) in self._there:
+            return self._there[root, fmt]
+        reads = self._sources.get(root, frozenset())
+        scaled = fmt is not None and FORMATS[fmt].scaled
+        if scaled:
+            # A quantizer reads twice what lies in memory.
+            source = self._lie(value, held, at)
+            reads = frozenset() if source is None else frozenset({source})
+        category = Category.TEMPORARY if fmt == held else Category.CASTS
+        buffer = Buffer(self.graph.values[root].name, fmt, self.bytes(root, fmt), category)
+        self._task(at, scaled, reads, buffer)
+        self._there[root, fmt] = buffer
+        if fmt == held:
+            self._sources[root] = frozenset({buffer})
+        return buffer
+
+    def _task(self, at: int, library: bool, reads: Iterable[Buffer], write: Buffer, workspace: int = 0) -> None:
+        name = self.graph.operators[at].id if at < len(self.graph.operators) else ""
+        self._tasks[at].append(Task(name, False, library, frozenset(reads), (write,), workspace))
+
+    # What is kept.
+
+    def _keep(self) -> None:
+        """Settles what is kept: factors and results of products, and of other values what is not computed again."""
+        late: list[tuple[int, int, Name]] = []
+        for at, operator in enumerate(self.graph.operators):
+            for (name, how), size in operator.costs[self.states.names[at]].saved.items():
+                if how.startswith("extra"):
+                    self._extra(at, operator, f"{name} {how}", whole(size))
+                    continue
+                root, fmt = self.root(self._by_name[name]), how or None
+                if self.multiplies(operator):
+                    self._hold(at, root, fmt)
+                elif self._is_product(root):
+                    # A copy that is wider than what it is made from is made again.
+                    self._hold(at, root, min((fmt, self._held(root)), key=lambda name: self.bytes(root, name)))
+                elif not self._given(root):
+                    late.append((at, root, fmt))
+        certain = frozenset[Buffer]().union(*self.kept.values())
+        for at, root, fmt in late:
+            operator, again = self.graph.operators[at], self._again(root, certain)
+            if self._there.get((root, fmt)) in certain:
+                self._hold(at, root, fmt)
+            elif fmt is None or again is not None:
+                self._add(at, again or ())
+            elif operator.row in _GATES and operator.result == root:
+                self._gate(at, root)
+            else:
+                self._hold(at, root, fmt)
+
+    def _is_product(self, root: int) -> bool:
+        maker = self.made_by(root)
+        return maker is not None and self.multiplies(maker)
+
+    def _again(self, root: int, certain: Sources) -> Sources | None:
+        """What a value is computed from again in the backward pass; None where something of that is not kept."""
+        operator = self.made_by(root)
+        if operator is None or operator.row in _GATHERS or self.multiplies(operator):
+            return None
+        at = self.graph.places[operator.id]
+        found = self.kept.get(at, frozenset())
+        for used, fmt in self._read_by(at, operator):
+            there = {self._there[used, name] for name in (fmt, self._held(used)) if (used, name) in self._there}
+            # What lay in memory and is not kept would lie there again.
+            more = there & certain or (None if there else self._again(used, certain))
+            if more is None:
+                return None
+            found |= more
+        return found
+
+    def _read_by(self, at: int, operator: Operator) -> Iterator[tuple[int, Name]]:
+        for read in operator.reads:
+            if not self._given(read.value):
+                yield self.root(read.value), self._wanted(read, self.states.names[at][0])
+
+    def _hold(self, at: int, root: int, fmt: Name) -> None:
+        buffer = self._lie(root, fmt, at)
+        self._add(at, () if buffer is None else (buffer,))
+
+    def _add(self, at: int, buffers: Iterable[Buffer]) -> None:
+        self.kept[at] = self.kept.get(at, frozenset()) | frozenset(buffers)
+
+    def _gate(self, at: int, root: int) -> None:
+        """What a ReLU keeps whose result nobody keeps: a byte an element."""
+        value = self.graph.values[root]
+        buffer = Buffer(value.name, None, whole(value.numel))
+        self._task(at, False, self._sources.get(root, ()), buffer)
+        self._add(at, (buffer,))
+
+    def _extra(self, at: int, operator: Operator, name: str, size: int) -> None:
+        if pools(operator):
+            size = whole(self.graph.values[operator.result].numel)  # places within windows, a byte each
+        buffer = Buffer(name, None, size)
+        self._task(at, False, (), buffer)
+        self._add(at, (buffer,))
+
+
+def convolves(operator: Operator) -> bool:
+    return "conv" in operator.row
+
+
+def pools(operator: Operator) -> bool:
+    """Whether it gives the largest of each window."""
+    return operator.row.startswith("max_pool")
+
+
+def whole(size: Size) -> int:
+    """Returns a size as a number; raises `ProfileError` for an expression."""
+    try:
+        return int(size)
+    except TypeError:
+        raise ProfileError(
+            f"memory is predicted for sizes that are numbers, and one is {size}",
+            do="explain the model with static shapes, dynamic=False",
+        ) from None

@@ -1,0 +1,142 @@
+"""The memory of a training step under a plan: what is held at each moment, by category and format, and the most of it.
+
+Invariant: a pure function of the model graph and the states of its operators; nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.mapper import States
+from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, lives
+from qsync_fx.predictor.memory.forward import Forward, whole
+from qsync_fx.predictor.memory.order import ordered
+from qsync_fx.predictor.memory.training import Training
+from qsync_fx.predictor.model.value import ModelGraph
+
+_HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
+_STEP = "optimizer"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step.
+
+    Attributes:
+        place: "forward", "backward" or "optimizer".
+        operator: the id of the operator that runs; "" for what belongs to none.
+        kinds: bytes by category and format; the format is None for what is in none, and where it does not matter.
+    """
+
+    place: str
+    operator: str
+    kinds: Mapping[Kind, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kinds.values())
+
+    def of(self, category: Category) -> int:
+        """Returns the bytes of a category."""
+        return sum(size for (found, _), size in self.kinds.items() if found is category)
+
+    def __str__(self) -> str:
+        where = f"{self.place}, {self.operator}" if self.operator else self.place
+        lines = [f"{self.bytes / 1e6:10.2f} MB  {where}"]
+        for (category, fmt), size in sorted(self.kinds.items(), key=lambda item: -item[1]):
+            lines.append(f"{size / 1e6:10.2f} MB    {category}{f' in {fmt}' if fmt else ''}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """
+    Attributes:
+        moments: of the step, in order.
+    """
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is held; the first of several."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held before the step: parameters, buffers, the batch, and the optimizer's state."""
+        return sum(self.moments[0].of(category) for category in _HELD)
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that the step holds beyond that, as `qsync_fx.profiling.peak.measured_peak` measures it."""
+        return self.peak.bytes - self.held_bytes
+
+    def __str__(self) -> str:
+        return f"most at once:\n{self.peak}"
+
+
+def step_memory(states: States, training: Training | None = None) -> Memory:
+    """Returns what a step holds, moment by moment, where operators are in these states.
+
+    Raises:
+        ProfileError: the model is known in symbolic sizes only.
+    """
+    training = training or Training()
+    forward = Forward(states)
+    tasks = ordered(forward.tasks, (backward := Backward(forward)).tasks)
+    made = {buffer for task in tasks if not task.backward for buffer in task.writes}
+    saved = made & {buffer for task in backward.tasks for buffer in task.reads}
+
+    def kind(buffer: Buffer) -> Kind:
+        category = Category.SAVED if buffer in saved else buffer.category
+        return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
+
+    held = _held(states.graph, training)
+    found = [_moment(live, held) for live in lives(tasks, grouped=True, kind=kind)]
+    return Memory((*found, _optimizer(states.graph, training, held)))
+
+
+def peak_bytes(states: States, training: Training | None = None) -> int:
+    """Returns the most bytes that a step holds, parameters and the optimizer's state included; see `step_memory` for when and of what."""
+    return step_memory(states, training).peak.bytes
+
+
+def _held(graph: ModelGraph, training: Training) -> Mapping[Kind, int]:
+    parameters = sum(whole(p.numel) * p.dtype_bytes for p in graph.parameters)
+    found: dict[Kind, int] = {(Category.PARAMETERS, None): parameters + sum(_given(graph))}
+    if state := training.optimizer.state_bytes(_trained(graph)):
+        found[Category.OPTIMIZER, None] = state
+    if training.buckets:
+        found[Category.BUCKETS, None] = _gradients(graph)
+    return MappingProxyType(found)
+
+
+def _given(graph: ModelGraph) -> Iterator[int]:
+    for at, value in enumerate(graph.values):
+        if value.source in ("buffer", "input") and value.tensor == at:
+            itemsize = FORMATS[value.own].dtype.itemsize if value.own is not None else 0
+            yield whole(value.numel) * itemsize + whole(value.fixed)
+
+
+def _trained(graph: ModelGraph) -> list[int]:
+    return [whole(parameter.numel) for parameter in graph.parameters if parameter.trained]
+
+
+def _gradients(graph: ModelGraph) -> int:
+    return sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters if parameter.trained)
+
+
+def _moment(live: Live, held: Mapping[Kind, int]) -> Moment:
+    return Moment("backward" if live.backward else "forward", live.operator, MappingProxyType({**held, **live.kinds}))
+
+
+def _optimizer(graph: ModelGraph, training: Training, held: Mapping[Kind, int]) -> Moment:
+    kinds = {**held, (Category.GRADIENTS, None): _gradients(graph)}
+    if temporary := training.optimizer.step_bytes(_trained(graph)):
+        kinds[Category.TEMPORARY, None] = temporary
+    return Moment(_STEP, "", MappingProxyType(kinds))

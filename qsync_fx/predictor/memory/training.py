@@ -1,0 +1,57 @@
+"""What a step holds beside the two passes: the optimizer's state and temporaries, and the buckets that gradients are sent in.
+
+Invariant: bytes here follow from numbers of elements. Nothing depends on a plan: parameters, their gradients and states keep their format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """What an optimizer takes, in FP32 values an element of a parameter.
+
+    `qsync_fx.profiling.optimizers.optimizer_memory` asks an optimizer for it. The values below are those of torch's on the CPU.
+
+    Attributes:
+        state: what it keeps from step to step.
+        temporary: what it takes while it updates a parameter.
+        before: what is still there then of the parameter before.
+        together: what it takes for all parameters at once, where it updates them together.
+    """
+
+    state: float = 0.0
+    temporary: float = 0.0
+    before: float = 0.0
+    together: float = 0.0
+
+    def state_bytes(self, numels: Sequence[int]) -> int:
+        return round(self.state * sum(numels)) * _FP32
+
+    def step_bytes(self, numels: Sequence[int]) -> int:
+        """Returns the most that a step takes beyond state and gradients."""
+        pairs = zip(numels, [0, *numels], strict=False)
+        alone = max((self.temporary * own + self.before * before for own, before in pairs), default=0.0)
+        return round(alone + self.together * sum(numels)) * _FP32
+
+
+SGD = OptimizerMemory()
+MOMENTUM = OptimizerMemory(state=1)
+ADAM = OptimizerMemory(state=2, temporary=2, before=1)
+FUSED_ADAM = OptimizerMemory(state=2)
+
+
+@dataclass(frozen=True)
+class Training:
+    """
+    Attributes:
+        optimizer: what it takes.
+        buckets: whether gradients are copied into buckets to be sent (DistributedDataParallel without gradient_as_bucket_view).
+    """
+
+    optimizer: OptimizerMemory = SGD
+    buckets: bool = False

@@ -1,0 +1,67 @@
+"""Buffers come and go with the tasks that write and read them."""
+
+from __future__ import annotations
+
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Task, lives
+from qsync_fx.predictor.memory.order import ordered
+
+
+def buffer(size: int, stays: bool = False) -> Buffer:
+    return Buffer("", None, size, Category.GRADIENTS if stays else Category.TEMPORARY, stays)
+
+
+def task(*writes: Buffer, reads: tuple[Buffer, ...] = (), library: bool = False, widens: bool = False) -> Task:
+    return Task("", True, library, frozenset(reads), writes, widens=widens)
+
+
+def held(tasks: list[Task], grouped: bool = True) -> list[int]:
+    return [live.bytes for live in lives(tasks, grouped)]
+
+
+def test_a_buffer_is_there_until_its_last_reader_has_run() -> None:
+    a, b, c = buffer(1), buffer(10), buffer(100)
+    tasks = [
+        task(a, library=True),
+        task(b, reads=(a,), library=True),
+        task(c, reads=(a,), library=True),
+        task(reads=(c,), library=True),
+    ]
+    assert held(tasks) == [1, 11, 101, 100]
+
+
+def test_what_stays_is_there_to_the_end() -> None:
+    assert held([task(buffer(5, stays=True), library=True), task(buffer(1), library=True)]) == [5, 6]
+
+
+def test_one_kernel_allocates_all_that_it_writes_before_it_releases_anything() -> None:
+    narrow = [buffer(2), buffer(2)]
+    wide = [buffer(4, stays=True), buffer(4, stays=True)]
+    tasks = [
+        task(*narrow, library=True),
+        task(wide[0], reads=(narrow[0],)),
+        task(wide[1], reads=(narrow[1],)),
+    ]
+    assert held(tasks, grouped=True) == [4, 12]
+    assert held(tasks, grouped=False) == [4, 8, 10]
+
+
+def test_an_elementwise_task_writes_over_what_it_reads_last_and_a_library_does_not() -> None:
+    a, b = buffer(7), buffer(7)
+    assert held([task(a, library=True), task(b, reads=(a,))]) == [7, 7]
+    a, b = buffer(7), buffer(7)
+    assert held([task(a, library=True), task(b, reads=(a,), library=True)]) == [7, 14]
+
+
+def test_a_workspace_is_held_while_its_task_runs() -> None:
+    assert held([Task("", True, True, workspace=9), task(buffer(1), library=True)]) == [9, 1]
+
+
+def test_gradients_are_widened_last_where_less_is_expected_of_it() -> None:
+    saved, narrow, wide = buffer(100), buffer(10), buffer(20, stays=True)
+    forward = [task(saved, library=True)]
+    product = task(narrow, library=True)
+    widening = task(wide, reads=(narrow,), widens=True)
+    after = task(reads=(saved,), library=True)
+    assert ordered(forward, [product, widening, after]) == [*forward, product, after, widening]
+    # Where nothing is gained it stays where it was written.
+    assert ordered([], [product, widening]) == [product, widening]
