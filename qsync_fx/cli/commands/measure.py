@@ -42,6 +42,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--optimizer", metavar="NAME", default="adamw", help="a class of torch.optim, or none; adamw by default"
     )
+    measured.add_argument(
+        "--sensitivity",
+        metavar="METHOD",
+        default="exact",
+        help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
+    )
     measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
     kept = parser.add_argument_group("what to write")
     kept.add_argument("--output", metavar="FILE", type=Path, help="the profile, for other commands")
@@ -68,6 +74,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         optimizer=_optimizer(arguments.optimizer, module),
         plan=() if given.options.plan is None else given.options.plan,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
+        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity,
         path=arguments.output,
         options=options,
     )

@@ -1,0 +1,72 @@
+"""`qsync measure`: what it prints and writes, and what it says of arguments that do not go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qsync_fx import Plan, Profile
+from qsync_fx.cli import main
+
+NETS = """
+import torch
+from torch import nn
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(16, 8, bias=False), (torch.ones(4, 16),)
+
+def function():
+    return torch.relu, (torch.ones(4),)
+
+def integers():
+    return nn.Embedding(4, 2), (torch.ones(2, dtype=torch.int64),)
+"""
+QUICK = ["--precisions", "fp32", "--rounds", "1", "--sensitivity", "none"]
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "measured_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_what_it_writes_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plan = tmp_path / "linear.json", tmp_path / "plan.json"
+    assert main(["measure", "measured_nets:linear", *QUICK, "--optimizer", "sgd", "--output", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "/linear" in printed.out and "optimizer SGD" in printed.out
+    assert "measuring Linear under 1 plans" in printed.err and f"wrote {out}" in printed.err
+    profile = Profile.load(out)
+    assert [run.label for run in profile.runs] == ["fp32"] == profile.precisions
+    Plan.uniform("fp32").save(plan)
+    assert main(["replay", str(plan), "--profile", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(
+        profile.runs[0].forward + profile.runs[0].backward + profile.optimizer_seconds, rel=0.05
+    )
+
+
+def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "measured_nets:linear", *QUICK, "--optimizer", "none", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "qsync-profile" and found["optimizer"] == ""
+    assert [operator["operator"] for operator in found["runs"][0]["operators"]] == ["/linear"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["linear", "--precision", "int8"], "a profile is of several precisions"),
+        (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
+        (["linear", "--precisions", "fp32", "--optimizer", "sdg"], "did you mean 'sgd'?"),
+        (["linear", "--precisions", "fp32", "--rounds", "0"], "cannot be measured 0 times"),
+        (["function"], "a function has nothing to train"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *others = arguments
+    assert main(["measure", f"measured_nets:{name}", *others]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "do:" in error
