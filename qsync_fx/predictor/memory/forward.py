@@ -235,5 +235,5 @@ def whole(size: Size) -> int:
     except TypeError:
         raise ProfileError(
             f"memory is predicted for sizes that are numbers, and one is {size}",
-            do="explain the model with static shapes, dynamic=False",
+            do="put numbers in their place, graph.at(batch=64), or explain the model with static shapes",
         ) from None
