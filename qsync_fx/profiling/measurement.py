@@ -37,6 +37,7 @@ from qsync_fx.profiling.kernels import Files, watching
 from qsync_fx.profiling.lines import timing_lines
 from qsync_fx.profiling.machine import this_machine
 from qsync_fx.profiling.observed import Observed, observed
+from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.peak import measured_peak
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
@@ -120,7 +121,7 @@ def measure(
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    profile = _profile(samples, seen, plans, formats, peaks)
+    profile = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
     if sensitivity is not None:
         found = find_sensitivity(model, step, batches, sensitivity, formats, options=dict(options or {}))
         profile = replace(profile, sensitivity=found)

@@ -24,6 +24,7 @@ from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.schedule import Entry, Part
 from qsync_fx.profiling.machine import Machine
 from qsync_fx.profiling.observed import observed
+from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.profile import Collective, Measured, Profile, Quantized, Run
 from qsync_fx.profiling.profile_plans import profile_plans
 from qsync_fx.profiling.steps import Step, Training, clock_for
@@ -64,6 +65,7 @@ def of_catalog(
         [_run(label, found, times, updating) for label, found in plans.items()],
         type(optimizer).__name__ if optimizer is not None else "",
         _collectives(device),
+        optimizer_memory=known_memory(optimizer),
     )
 
 

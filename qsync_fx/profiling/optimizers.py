@@ -30,6 +30,14 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
     )
 
 
+def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
+    """Returns what an optimizer takes, nothing for none; None where that cannot be found out."""
+    try:
+        return OptimizerMemory() if optimizer is None else optimizer_memory(optimizer)
+    except ProfileError:
+        return None
+
+
 def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
     parameters = [torch.nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
     known = inspect.signature(type(optimizer)).parameters

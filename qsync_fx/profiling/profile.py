@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from qsync_fx.codec import Path, Schema
 from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.memory import OptimizerMemory
 from qsync_fx.predictor.model.file import StoredGraph, restored
 from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
@@ -161,6 +162,7 @@ class Profile:
         optimizer: the class of the optimizer; "" where none was given.
         collectives: of each backend that was up.
         sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
+        optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
     """
 
     machine: Machine
@@ -171,6 +173,7 @@ class Profile:
     optimizer: str = ""
     collectives: list[Collective] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
+    optimizer_memory: OptimizerMemory | None = None
 
     @functools.cached_property
     def graph(self) -> ModelGraph:

@@ -59,7 +59,9 @@ def _devices(timeline: Timeline) -> RenderableType:
 
 
 def _peak(timeline: Timeline, name: str) -> str:
-    peak, memory = timeline.peak_bytes[name], timeline.played.cluster.devices[name].memory
+    peak, memory = timeline.peak_bytes.get(name), timeline.played.cluster.devices[name].memory
+    if peak is None:
+        return "?"
     if memory is None:
         return short(peak, "B")
     return f"{short(peak, 'B')} of {short(memory, 'B')}{', too much' if peak > memory else ''}"

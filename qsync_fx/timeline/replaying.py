@@ -16,12 +16,12 @@ from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.memory import Training, peak_bytes
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
-from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.predictor.times import Times
 from qsync_fx.timeline.timeline import Timeline
 
@@ -66,10 +66,11 @@ def replay(
     plans = _for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     fleet.check_names(profiles, "profiles")
-    schedules = {
-        name: _schedule(name, plans[name], profiles[name], fleet.buckets.whole_graphs) for name in fleet.devices
-    }
-    return Timeline(played(schedules, _linked(fleet, profiles)))
+    mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}
+    schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
+    peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
+    known = {name: peak for name, peak in peaks.items() if peak is not None}
+    return Timeline(played(schedules, _linked(fleet, profiles)), known)
 
 
 def replay_traces(
@@ -140,10 +141,15 @@ def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known
     return {**profiles, **reckoned}
 
 
-def _schedule(name: str, plan: Plan, profile: Known, whole_graphs: bool) -> Schedule:
-    graph = _graph(name, profile)
+def _mapper(name: str, plan: Plan, profile: Known) -> CostMapper:
     times = profile if isinstance(profile, DeviceTimes) else profile.times()
-    return CostMapper(graph, times, plan).schedule(whole_graphs)
+    return CostMapper(_graph(name, profile), times, plan)
+
+
+def _peak(mapper: CostMapper, profile: Known, sends: bool) -> int | None:
+    """Returns the most bytes that a step holds; None where nothing says what the optimizer takes."""
+    optimizer = getattr(profile, "optimizer_memory", None)
+    return None if optimizer is None else peak_bytes(mapper.states(), Training(optimizer, buckets=sends))
 
 
 def _graph(name: str, profile: Known) -> ModelGraph:

@@ -51,7 +51,9 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiles")
     model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
     t4 = qsync_fx.devices.get("t4")
-    profile = t4.profile(model, lambda model, x: model(x).square().mean(), torch.randn(512, 1024), ("fp32", "fp16"))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    x, formats = torch.randn(512, 1024), ("fp32", "fp16")
+    profile = t4.profile(model, lambda model, x: model(x).square().mean(), x, formats, optimizer)
     profile.save(folder / "t4.json")
     for name in ("fp32", "fp16"):
         Plan.uniform(name).save(folder / f"{name}.json")
@@ -61,14 +63,17 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = []
+    seconds, peaks = [], []
     for name in ("fp32", "fp16"):
         assert main(["replay", f"{profiled}/{name}.json", "--profile", f"{profiled}/t4.json", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert [one["name"] for one in found["devices"]] == ["t4"]
         assert {one["operator"] for one in found["operators"]} >= {"0/linear", "1/relu", "2/linear"}
         seconds.append(found["seconds"])
+        peaks.append(found["devices"][0]["peak_bytes"])
     assert seconds[0] > seconds[1] > 0
+    parameters = 2 * (2048 * 1024) + 2048 + 1024
+    assert peaks[0] > 4 * 3 * parameters, "parameters, gradients, momentum"
     assert main(["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]) == 0
     assert "0/linear" in capsys.readouterr().out
 
