@@ -22,6 +22,7 @@ from _harness import arguments, finish
 from qsync_fx import devices
 from qsync_fx.devices.analytic.transfers import interpolated
 from qsync_fx.devices.constants import Convolution, Tiles
+from qsync_fx.files import write_text
 
 CATALOG = Path(devices.__file__).with_name("catalog")
 MARK = "# Fitted by benchmarks/catalog.py; what is above is written by hand."
@@ -75,9 +76,15 @@ def held_out(points: Sequence[Point], quick: bool) -> Numbers:
     found = np.zeros(len(points))
     for number in range(1 if quick else FOLDS):
         there = np.array([fold[point.shape] == number for point in points])
-        fitted = fit([p for p, out in zip(points, there, strict=True) if not out], *((2, 1) if quick else ()))
+        known = [p for p, out in zip(points, there, strict=True) if not out]
+        fitted = fit(known, *_effort(known, quick))
         found[there] = fitted.seconds([p for p, out in zip(points, there, strict=True) if out])
     return found
+
+
+def _effort(points: Sequence[Point], quick: bool) -> tuple[int, int]:
+    """Rounds and starts of a fit: constants that are held to what is usual are found from there."""
+    return (2, 1) if quick else (12, 1 if "gradient" in points[0].product else 2)
 
 
 def catalogued(point: Point) -> float:
@@ -96,16 +103,18 @@ def errors(seconds: Numbers, points: Sequence[Point]) -> Numbers:
     return np.asarray(np.abs(seconds / np.array([point.seconds for point in points]) - 1))
 
 
-def products(folder: Path, quick: bool, write: bool) -> list[dict[str, Any]]:
+def products(folder: Path, quick: bool, write: bool, only: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     points = [*gemms(folder), *convolutions(folder)]
     # Devices share the constants of convolutions, of which few were measured.
     keys = sorted({(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points})
     for product, precision, device in keys:
+        if only and product not in only:
+            continue
         some = [p for p in points if (p.product, p.precision) == (product, precision) and device in ("", p.device)]
         if write:
-            fitted = fit(some, *((2, 1) if quick else ()))
+            fitted = fit(some, *_effort(some, quick))
             found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
             continue
         seconds = held_out(some, quick)
@@ -191,7 +200,7 @@ def written(device: str, found: dict[tuple[str, str], dict[str, Any]], folder: P
             lines += ["", "[[reductions]]", f"ranks = {ranks}", f"bytes = {[int(one) for one in at]}"]
             lines += [f"seconds = [{', '.join(f'{one:.4g}' for one in seconds)}]"]
             lines += ['source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"']
-    path.write_text("\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _toml(value: Any) -> str:
@@ -204,13 +213,19 @@ def main() -> None:
     options = arguments(
         __doc__,
         data={"type": Path, "metavar": "FOLDER", "help": "where the measured times lie"},
+        only={
+            "nargs": "+",
+            "default": (),
+            "metavar": "PRODUCT",
+            "help": "of gemm, output, input_gradient, weight_gradient",
+        },
         write={"action": "store_true", "help": "write constants fitted to all of them into the catalog"},
     )
     if options.data is None:
         print("give --data FOLDER to compare the catalog with measured times")
         return
-    rows = products(options.data, options.quick, options.write)
-    finish(options, [] if options.write else [*rows, *collectives(options.data)])
+    rows = products(options.data, options.quick, options.write, options.only)
+    finish(options, [] if options.write else [*rows, *(collectives(options.data) if not options.only else [])])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ What the catalog says is sound, and what anyone wrote is read to the letter or r
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -200,3 +203,32 @@ def test_import_of_the_package_reads_no_file_of_a_device() -> None:
         "import qsync_fx.options; print([name for name in opened if name.endswith('.toml')])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+NAMES = {
+    "gemm": "matrix product",
+    "output": "convolution",
+    "input_gradient": "gradient of its input",
+    "weight_gradient": "gradient of its weight",
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_tells_how_near_the_catalog_comes_as_the_benchmark_found_it() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "catalog.json").read_text())["rows"]
+    lines = [
+        "| work | device | format | measured | held out, mean | held out, median | by the catalog |",
+        "| --- " * 7 + "|",
+    ]
+    for row in rows:
+        name, fmt = NAMES.get(row["product"], row["product"]), row["precision"] or "fp32"
+        errors = (f"{100 * row[key]:.1f}%" for key in ("held_out_mape", "held_out_median", "catalog_mape"))
+        lines.append("| " + " | ".join([name, row["device"], fmt, str(row["points"]), *errors]) + " |")
+    page = ROOT / "docs" / "predictor.md"
+    text = page.read_text()
+    told = re.search(r"(?<=<!-- catalog -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
+    assert told is not None
+    if os.environ.get("QSYNC_UPDATE_DOCS") == "1":
+        page.write_text(text[: told.start()] + "\n".join(lines) + "\n" + text[told.end() :])
+    else:
+        assert told[0].splitlines() == lines

@@ -121,11 +121,17 @@ def _sides(by: Convolution, of: Shape, product: Product, tensor_cores: bool) -> 
     return of.c, places, stepped(of.k, by.step) * window
 
 
+_TRANSFORMED = 128
+"""Channels from which libraries transform the gradient of a weight."""
+
+
 def _winograd(
     by: Convolution, on: Machine, of: Shape, product: Product, direct: Numbers, moved: Numbers, weights: Numbers
 ) -> tuple[Numbers, Numbers]:
     """Returns the seconds with Winograd's algorithm where that is what is used, and where it is."""
     serves = (of.skipped == 1) & (of.r == of.s) & ((of.r == 3) | (of.r == 5))
+    if product == "weight_gradient":
+        serves &= (of.r == 3) & (np.minimum(of.c, of.k) >= _TRANSFORMED)
     if not by.winograd or not serves.any():
         return direct, np.zeros(len(direct))
     own = (of.n >= by.winograd_batch) | (of.r > 3) | (product == "weight_gradient")
