@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _harness import Row, arguments, finish, write_json
-from _predicted import CASES, PRECISIONS, QUICK, Case, mixed_plans
+from replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
 
 import qsync_fx
 from qsync_fx import Plan
