@@ -343,6 +343,27 @@ def test_other_mistakes_are_told() -> None:
         qsync_fx.sensitivity(model.requires_grad_(False), step, batches())
 
 
+class Unrecorded(nn.Module):
+    """A part that the model computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = torch.tanh(self.first(x))
+        return self.last(h)
+
+
+def test_what_runs_without_gradients_errs_all_the_same() -> None:
+    model = small_models.build(Unrecorded)
+    held = agreement(
+        *several(model, step, batches(), ["exact", "monte_carlo"], ["int8"], steps=4, fraction=1.0), "int8"
+    )
+    assert held.operators == 2 and 0.5 < held.ratio < 2, held
+
+
 class _Once(torch.autograd.Function):
     """A gradient that has none of its own."""
 

@@ -146,6 +146,9 @@ def check(found: Sensitivity) -> str | None:
     return None
 
 
+CHECKS: Final = {Sensitivity: check}
+"""What a file that holds a sensitivity in a field of its own checks of it."""
+
 SENSITIVITY: Final = Schema(
     Sensitivity,
     noun="sensitivity",
@@ -153,6 +156,6 @@ SENSITIVITY: Final = Schema(
     remedy="save what qsync_fx.sensitivity returned",
     name="qsync-sensitivity",
     largest=64 * 2**20,
-    checks={Sensitivity: check},
+    checks=CHECKS,
 )
-"""Such files; a file that holds one in a field of its own takes `checks` over."""
+"""Files of one alone."""

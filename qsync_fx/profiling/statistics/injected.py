@@ -6,6 +6,7 @@ rounding's own is; errors that are not random are put in as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,16 @@ class Injected:
         draws: passes with noise an operator, precision and step.
     """
 
-    draws: int = 1
+    draws: int = 2
 
     def look(self, step: Step) -> dict[Key, float]:
+        return self.of(step, step.keys)
+
+    def of(self, step: Step, keys: Sequence[Key]) -> dict[Key, float]:
+        """Returns what some operators add in some precisions."""
         exact = step.gradients()
         found: dict[Key, float] = {}
-        for name, precision in step.keys:
+        for name, precision in keys:
             change = step.changes[name][precision]
             run = tapped(injecting(name, change, step.generator))
             random = any(one.rounding == "stochastic" for one in change.rounded)

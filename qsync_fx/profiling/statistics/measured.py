@@ -21,6 +21,7 @@ from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, Precision, precision
 from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.captured import Captured, as_it_is
 from qsync_fx.profiling.statistics.methods import method as method_called
@@ -89,10 +90,9 @@ def several(
     _check(root, fraction)
     names = _names(precisions, root)
     captured = Captured(root, Options.parse(options))
-    say = say or _on_a_terminal
     traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
     seconds = dict.fromkeys(methods, 0.0)
-    with undisturbed(root):
+    with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
@@ -101,7 +101,8 @@ def several(
                     many = len({name for name, _ in now().keys})
                     for name, entry in known.items():
                         passes = entry.passes(many, len(names))
-                        say(f"{name}: {steps} steps of about {passes} passes, {many} operators in {', '.join(names)}")
+                        cost = f"{name}: {steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
+                        (say or _on_a_terminal)(cost)
                 for name in methods:
                     begin = time.perf_counter()
                     traces[name].append(looking.settled(made[name], now))
@@ -109,7 +110,9 @@ def several(
                 if trainer is not None:
                     _train(trainer, now())
             left = sum(seconds.values()) / (at + 1) * (steps - at - 1)
-            say(f"step {at + 1} of {steps}, about {left:.0f} s left")
+            done(f"step {at + 1}")
+            if say is not None:
+                say(f"step {at + 1} of {steps}, about {left:.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [_value(name, root, order, looking.changes, traces[name], seconds[name]) for name in methods]
 

@@ -38,12 +38,12 @@ METHODS: Final[dict[str, Known]] = {
     "exact": Known(
         SecondOrder,
         "exact variances, carried to the gradients by second derivatives, and the gates that flip",
-        lambda operators, precisions: 8,
+        lambda operators, precisions: 12,
     ),
     "injected": Known(
         Injected,
         "noise of the exact variance is put in at each operator in turn",
-        lambda operators, precisions: 1 + operators * precisions,
+        lambda operators, precisions: 1 + 2 * operators * precisions,
     ),
     "depth": Known(
         lambda: Formulas(by_depth),

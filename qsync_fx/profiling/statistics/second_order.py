@@ -7,6 +7,8 @@ sum_i E[e_i**2] |H_i|**2 is taken. Those of roundings to nearest are known, belo
 Gates flip beside that (see `gates`). How much noise gets in front of a gate is asked of all gates once and then of a few a step, those
 that were asked least, each by one backward pass from there.
 
+Operators that run where the model records no gradients are left to "injected".
+
 Invariant: unbiased where errors are small against what the model computes with. A step costs as many passes whatever the number of
 operators and precisions.
 """
@@ -23,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.gates import Flips, Gate
+from qsync_fx.profiling.statistics.injected import Injected
 from qsync_fx.profiling.statistics.local import Erring, erring
 from qsync_fx.profiling.statistics.probed import Probed, probed, signs
 from qsync_fx.profiling.statistics.roundings import Change
@@ -68,7 +71,7 @@ class SecondOrder:
         reach: what all steps so far have said of that.
     """
 
-    draws: int = 2
+    draws: int = 4
     gates: int = 4
     reach: Reach = field(default_factory=Reach)
 
@@ -102,6 +105,9 @@ class SecondOrder:
             flips = _flips(gate, found, number)
             for key, deviation in self.reach.deviations(gate.name).items():
                 result[key] = result.get(key, 0.0) + flips.at(deviation)
+        if taps.unrecorded:
+            # What a model computes under torch.no_grad errs all the same, and no derivative leads there.
+            result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
         return result
 
     def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:

@@ -57,18 +57,27 @@ class Taps:
     """
     Args:
         wanted: the places to note, by operator.
+
+    Attributes:
+        seen: the calls of operators.
+        gates: what noise may flip.
+        unrecorded: the operators that ran where the model records no gradients.
     """
 
     wanted: Mapping[str, set[Place]]
     seen: list[Seen] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
+    unrecorded: set[str] = field(default_factory=set)
     _memory: dict[PrecisionGraph, Memory] = field(default_factory=dict)
 
     def tap(self, operator: Operator, given: list[Any], call: Call) -> Any:
         """Computes an operator, as `tapped.Tap` says, on views of what it reads: gradients of these are of this reader alone."""
         name = str(operator.id)
         places = self.wanted.get(name, set())
-        if not places or not torch.is_grad_enabled():
+        if not places:
+            return call(given)
+        if not torch.is_grad_enabled():
+            self.unrecorded.add(name)
             return call(given)
         written = self._written(operator)
         branched, tensors = list(given), {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from qsync_fx.codec import Schema
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.sensitivity.value import CHECKS, Sensitivity
 
 FOUND = Sensitivity(
     "exact",
@@ -80,6 +82,21 @@ def test_hostile_text_is_an_error_that_says_what_to_do(text: str) -> None:
     with pytest.raises(ProfileError) as raised:
         Sensitivity.from_json(text)
     assert raised.value.do
+
+
+@dataclass(frozen=True)
+class Holder:
+    device: str
+    sensitivity: Sensitivity | None = None
+
+
+def test_other_files_may_hold_one() -> None:
+    holders = Schema(Holder, "profile", ProfileError, "measure again", "test", checks=CHECKS)
+    for held in (FOUND, None):
+        assert holders.decode(holders.encode(Holder("cpu", held))) == Holder("cpu", held)
+    hostile = holders.encode(Holder("cpu", FOUND)).replace("a/linear", "a linear")
+    with pytest.raises(ProfileError, match="is not an operator id"):
+        holders.decode(hostile)
 
 
 def test_a_negative_variance_or_nan_is_none() -> None:
