@@ -14,7 +14,7 @@ from torch import fx
 
 from qsync_fx.graph import PrecisionGraph, meta
 from qsync_fx.passes.base import Scope
-from qsync_fx.passes.tracing.frames import place
+from qsync_fx.passes.tracing.frames import Place, place
 from qsync_fx.passes.tracing.identity import identify, name_inputs, numbering, remember_break
 from qsync_fx.passes.tracing.idle import without_idle_conversions
 from qsync_fx.passes.tracing.in_force import restored
@@ -31,19 +31,19 @@ class Normalize:
     scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
+        here = place(graph.context.options)
         with restored():  # pieces that switch modes are executed while re-tracing
             if graph.context.fake_mode is None:
-                _normalize(graph)
+                _normalize(graph, here)
             else:
                 with graph.context.fake_mode:
-                    _normalize(graph)
-        here = place(graph.context.options)
+                    _normalize(graph, here)
         numbers = graph.numbers = numbering(here)
         identify(graph, numbers, here)
         remember_break(here, numbers)
 
 
-def _normalize(graph: PrecisionGraph) -> None:
+def _normalize(graph: PrecisionGraph, here: Place) -> None:
     def keep(node: fx.Node, module: fx.GraphModule) -> None:
         bodies, replaced = [], {}
         for used in node.all_input_nodes:
@@ -56,7 +56,7 @@ def _normalize(graph: PrecisionGraph) -> None:
             if any(value is None for value in values):
                 continue
             try:
-                _normalize(inner)
+                _normalize(inner, here)
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
                 meta.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 continue
@@ -72,7 +72,7 @@ def _normalize(graph: PrecisionGraph) -> None:
         graph.unknown[failure] = graph.unknown.get(failure, 0) + 1
     without_needless_writes(graph)
     without_idle_conversions(graph)
-    name_inputs(graph.graph)
+    name_inputs(graph.graph, here)
     graph.module.recompile()
 
 

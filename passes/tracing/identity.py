@@ -22,11 +22,14 @@ from qsync_fx.graph.effects.modes import is_switch
 from qsync_fx.graph.effects.writes import writes
 from qsync_fx.graph.notes import Note
 from qsync_fx.graph.values import format_of, is_float, tensors
-from qsync_fx.module_tree import joined
+from qsync_fx.module_tree import joined, unwrapped
 from qsync_fx.ops import Kind, OperatorRow, row_for
 from qsync_fx.passes.tracing.frames import Place, clean_path, translator
 from qsync_fx.plan.opid import Numbering, OpId
 from qsync_fx.precision import Precision
+
+_VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
+"""What Dynamo's names of inputs begin with: a local or a global variable of the frame."""
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
@@ -159,7 +162,7 @@ def module_path(node: fx.Node, here: Place) -> str:
     return known if known is not None else joined(here.path, clean_path(path))
 
 
-def name_inputs(graph: fx.Graph) -> None:
+def name_inputs(graph: fx.Graph, here: Place) -> None:
     """Notes the paths that parameters and buffers have in the model, and names inputs after them.
 
     `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
@@ -170,10 +173,19 @@ def name_inputs(graph: fx.Graph) -> None:
             continue
         text = source.name() if callable(source.name) else source.name
         path = clean_path(text)
-        meta.PATH[node] = path
+        meta.PATH[node] = joined(_holder(text, here), path) if path else ""
         name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
         if name and not name[0].isdigit():
             node._rename(name)
+
+
+def _holder(text: str, here: Place) -> str:
+    """Returns the path in the model of the module that Dynamo's name of an input starts from; "" where that is none."""
+    tx, found = translator(), _VARIABLE.match(text)
+    if tx is None or found is None:
+        return ""
+    held = (tx.f_locals if found[1] == "L" else tx.f_globals).get(found[2])
+    return here.path_of(str(id(unwrapped(held)))) or "" if isinstance(held, nn.Module) else ""
 
 
 def _operator_name(node: fx.Node) -> str:

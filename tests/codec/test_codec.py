@@ -43,6 +43,7 @@ class Drawing:
     colours: Mapping[str, Literal["red", "green"]]
     layers: dict[str, list[int]]
     visible: bool
+    order: tuple[str, ...] = ()
     zoom: Literal[1, 2] = 1
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ drawings = st.builds(
     st.dictionaries(st.text(), st.sampled_from(["red", "green"]), max_size=3),
     st.dictionaries(st.text(), st.lists(whole, max_size=3), max_size=3),
     st.booleans(),
+    st.lists(st.text(), max_size=3).map(tuple),
     st.sampled_from([1, 2]),
     st.dictionaries(st.text(), st.text(), max_size=3),
 )

@@ -15,8 +15,7 @@ from qsync_fx.predictor.mapper.prices import FEMTO, Price, Prices
 from qsync_fx.predictor.mapper.schedule import scheduled
 from qsync_fx.predictor.mapper.states import Asked, States, check_format, planned, settled
 from qsync_fx.predictor.mapper.tables import BASE, NAMES, NUMBERS, REACH, Tables
-from qsync_fx.predictor.model.reachable import chosen
-from qsync_fx.predictor.model.value import Choices, ModelGraph
+from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.predictor.times import Times
 
@@ -86,15 +85,15 @@ class CostMapper:
             ProfileError: a time is not known, or is none; all is as before.
         """
         at = self._tables.places.get(operator)
-        decided = self.graph.operators[at].decided if at is not None else None
-        if at is None or not isinstance(decided, Choices):
+        takes = self._tables.chosen[at] if at is not None else None
+        if at is None or takes is None:
             do = "name one of kind adjustable in graph.operators; the others follow"
             raise PlanError("no plan decides on this operator", where=f"operator {operator}", do=do)
-        if precision not in self.graph.formats:
+        if precision not in takes:
             check_format(self.graph, precision, self.graph.operators[at].where)
         before = self._following.chosen(at)
         try:
-            self._change(at, NUMBERS[chosen(decided, precision, explicit=True)])
+            self._change(at, takes[precision])
         except ProfileError:
             self._change(at, before)
             raise

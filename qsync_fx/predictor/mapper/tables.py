@@ -5,13 +5,14 @@ Invariant: says what the graph says and nothing else. A format is its place in `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qsync_fx.graph.cascading import wants_wide
 from qsync_fx.graph.costs.casts import needs_cast
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS
-from qsync_fx.predictor.model.reachable import followed, widest
+from qsync_fx.predictor.model.reachable import chosen, followed, widest
 from qsync_fx.predictor.model.value import Choices, Follows, ModelGraph, Name, Operator, Read
 
 NAMES: tuple[Name, ...] = (None, *FORMATS)
@@ -110,6 +111,7 @@ class Tables:
         alone: by operator, the places where casts follow from nothing but what it computes in: those of its weights.
         touched: by operator, the other places that its state has a say in.
         near: by operator, those whose time its state may have a say in.
+        chosen: by operator, by what a plan asks for, what it computes in; None for those that no plan chooses.
     """
 
     def __init__(self, graph: ModelGraph) -> None:
@@ -125,6 +127,7 @@ class Tables:
         self.places = {operator.id: at for at, operator in enumerate(graph.operators)}
         for at, operator in enumerate(graph.operators):
             self._decided(at, operator)
+        self.chosen = [_chosen(operator, graph.formats) for operator in graph.operators]
         self.points: list[Point | Change] = _points(graph)
         self.keys = [_key(point) for point in self.points]
         self.alone: list[list[int]] = [[] for _ in range(count)]
@@ -153,6 +156,13 @@ class Tables:
         self.wide_readers[at] = tuple((reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers)
         for reader in set(decided.readers) if decided.wide is not None else ():
             self.widens[reader].append(at)
+
+
+def _chosen(operator: Operator, formats: Iterable[str]) -> dict[str, int] | None:
+    decided = operator.decided
+    if isinstance(decided, Follows):
+        return None
+    return {fmt: NUMBERS[chosen(decided, fmt, explicit=True)] for fmt in formats}
 
 
 class Followed(dict[int, tuple[int, int]]):

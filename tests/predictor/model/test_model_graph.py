@@ -59,6 +59,29 @@ def test_parameters_stand_as_the_model_registers_them() -> None:
     ]
 
 
+class Halves(nn.Module):
+    """A layer in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        result: Tensor = self.second(x)
+        return result
+
+
+def test_parameters_of_layers_that_are_compiled_alone_have_their_path_in_the_model() -> None:
+    graph = of(nn.Sequential(Halves(), Halves()), torch.randn(2, 8))
+    assert {p.path: [graph.operators[at].id for at in p.readers] for p in graph.parameters} == {
+        f"{layer}.{name}": [f"{layer}/linear"]
+        for layer in ("0.first", "0.second", "1.first", "1.second")
+        for name in ("weight", "bias")
+    }
+
+
 def test_what_is_frozen_gets_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[0].requires_grad_(False)
