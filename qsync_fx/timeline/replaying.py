@@ -62,8 +62,8 @@ def replay(
     plans, profiles = _by_name(plan), _by_name(profile)
     if fleet is None:
         fleet = _alone(plans, profiles)
-    profiles = _with_catalog(fleet, {**_of_files(fleet, profiles), **_for_all(profiles, fleet)})
-    plans = _for_all(plans, fleet)
+    plans, profiles = _for_all(plans, fleet), _for_all(profiles, fleet)
+    profiles = _with_catalog(fleet, {**profiles, **_of_files(fleet, profiles)})
     fleet.check_names(plans, "plans")
     fleet.check_names(profiles, "profiles")
     mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from qsync_fx.codec import Path
+from qsync_fx.codec import Check, Path
 from qsync_fx.codec.toml import TomlSchema
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replay.buckets import BUCKET_BYTES, FIRST_BYTES
@@ -130,6 +130,12 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProfileError("the cluster has no devices", do=_REMEDY)
+        # Files are checked part by part while they are read, which says the place; from Python come others as wrong.
+        parts: dict[str, Any] = {f"devices.{name}": device for name, device in self.devices.items()}
+        parts |= {"network": self.network, "buckets": self.buckets, "compression": self.compression}
+        for where, part in parts.items():
+            if part is not None and (why := _CHECKS[type(part)](part)):
+                raise ProfileError(f"the cluster{why}", where=where, do=_REMEDY)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
@@ -187,8 +193,9 @@ def _positive(value: Any) -> str | None:
     """Returns which number of a value cannot be, None where all can."""
     for part in fields(value):
         number = getattr(value, part.name)
-        if type(number) in (int, float) and (number < 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
-            return f" has the {part.name} {number}, which must be {'at least' if number < 0 and part.name in _ZERO_IS_FINE else 'above'} 0"
+        if type(number) in (int, float) and (not number >= 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
+            least = "at least" if part.name in _ZERO_IS_FINE else "above"
+            return f" has the {part.name} {number}, which must be {least} 0"
     return None
 
 
@@ -214,6 +221,13 @@ def _beside(folder: pathlib.Path, device: Device) -> Device:
     return device if device.profile is None else replace(device, profile=str(folder / device.profile))
 
 
+_CHECKS: Final[Mapping[Any, Check]] = {
+    Device: _device,
+    Network: _network,
+    Buckets: _positive,
+    Compression: _positive,
+}
+
 CLUSTER: Final = TomlSchema(
     Cluster,
     noun="cluster",
@@ -221,5 +235,5 @@ CLUSTER: Final = TomlSchema(
     remedy=_REMEDY,
     name=None,
     largest=2**20,
-    checks={Device: _device, Network: _network, Buckets: _positive, Compression: _positive},
+    checks=_CHECKS,
 )

@@ -120,6 +120,14 @@ def test_any_text_ends_in_a_cluster_or_an_error(text: bytes | str) -> None:
 def test_python_is_checked_like_files() -> None:
     with pytest.raises(ProfileError, match="has no devices"):
         Cluster({})
+    for devices, network, says in (
+        ({"a": Device(count=0)}, None, "has the count 0, which must be above 0"),
+        ({"a": Device(slowdown=float("nan"))}, None, "has the slowdown nan"),
+        ({"a": Device()}, Network(bandwidth=-1.0), "has the bandwidth -1.0"),
+    ):
+        with pytest.raises(ProfileError, match=says) as caught:
+            Cluster(devices, network)
+        assert caught.value.where in ("devices.a", "network")
     with pytest.raises(ProfileError, match="says of the link of 'a' no bandwidth"):
         _ = Cluster({"a": Device(count=2)}).all_reduce
 
