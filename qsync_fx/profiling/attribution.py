@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from qsync_fx.profiling.kernels import Files, Kernel
 from qsync_fx.profiling.lines import Seconds
-from qsync_fx.profiling.profile import Quantized
+from qsync_fx.profiling.runs import Quantized
 
 Passes = tuple[float, float]
 """Seconds of the forward and of the backward pass."""

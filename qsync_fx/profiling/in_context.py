@@ -15,9 +15,12 @@ from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.reads import State
+from qsync_fx.plan import Plan
+from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.times import Seconds
-from qsync_fx.profiling.profile import Measured, Profile
+from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.quantizing import fitted
+from qsync_fx.profiling.runs import Measured
 
 _NEIGHBOURS = (-1, 1, -2, 2)
 _WEIGHTS = (4, 4, 1, 1)
@@ -91,6 +94,13 @@ class InContext:
     def optimizer(self) -> float:
         """Returns the seconds of the optimizer's step; 0 where none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
+
+
+def interpolated(profile: Profile, plan: Plan) -> list[str]:
+    """Returns the operators that no run of a profile had in the state that a plan puts them into."""
+    measured = {(m.operator, names(m)) for run in profile.runs for m in run.operators}
+    found = states(profile.graph, plan).names
+    return [op.id for op, state in zip(profile.graph.operators, found, strict=True) if (op.id, state) not in measured]
 
 
 def names(measured: Measured) -> Names:

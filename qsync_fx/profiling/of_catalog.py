@@ -25,8 +25,9 @@ from qsync_fx.predictor.schedule import Entry, Part
 from qsync_fx.profiling.machine import Machine
 from qsync_fx.profiling.observed import observed
 from qsync_fx.profiling.optimizers import known_memory
-from qsync_fx.profiling.profile import Collective, Measured, Profile, Quantized, Run
+from qsync_fx.profiling.profile import Collective, Profile
 from qsync_fx.profiling.profile_plans import profile_plans
+from qsync_fx.profiling.runs import Measured, Quantized, Run
 from qsync_fx.profiling.steps import Step, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 

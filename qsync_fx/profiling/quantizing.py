@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from qsync_fx.profiling.profile import Run
+from qsync_fx.profiling.runs import Run
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from qsync_fx.report.numbers import short
 from qsync_fx.report.text import plain
 
 if TYPE_CHECKING:
-    from qsync_fx.profiling.profile import Measured, Profile, Run
+    from qsync_fx.profiling.profile import Profile
+    from qsync_fx.profiling.runs import Measured, Run
 
 
 def profile_text(profile: Profile, width: int | None = None) -> str:

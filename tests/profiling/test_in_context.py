@@ -14,8 +14,9 @@ from qsync_fx.predictor.model.file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiling.in_context import InContext
 from qsync_fx.profiling.machine import this_machine
-from qsync_fx.profiling.profile import Measured, Model, Profile, Quantized, Run
+from qsync_fx.profiling.profile import Model, Profile
 from qsync_fx.profiling.quantizing import fitted
+from qsync_fx.profiling.runs import Measured, Quantized, Run
 
 BF16, FP32, INT8 = "bf16", "fp32", "int8"
 

@@ -20,7 +20,8 @@ from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import StoredGraph, stored
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.machine import this_machine
-from qsync_fx.profiling.profile import PROFILE, Collective, Measured, Model, Profile, Quantized, Run
+from qsync_fx.profiling.profile import PROFILE, Collective, Model, Profile
+from qsync_fx.profiling.runs import Measured, Quantized, Run
 
 
 @functools.cache
@@ -69,6 +70,14 @@ def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:
     assert mapper.seconds == pytest.approx(operators + outside + optimizer)
     timeline = qsync_fx.replay(qsync_fx.Plan.uniform("fp32"), profile)
     assert timeline.seconds > mapper.seconds
+
+
+def test_states_that_no_run_had_are_told() -> None:
+    profile = taken()
+    assert profile.interpolated(qsync_fx.Plan.uniform("bf16")) == []
+    narrow = replace(profile, runs=profile.runs[1:])
+    assert narrow.interpolated(qsync_fx.Plan.uniform("bf16")) == []
+    assert narrow.interpolated(qsync_fx.Plan.uniform("fp32")) == ["fc/linear", "relu/relu"]
 
 
 def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:

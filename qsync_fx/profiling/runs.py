@@ -1,0 +1,116 @@
+"""What was measured of a model under one plan.
+
+Invariant: what is kept is what was measured; medians, spreads and what belongs to no operator follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An operator in one run.
+
+    Attributes:
+        operator: its id.
+        precision, output: names of the formats that it computed in and gave out; None for what has no floating-point result.
+        forward, backward: seconds.
+    """
+
+    operator: str
+    precision: str | None
+    output: str | None
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One call of a quantizer.
+
+    Attributes:
+        operator: the operator that it is for.
+        before, after: names of the formats.
+        numel: elements.
+        backward: whether it runs in the backward pass.
+        seconds: that it took.
+    """
+
+    operator: str
+    before: str
+    after: str
+    numel: int
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """The model under one plan.
+
+    Attributes:
+        label: the plan in words; the name of a format where all operators were planned in one.
+        steps: of each step the seconds of the forward pass, the backward pass and the optimizer.
+        peak_bytes: what a step holds at most beyond what is there before it.
+        operators: in program order; medians over the steps.
+        quantized: in the order that they ran; medians over the steps.
+        planned: whether it is a plan of the user's, and none of those that all profiles have.
+    """
+
+    label: str
+    steps: list[tuple[float, float, float]]
+    peak_bytes: int
+    operators: list[Measured]
+    quantized: list[Quantized] = field(default_factory=list)
+    planned: bool = False
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass, the median over all steps."""
+        return statistics.median(step[0] for step in self.steps)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass, the median over all steps."""
+        return statistics.median(step[1] for step in self.steps)
+
+    @property
+    def passes(self) -> float:
+        """Seconds of both, the median over all steps."""
+        return statistics.median(step[0] + step[1] for step in self.steps)
+
+    @property
+    def spread(self) -> float:
+        """How far steps lie from that, in the median, as a share of it: what differs less, differs by chance."""
+        return statistics.median(abs(step[0] + step[1] - self.passes) for step in self.steps) / self.passes
+
+    @property
+    def outside(self) -> tuple[float, float]:
+        """Seconds of each pass that belong to no operator."""
+        inside = [sum(m.forward for m in self.operators), sum(m.backward for m in self.operators)]
+        for call in self.quantized:
+            inside[call.backward] += call.seconds
+        return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
+
+
+def sizes(value: Any) -> str | None:
+    """Returns which number of a dataclass cannot be, None where all can."""
+    for part in fields(value):
+        found = getattr(value, part.name)
+        for number in found if isinstance(found, tuple) else (found,):
+            if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
+                return f" has {part.name} {number}, which no measurement gives"
+    return None
+
+
+def whole(run: Run) -> str | None:
+    if not run.steps:
+        return f" holds no step of the run {run.label!r}"
+    for step in run.steps:
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in step) or step[0] + step[1] <= 0:
+            return f" has the step {step} in the run {run.label!r}, which no measurement gives"
+    return sizes(run)
