@@ -45,7 +45,8 @@ def of_catalog(
     """Returns what a device would take; the step runs once, as written, to see what it gives the model. See `Device.profile`."""
     formats = _formats(device, precisions)
     training = Training(step, batch, optimizer, lambda: model.zero_grad(set_to_none=True), clock_for(1))
-    with untouched(model, optimizer):
+    # Whatever sizes the model was compiled for before, its times are those of this batch.
+    with untouched(model, optimizer), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         seen = observed(model, training, {"target": device.target})
     graph = model_graph(seen.explanation, [fmt.name for fmt in formats])
     times = DeviceTimes(device, graph, _moved(optimizer))

@@ -91,6 +91,14 @@ def test_a_cpu_of_the_catalog_needs_no_target() -> None:
     assert found.machine.device == "cpu"
 
 
+def test_sizes_that_dynamo_has_seen_before_do_not_matter() -> None:
+    net = nn.Sequential(nn.Linear(512, 8))
+    for size in (3, 5, 7):
+        found = T4.profile(net, step, torch.randn(size, 512), ["fp16"])
+        explain(net, torch.randn(size + 20, 512))
+    assert found.runs[0].forward > 0
+
+
 def test_a_step_that_does_not_call_its_model_is_an_error() -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
         T4.profile(model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH)
