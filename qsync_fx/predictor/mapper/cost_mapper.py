@@ -84,7 +84,7 @@ class CostMapper:
             PlanError: the operator is not adjustable, or the graph was not made for the format.
             ProfileError: a time is not known, or is none; all is as before.
         """
-        at = self._tables.places.get(operator)
+        at = self.graph.places.get(operator)
         takes = self._tables.chosen[at] if at is not None else None
         if at is None or takes is None:
             do = "name one of kind adjustable in graph.operators; the others follow"

@@ -124,7 +124,6 @@ class Tables:
         self.wide = [0] * count
         self.wide_readers: list[tuple[tuple[int, tuple[bool, ...]], ...]] = [()] * count
         self.widens: list[list[int]] = [[] for _ in range(count)]
-        self.places = {operator.id: at for at, operator in enumerate(graph.operators)}
         for at, operator in enumerate(graph.operators):
             self._decided(at, operator)
         self.chosen = [_chosen(operator, graph.formats) for operator in graph.operators]

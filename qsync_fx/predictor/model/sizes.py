@@ -28,7 +28,7 @@ FUNCTIONS: Final = {
 """What torch writes of symbolic sizes beside sums and products."""
 
 _LONGEST, _DEEPEST, _DEGREE, _DIGITS = 4000, 24, 64, 40
-_TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z_][A-Za-z_0-9]*)|(\*\*|[-+*/(),]))")
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z_0-9]*)|(\*\*|[-+*/(),]))")
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -52,7 +52,7 @@ def written(size: Any) -> str:
     if isinstance(size, sympy.Symbol):
         return str(size.name)
     if isinstance(size, sympy.Add):
-        return " + ".join(map(_part, size.as_ordered_terms())).replace("+ -", "- ")
+        return " + ".join(map(written, size.as_ordered_terms())).replace("+ -", "- ")
     if isinstance(size, sympy.Mul):
         return _product(size)
     if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
@@ -76,10 +76,6 @@ def read(text: str) -> Size:
         raise Malformed(f" has a size that is none: {text[:120]!r}: {error}") from None
     reader.end()
     return int(found) if found.is_Integer else found
-
-
-def _part(term: Any) -> str:
-    return written(term)
 
 
 def _product(size: sympy.Mul) -> str:
