@@ -123,7 +123,10 @@ def _cell(value: object) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
-    """Replaces the file at `path` by the rows and what they were measured on; `more` is what else the file is to say of that."""
+    """Writes the rows and what they were measured on to the file at `path`; `more` is what else it is to say of that.
+
+    Rows of the same machine that stand there are replaced, those of other machines are kept under "others".
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     processor = cpu()
     content = {
@@ -142,5 +145,27 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
         **more,
         "rows": list(rows),
     }
+    others = [run for run in _runs(path) if _machine(run) != _machine(content)]
+    content |= {"others": others} if others else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _runs(path: Path) -> list[dict[str, Any]]:
+    """Returns what a file of results holds, machine by machine."""
+    if not path.exists():
+        return []
+    found: dict[str, Any] = json.loads(path.read_text())
+    others = found.pop("others", [])
+    return [found, *others] if "machine" in found else others
+
+
+def _machine(run: dict[str, Any]) -> tuple[object, ...]:
+    """What makes runs comparable: what they ran on, and whether they measured or only showed that they work."""
+    machine = run["machine"]
+    return (
+        run["quick"],
+        machine["threads"],
+        tuple(machine["isa"]),
+        *(machine[name] for name in ("cpu", "cores", "cuda")),
+    )
