@@ -343,6 +343,32 @@ def test_other_mistakes_are_told() -> None:
         qsync_fx.sensitivity(model.requires_grad_(False), step, batches())
 
 
+class Residual(nn.Module):
+    """A sum hands one and the same gradient to both of its operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.head(h + self.second(torch.tanh(h)))
+
+
+def test_an_error_in_a_gradient_counts_for_its_operator_alone() -> None:
+    from qsync_fx.profiling.statistics.injected import Injected
+    from qsync_fx.profiling.statistics.measured import _Looking
+    from qsync_fx.profiling.statistics.second_order import SecondOrder
+
+    model = small_models.build(Residual)
+    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    with looking.at(0, batches()[0]) as now:
+        exact, injected = SecondOrder(draws=256).look(now()), Injected().look(now())
+    assert exact.keys() == injected.keys()
+    for key, square in injected.items():
+        assert exact[key] / square == pytest.approx(1, abs=0.3), key
+
+
 class Unrecorded(nn.Module):
     """A part that the model computes without gradients."""
 

@@ -93,6 +93,9 @@ class Taps:
         row = operator.row
         assert row is not None
         self.seen.append(Seen(name, tensors, plain, call, row.converted(plain)))
+        if OUTPUT in tensors and not written:
+            # A sum hands one gradient to all that it adds up: behind a view the operator's own is a tensor of its own.
+            result = result.view_as(result)
         return result
 
     def watch(self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
