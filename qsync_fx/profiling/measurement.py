@@ -156,12 +156,23 @@ def _profile(
     return Profile(
         samples.machine,
         samples.model,
-        stored(model_graph(seen.explanation, [fmt.name for fmt in formats])),
+        stored(model_graph(seen.explanation, _asked([fmt.name for fmt in formats], plans.values()))),
         [fmt.name for fmt in formats],
         runs,
         samples.optimizer,
         collectives(),
     )
+
+
+def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str]:
+    """Returns the formats that are measured and those that plans of the user's ask for beside them, each once."""
+    named = [
+        fmt.name
+        for plan, _ in plans
+        for fmt in (plan.default, *plan.operators.values(), *(chosen for _, chosen in plan.patterns))
+        if fmt is not None
+    ]
+    return list(dict.fromkeys([*formats, *named]))
 
 
 def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
