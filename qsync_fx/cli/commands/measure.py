@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model, output
 from qsync_fx.cli.command import Command
+from qsync_fx.cli.loss import loss_of
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
-
-    from qsync_fx.cli.model import Given
 
 _ABOUT = """\
 Trains a model for some steps under a few plans, and attributes the time of the
@@ -68,7 +66,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     options = {name: value for name, value in model.given(arguments).items() if name != "plan"}
     profile = measure(
         module,
-        lambda trained, inputs: _loss(trained(*inputs[0], **inputs[1]), given),
+        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), given.reference),
         [(given.args, given.kwargs)],
         None if arguments.precisions is None else arguments.precisions.split(","),
         optimizer=_optimizer(arguments.optimizer, module),
@@ -84,22 +82,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         output.as_json(PROFILE.plain(profile))
     else:
         output.show(profile_table(profile))
-
-
-def _loss(result: Any, given: Given) -> Tensor:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
-        return loss
-    found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not found:
-        raise OptionError(
-            "the model returns nothing that can be trained",
-            where=given.reference,
-            do="return a model whose outputs need gradients",
-        )
-    return sum((t.float().square().mean() for t in found), start=torch.zeros(()))
 
 
 def _optimizer(name: str, module: Any) -> Optimizer | None:
