@@ -6,55 +6,22 @@ the file, and what to do.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from qsync_fx.codec import Malformed, converter, structured
+from qsync_fx.codec.toml import TomlSchema
 from qsync_fx.devices.analytic.convolutions import FEATURES
 from qsync_fx.devices.constants import Convolution, Link, Memory, Reduction, Tiles, Unit
 from qsync_fx.devices.device import LAYOUTS, PRODUCTS, Device
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.precision import FORMATS
 
-_LARGEST = 2**20
-
 
 def read(path: Path) -> Device:
-    """Returns the device that a file describes."""
-    try:
-        if not path.is_file():
-            raise Malformed(" is not a file", do="give the path of a regular file")
-        if path.stat().st_size > _LARGEST:
-            raise Malformed(f" is larger than {_LARGEST} bytes", do="a device takes a page")
-        return replace(parsed(path.read_bytes()), path=str(path))
-    except Malformed as wrong:
-        what = f"the device file{wrong.what}" if wrong.what.startswith(" ") else wrong.what
-        where = ", ".join(filter(None, (shown(str(path)), wrong.where)))
-        raise DeviceError(
-            what, where=where, do=wrong.do or "see docs/howto-device.md for what a device file holds"
-        ) from None
-    except OSError as error:
-        what = f"the device file cannot be read: {error.strerror or error}"
-        raise DeviceError(what, where=shown(str(path)), do="check its permissions") from error
-
-
-def parsed(data: bytes) -> Device:
-    """Returns the device that a text describes; raises `Malformed`."""
-    try:
-        tree = tomllib.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise Malformed(" is not UTF-8", f"byte {error.start}", "save the file as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise Malformed(" is not TOML", str(error), "correct it there") from None
-    except RecursionError:
-        raise Malformed(" is nested too deeply") from None
-    if "path" in tree:
-        raise Malformed(" has an unknown field 'path'", do="leave it out: it is the file's own")
-    found: Device = structured(_CONVERTER, tree, Device)
-    return found
+    """Returns the device that a file describes; raises `DeviceError`."""
+    return replace(DEVICE.load(path), path=str(path))
 
 
 def _positive(value: Any, *names: str) -> str | None:
@@ -126,6 +93,8 @@ def _link(link: Link) -> str | None:
 
 
 def _device(device: Device) -> str | None:
+    if device.path:
+        return " has an unknown field 'path': leave it out"
     if not device.name or not all(letter.isalnum() or letter in "-_." for letter in device.name):
         return f" has the name {shown(device.name)}: letters, digits, '-', '_' and '.' make one"
     if (device.capability is None) is (device.kind == "gpu"):
@@ -142,8 +111,15 @@ def _device(device: Device) -> str | None:
     return _sourced(device) or _positive(device, "processors", "clock")
 
 
-_CONVERTER = converter(
-    {
+DEVICE: Final = TomlSchema(
+    Device,
+    noun="device file",
+    error=DeviceError,
+    remedy="see docs/howto-device.md for what a device file holds",
+    name=None,
+    largest=2**20,
+    smaller="a device takes a page",
+    checks={
         Memory: _memory,
         Unit: _unit,
         Tiles: _tiles,
@@ -151,5 +127,6 @@ _CONVERTER = converter(
         Reduction: _reduction,
         Link: _link,
         Device: _device,
-    }
+    },
 )
+"""Such a file. Its path is its own: a file does not say it."""

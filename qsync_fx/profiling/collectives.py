@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 
 import torch
@@ -22,23 +20,6 @@ def collectives() -> list[Collective]:
         return []
     table = [(2**power, _all_reduce(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
     return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
-
-
-def seconds_of(collective: Collective, nbytes: float) -> float:
-    """Returns the seconds of an all-reduce, interpolated between what was measured where both axes are logarithms; 0 for no bytes.
-
-    Below the smallest it is the smallest's time, which is latency; above the largest it goes on in proportion to the bytes.
-    """
-    table = collective.seconds
-    if nbytes <= 0:
-        return 0.0
-    if nbytes <= table[0][0]:
-        return table[0][1]
-    for (low, fast), (high, slow) in itertools.pairwise(table):
-        if nbytes <= high:
-            share = math.log(nbytes / low) / math.log(high / low)
-            return math.exp((1 - share) * math.log(fast) + share * math.log(slow))
-    return table[-1][1] * nbytes / table[-1][0]
 
 
 def _all_reduce(nbytes: int) -> float:

@@ -20,10 +20,9 @@ from small_models import Perceptron
 
 import qsync_fx
 from qsync_fx import devices
-from qsync_fx.codec import Malformed
 from qsync_fx.devices import TARGETS, Device
 from qsync_fx.devices.offers import CUDA_SINCE
-from qsync_fx.devices.reading import parsed
+from qsync_fx.devices.reading import DEVICE
 from qsync_fx.errors import DeviceError, OptionError
 from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, encoding
@@ -176,7 +175,7 @@ def test_a_file_that_is_no_file_or_too_large_or_no_text_is_refused(mine: Path) -
     for name, what in (("large", "larger than"), ("bytes", "not UTF-8"), ("deep", "nested too deeply|not TOML")):
         with pytest.raises(DeviceError, match=what):
             devices.get(name)
-    with pytest.raises(DeviceError, match="is not a file"):
+    with pytest.raises(DeviceError, match="Is a directory"):
         devices.get(mine / "folder.toml")
 
 
@@ -190,10 +189,10 @@ LINES = T4.splitlines()
 def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wrong(at: int, line: str) -> None:
     text = "\n".join([*LINES[:at], line, *LINES[at + 1 :]])
     try:
-        found: object = parsed(text.encode())
-    except Malformed as wrong:
+        found: object = DEVICE.decode(text.encode())
+    except DeviceError as wrong:
         found = wrong
-    assert isinstance(found, Device) or (isinstance(found, Malformed) and found.what)
+    assert isinstance(found, Device) or (isinstance(found, DeviceError) and found.what)
 
 
 def test_import_of_the_package_reads_no_file_of_a_device() -> None:

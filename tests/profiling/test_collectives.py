@@ -1,29 +1,13 @@
-"""All-reduces between ranks: measured on two of them, and interpolated by bytes."""
+"""All-reduces between ranks: measured on two of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch.multiprocessing as mp
 from torch import distributed
 
-from qsync_fx.profiling.collectives import collectives, seconds_of
-from qsync_fx.profiling.profile import Collective
-
-TABLE = Collective("gloo", 2, [(1024, 1e-4), (4096, 2e-4), (16384, 8e-4)])
-
-
-def test_between_two_sizes_both_axes_are_logarithms() -> None:
-    assert seconds_of(TABLE, 4096) == pytest.approx(2e-4)
-    assert seconds_of(TABLE, 2048) == pytest.approx((1e-4 * 2e-4) ** 0.5)
-    assert seconds_of(TABLE, 8192) == pytest.approx((2e-4 * 8e-4) ** 0.5)
-
-
-def test_beyond_the_table_latency_and_bandwidth_hold() -> None:
-    assert seconds_of(TABLE, 0) == 0
-    assert seconds_of(TABLE, 8) == 1e-4
-    assert seconds_of(TABLE, 10 * 16384) == pytest.approx(8e-3)
+from qsync_fx.profiling.collectives import collectives
 
 
 def test_alone_there_is_nothing_to_measure() -> None:
