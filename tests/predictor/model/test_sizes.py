@@ -13,9 +13,8 @@ from qsync_fx.codec import Malformed
 from qsync_fx.predictor.model.sizes import FUNCTIONS, canonical, read, symbol, written
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
-leaves: st.SearchStrategy[Any] = st.one_of(
-    st.integers(-9, 10**6), st.sampled_from([BATCH, SEQUENCE, sympy.Rational(3, 7)])
-)
+# Of fractions torch's functions of sizes give no numbers.
+leaves: st.SearchStrategy[Any] = st.one_of(st.integers(-9, 10**6), st.sampled_from([BATCH, SEQUENCE]))
 
 
 def combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
