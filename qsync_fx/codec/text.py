@@ -75,12 +75,7 @@ def kind(value: object) -> str:
 
 def parse(text: str | bytes) -> object:
     """Returns the tree of a text; raises `Malformed` for anything that is not JSON."""
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            where = f"byte {error.start}"
-            raise Malformed(" is not UTF-8", where, "save the file as UTF-8, or get an intact copy") from None
+    text = decoded(text)
     try:
         return json.loads(
             text, object_pairs_hook=Object, parse_int=_number, parse_float=_number, parse_constant=_number
@@ -92,6 +87,17 @@ def parse(text: str | bytes) -> object:
         raise Malformed(what, where, "get a whole copy" if cut else "correct it there") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
+
+
+def decoded(text: str | bytes) -> str:
+    """Returns a text; raises `Malformed` for bytes that are none."""
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start}"
+        raise Malformed(" is not UTF-8", where, "save the file as UTF-8, or get an intact copy") from None
 
 
 def written_twice(tree: object) -> Malformed | None:

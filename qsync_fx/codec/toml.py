@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from qsync_fx.codec.schema import Schema
 from qsync_fx.codec.structure import structured
-from qsync_fx.codec.text import Malformed, Number
+from qsync_fx.codec.text import Malformed, Number, decoded
 
 T = TypeVar("T")
 
@@ -27,15 +27,9 @@ class TomlSchema(Schema[T]):
 
 def parse(text: str | bytes) -> object:
     """Returns the tree of a text; raises `Malformed` for anything that is not TOML."""
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            where = f"byte {error.start}"
-            raise Malformed(" is not UTF-8", where, "save the file as UTF-8, or get an intact copy") from None
     try:
         # Windows ends lines with two characters, which tomllib takes in files but not in text.
-        return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
+        return _numbers(tomllib.loads(decoded(text).replace("\r\n", "\n"), parse_float=Number))
     except tomllib.TOMLDecodeError as error:
         what, _, where = str(error).rpartition(" (at ")
         raise Malformed(f" is not TOML: {what or error}", where.rstrip(")"), "correct it there") from None
