@@ -27,9 +27,10 @@ class TomlSchema(Schema[T]):
 
 def parse(text: str | bytes) -> object:
     """Returns the tree of a text; raises `Malformed` for anything that is not TOML."""
+    text = decoded(text)
     try:
         # Windows ends lines with two characters, which tomllib takes in files but not in text.
-        return _numbers(tomllib.loads(decoded(text).replace("\r\n", "\n"), parse_float=Number))
+        return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
     except tomllib.TOMLDecodeError as error:
         what, _, where = str(error).rpartition(" (at ")
         raise Malformed(f" is not TOML: {what or error}", where.rstrip(")"), "correct it there") from None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import model, output
+from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
-from qsync_fx.cli.loss import loss_of
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_ABOUT = """\
+_ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
-compiled code to its operators. What comes out foresees any other plan. The
-loss is what the model returns as such, else the mean square of what it returns.
+compiled code to its operators. What comes out foresees any other plan. As to the
+loss, {training.LOSS}.
 
 The model is compiled once a plan, which takes seconds to minutes each. With
 --output a measurement that was interrupted goes on from there."""
@@ -30,12 +28,10 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model.add(parser)
-    measured = parser.add_argument_group("what to measure, and how")
-    measured.add_argument(
-        "--precisions",
-        metavar="NAMES",
-        help="formats with commas between them; by default what the device computes itself",
+    measured = training.add(
+        parser,
+        "what to measure, and how",
+        "formats with commas between them; by default what the device computes itself",
     )
     measured.add_argument(
         "--optimizer", metavar="NAME", default="adamw", help="a class of torch.optim, or none; adamw by default"
@@ -47,9 +43,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
     )
     measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
-    kept = parser.add_argument_group("what to write")
-    kept.add_argument("--output", metavar="FILE", type=Path, help="the profile, for other commands")
-    kept.add_argument("--json", action="store_true", help="the profile to standard output, as its file holds it")
+    training.add_output(
+        parser, "the profile, for other commands", "the profile to standard output, as its file holds it"
+    )
 
 
 def _measure(arguments: argparse.Namespace) -> None:
@@ -57,19 +53,15 @@ def _measure(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiling.profile import PROFILE
     from qsync_fx.report.profile_text import profile_table
 
-    if arguments.precision is not None:
-        raise OptionError("a profile is of several precisions", where="--precision", do="name them with --precisions")
-    given = model.read(arguments)
-    if not hasattr(given.model, "parameters"):
-        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
-    module: Any = given.model.train()  # type: ignore[attr-defined]
+    trained = training.read(arguments, "a profile")
+    given = trained.given
     options = {name: value for name, value in model.given(arguments).items() if name != "plan"}
     profile = measure(
-        module,
-        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), given.reference),
-        [(given.args, given.kwargs)],
-        None if arguments.precisions is None else arguments.precisions.split(","),
-        optimizer=_optimizer(arguments.optimizer, module),
+        trained.module,
+        trained.step,
+        trained.batches,
+        trained.precisions,
+        optimizer=_optimizer(arguments.optimizer, trained.module),
         plan=() if given.options.plan is None else given.options.plan,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
         sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity,

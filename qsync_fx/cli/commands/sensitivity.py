@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qsync_fx.cli import loss, model, output
+from qsync_fx.cli import output, training
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
@@ -18,7 +17,7 @@ _ABOUT = f"""\
 Runs a model for some steps, in FP32, and says what each operator would add to
 the variance of its gradients in each precision: what a plan for mixed precision
 keeps small. Nothing is trained. As to the loss,
-{loss.ABOUT}.
+{training.LOSS}.
 
 The inputs are one batch, of which --fraction is used, in each step anew.
 --check runs other methods and real quantized passes beside it and says how well
@@ -37,12 +36,10 @@ _TRUTH = "monte_carlo"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model.add(parser)
-    how = parser.add_argument_group("what to find, and how")
-    how.add_argument(
-        "--precisions",
-        metavar="NAMES",
-        help="with commas between them; by default narrow ones that the device has units for",
+    how = training.add(
+        parser,
+        "what to find, and how",
+        "with commas between them; by default narrow ones that the device has units for",
     )
     how.add_argument(
         "--method", metavar="NAME", default="exact", help="how: exact (default), injected, paper and others"
@@ -50,9 +47,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
     how.add_argument("--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)")
     how.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
-    kept = parser.add_argument_group("what to write")
-    kept.add_argument("--output", metavar="FILE", type=Path, help="the sensitivity, for programs")
-    kept.add_argument("--json", action="store_true", help="the same to standard output, in place of the table")
+    training.add_output(parser, "the sensitivity, for programs", "the same to standard output, in place of the table")
 
 
 def _sensitivity(arguments: argparse.Namespace) -> None:
@@ -61,27 +56,19 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiling.statistics.methods import method
 
     method(arguments.method)
-    if arguments.precision is not None:
-        raise OptionError(
-            "a sensitivity is of several precisions", where="--precision", do="name them with --precisions"
-        )
     if arguments.plan is not None:
         raise OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
-    given = model.read(arguments)
-    if not hasattr(given.model, "parameters"):
-        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
-    module: Any = given.model
-    names = None if arguments.precisions is None else arguments.precisions.split(",")
+    trained = training.read(arguments, "a sensitivity")
     methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
     found = several(
-        module.train(),
-        lambda trained, inputs: loss.loss_of(trained(*inputs[0], **inputs[1]), given.reference),
-        [(given.args, given.kwargs)],
+        trained.module,
+        trained.step,
+        trained.batches,
         methods,
-        names,
+        trained.precisions,
         arguments.steps,
         arguments.fraction,
-        options=given.options,
+        options=trained.given.options,
     )
     if arguments.output is not None:
         found[0].save(arguments.output)

@@ -1,0 +1,97 @@
+"""What commands that train share: which formats, which module, and what it takes for a loss."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import model
+from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qsync_fx.cli.model import Given
+
+LOSS = "the loss is what the model returns as such, else the mean square of what it returns"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that a command line names, as `measure` and `sensitivity` take one.
+
+    Attributes:
+        given: what the command line says of it.
+        module: in training mode.
+        step: from the module and a batch to the loss.
+        batches: the one that the model comes with.
+        precisions: names of formats; None for those that the device has units for.
+    """
+
+    given: Given
+    module: Any
+    step: Callable[[Any, Any], Tensor]
+    batches: list[Any]
+    precisions: list[str] | None
+
+
+def add(parser: argparse.ArgumentParser, title: str, precisions: str) -> argparse._ArgumentGroup:
+    """Adds the model's arguments and a group with --precisions, whose help is given; returns the group."""
+    model.add(parser)
+    group = parser.add_argument_group(title)
+    group.add_argument("--precisions", metavar="NAMES", help=precisions)
+    return group
+
+
+def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
+    """Adds --output and --json, whose help is given."""
+    kept = parser.add_argument_group("what to write")
+    kept.add_argument("--output", metavar="FILE", type=Path, help=output)
+    kept.add_argument("--json", action="store_true", help=json)
+
+
+def read(arguments: argparse.Namespace, noun: str) -> Trained:
+    """Returns what a command line asks to train; `noun`: what comes out, "a profile".
+
+    Raises:
+        OptionError: the arguments do not go together, or there is nothing to train.
+    """
+    if arguments.precision is not None:
+        raise OptionError(f"{noun} is of several precisions", where="--precision", do="name them with --precisions")
+    given = model.read(arguments)
+    if not hasattr(given.model, "parameters"):
+        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
+    module: Any = given.model
+    return Trained(
+        given,
+        module.train(),
+        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), given.reference),
+        [(given.args, given.kwargs)],
+        None if arguments.precisions is None else arguments.precisions.split(","),
+    )
+
+
+def loss_of(result: Any, reference: str) -> Tensor:
+    """Returns the loss in what a model returned: the tensor without dimensions, or `.loss`, or the mean square of all that needs gradients.
+
+    Raises:
+        OptionError: nothing of it needs one.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
+        return loss
+    found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not found:
+        raise OptionError(
+            "the model returns nothing that can be trained",
+            where=reference,
+            do="return a model whose outputs need gradients",
+        )
+    if len(found) == 1 and not found[0].dim():
+        return found[0]
+    return torch.stack([t.float().square().mean() for t in found]).sum()
