@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tiers
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from zoo import CASES, make
+from predicted_models import ZOO, Broken, Checkpointed
+from torch import nn
+from zoo import make
 
 import qsync_fx
 from qsync_fx import Plan
@@ -37,35 +37,6 @@ def plans(explanation: Explanation, seed: int) -> list[Plan]:
     return [single, Plan.uniform(draw.choice(FORMATS)), Plan("int8", [(module or "**", draw.choice(FORMATS))])]
 
 
-class Checkpointed(nn.Module):
-    """A body of its own, an autocast region in it, and a tensor shared across its border."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)
-
-    def block(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
-
-
-class Broken(nn.Module):
-    """Two graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        torch._dynamo.graph_break()
-        return self.second(x)
-
-
-ZOO = {case.name: case for case in CASES}
 OWN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "checkpointed": lambda: (Checkpointed(), (torch.randn(4, 16, requires_grad=True),)),
     "broken": lambda: (Broken(), (torch.randn(4, 8),)),
