@@ -214,25 +214,11 @@ def explain(
     model = getattr(model, "_orig_mod", model)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from qsync_fx.backend.compile import rewrite
-        from qsync_fx.backend.entry import through_dynamo
-        from qsync_fx.backend.record import record
-        from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
-
-        snapshots, timing = Snapshots(), Timing()
-        try:
-            here = place(parsed)
-            alone = compile_for_this_module_only(here)  # code that layers share would be explained once
-            seen = [operator.id for part in collected for operator in part.graph.operators()]
-            graph = rewrite(module, inputs, parsed, (timing, snapshots), seen)
-            record(graph, here, parsed, module, alone)
-        except QSyncError as error:
-            raise through_dynamo(error) from error.__cause__
-        collected.append(Explained(graph, snapshots, timing))
+        collected.append(explained(module, inputs, parsed, collected))
         return module.forward
 
     with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
-        _observed(model, backend, parsed)(*args, **kwargs)
+        observed(model, backend, parsed)(*args, **kwargs)
         trees = [Tree(root, log) for root in models(log)]
     missing = [module for tree in trees for module in uncovered(tree)]
     plan = next((tree.plan for tree in trees), parsed.plan or Plan())
@@ -263,11 +249,34 @@ def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
                 yield Registered(whole, parameter.numel(), parameter.element_size(), parameter.requires_grad)
 
 
-def _observed(model: Callable[..., Any], backend: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def explained(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, before: Sequence[Explained]
+) -> Explained:
+    """Returns what the backend makes of a graph that Dynamo hands over; `before` are the model's graphs so far."""
+    from qsync_fx.backend.compile import rewrite
+    from qsync_fx.backend.entry import through_dynamo
+    from qsync_fx.backend.record import record
+    from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
+
+    snapshots, timing = Snapshots(), Timing()
+    try:
+        here = place(options)
+        alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
+        seen = [operator.id for part in before for operator in part.graph.operators()]
+        graph = rewrite(module, inputs, options, (timing, snapshots), seen)
+        record(graph, here, options, module, alone)
+    except QSyncError as error:
+        raise through_dynamo(error) from error.__cause__
+    return Explained(graph, snapshots, timing)
+
+
+def observed(
+    model: Callable[..., Any], backend: Callable[..., Any], options: Options, dynamic: bool | None = None
+) -> Callable[..., Any]:
     """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
     from qsync_fx.backend.observe import observe
 
-    context = torch._dynamo.optimize(backend)
+    context = torch._dynamo.optimize(backend, dynamic=dynamic)
     if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
         observe(context, model, options)
     compiled: Callable[..., Any] = context(model)

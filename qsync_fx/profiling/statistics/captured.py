@@ -15,20 +15,13 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch._dynamo.eval_frame import OptimizeContext
 
-from qsync_fx.backend.compile import rewrite
-from qsync_fx.backend.entry import through_dynamo
-from qsync_fx.backend.observe import observe
-from qsync_fx.backend.record import record
 from qsync_fx.coverage.log import collecting
-from qsync_fx.errors import ProfileError, QSyncError
-from qsync_fx.explanation.explanation import Explained
+from qsync_fx.errors import ProfileError
+from qsync_fx.explanation.explanation import Explained, explained, observed
 from qsync_fx.graph import Operator
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
-from qsync_fx.passes.running.instruments import Snapshots, Timing
-from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
 from qsync_fx.plan import Plan
 
 Run = Callable[[Explained, Sequence[Any]], Any]
@@ -65,11 +58,8 @@ class Captured:
         self.model = model
         self.graphs: list[Explained] = []
         self._run: Run = as_it_is
-        context = torch._dynamo.optimize(self._backend, dynamic=False)
-        if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
-            with collecting(self.options):
-                observe(context, model, self.options)
-        self.call: Any = context(model)
+        with collecting(self.options):
+            self.call: Any = observed(model, self._backend, self.options, dynamic=False)
 
     @property
     def operators(self) -> list[Operator]:
@@ -105,15 +95,6 @@ class Captured:
             )
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        snapshots, timing = Snapshots(), Timing()
-        try:
-            here = place(self.options)
-            alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
-            seen = [operator.id for part in self.graphs for operator in part.graph.operators()]
-            graph = rewrite(module, inputs, self.options, (timing, snapshots), seen)
-            record(graph, here, self.options, module, alone)
-        except QSyncError as error:
-            raise through_dynamo(error) from error.__cause__
-        part = Explained(graph, snapshots, timing)
+        part = explained(module, inputs, self.options, self.graphs)
         self.graphs.append(part)
         return lambda *given: self._run(part, given)
