@@ -44,7 +44,7 @@ from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
 from qsync_fx.profiling.statistics.measured import sensitivity as find_sensitivity
-from qsync_fx.profiling.steps import Step, Training, clock_for
+from qsync_fx.profiling.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
@@ -56,7 +56,7 @@ _COMPILE = (3.0, 0.2)
 
 def measure(
     model: nn.Module,
-    step: Step,
+    step: StepFunction,
     batches: Iterable[Any],
     precisions: Sequence[str | Precision] | None = None,
     *,

@@ -28,7 +28,7 @@ from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.profile import Collective, Profile
 from qsync_fx.profiling.profile_plans import profile_plans
 from qsync_fx.profiling.runs import Measured, Quantized, Run
-from qsync_fx.profiling.steps import Step, Training, clock_for
+from qsync_fx.profiling.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 
 _SIZES = tuple(2**power for power in range(16, 31))
@@ -37,7 +37,7 @@ _SIZES = tuple(2**power for power in range(16, 31))
 def of_catalog(
     device: Device,
     model: nn.Module,
-    step: Step,
+    step: StepFunction,
     batch: Any,
     precisions: Sequence[str | Precision] | None = None,
     optimizer: Optimizer | None = None,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from qsync_fx.profiling.lines import Clock, Lines
 
-Step = Callable[[Any, Any], Tensor]
+StepFunction = Callable[[Any, Any], Tensor]
 """What a user writes: from a model and a batch to the loss."""
 
 
@@ -50,7 +50,7 @@ class Training:
         clock: what times it.
     """
 
-    step: Step
+    step: StepFunction
     batch: Any
     optimizer: Optimizer | None
     zero: Callable[[], None]

@@ -28,8 +28,8 @@ from qsync_fx.profiling.statistics.methods import method as method_called
 from qsync_fx.profiling.statistics.roundings import Change, changes
 from qsync_fx.profiling.statistics.step import Key, Method, Step
 from qsync_fx.profiling.statistics.undisturbed import repeatable, trained, undisturbed
+from qsync_fx.profiling.steps import StepFunction
 
-StepFunction = Callable[[Any, Any], Tensor]
 Say = Callable[[str], None]
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 

@@ -6,7 +6,7 @@ the plan that names this operator: casts, cascaded neighbours and lowered operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from qsync_fx.explanation.explanation import Explained
 from qsync_fx.explanation.replan import Replanned
 from qsync_fx.plan import Plan
+from qsync_fx.profiling.statistics.captured import Run
 from qsync_fx.profiling.statistics.step import Gradients, Key, Step
 
 
@@ -45,7 +46,7 @@ class MonteCarlo:
     """
 
     draws: int = 4
-    _lowered: dict[Key, Callable[[Explained, Sequence[Any]], Any]] = field(default_factory=dict)
+    _lowered: dict[Key, Run] = field(default_factory=dict)
 
     def look(self, step: Step) -> dict[Key, float]:
         return {key: found.square for key, found in self.truths(step).items()}
@@ -62,7 +63,7 @@ class MonteCarlo:
         return found
 
 
-def lowered(plan: Plan) -> Callable[[Explained, Sequence[Any]], Any]:
+def lowered(plan: Plan) -> Run:
     """Returns what runs graphs as the backend does under `plan`."""
     modules: dict[int, Any] = {}
 
@@ -75,7 +76,7 @@ def lowered(plan: Plan) -> Callable[[Explained, Sequence[Any]], Any]:
     return run
 
 
-def truth(step: Step, run: Callable[[Explained, Sequence[Any]], Any], draws: int, exact: Gradients) -> Truth:
+def truth(step: Step, run: Run, draws: int, exact: Gradients) -> Truth:
     """Returns what running graphs by `run` does to the gradients `exact`."""
     mean = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in exact.items()}
     total = 0.0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from qsync_fx.explanation.explanation import Explained
-from qsync_fx.profiling.statistics.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.captured import Captured, Run, as_it_is
 from qsync_fx.profiling.statistics.roundings import Changes
 from qsync_fx.profiling.statistics.undisturbed import Again, trained
 
@@ -44,7 +43,7 @@ class Step:
         """The operators and precisions in which something changes."""
         return [(op, name) for op, by in self.changes.items() for name, change in by.items() if change.places]
 
-    def gradients(self, run: Callable[[Explained, Sequence[Any]], Any] = as_it_is, sample: int = 0) -> Gradients:
+    def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
         """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""
         self.again(sample)
         parameters = trained(self.captured.model)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from qsync_fx.explanation.explanation import Explained
 from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.nodes import filled
 from qsync_fx.ops import Kind
+from qsync_fx.profiling.statistics.captured import Run
 
 Call = Callable[[Sequence[Any]], Any]
 Tap = Callable[[Operator, list[Any], Call], Any]
@@ -25,7 +25,7 @@ Watch = Callable[[fx.Node, Sequence[Any], dict[str, Any], Callable[[], Any]], An
 """Called with any other node, its arguments, and what computes it; returns its result."""
 
 
-def tapped(tap: Tap, watch: Watch | None = None) -> Callable[[Explained, Sequence[Any]], Any]:
+def tapped(tap: Tap, watch: Watch | None = None) -> Run:
     """Returns what runs a graph with `tap` at its adjustable operators and `watch` at all other nodes that call something."""
     return lambda part, inputs: _Tapped(part.graph, tap, watch).run(*inputs)
 
