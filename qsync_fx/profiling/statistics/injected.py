@@ -41,8 +41,7 @@ class Injected:
         for name, precision in keys:
             change = step.changes[name][precision]
             run = tapped(injecting(name, change, step.generator))
-            random = any(one.rounding == "stochastic" for one in change.rounded)
-            draws = self.draws if random else 1
+            draws = self.draws if change.random else 1
             total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
             found[name, precision] = total / draws
         return found
@@ -99,7 +98,7 @@ def _inside(operator: Operator, change: Change, given: list[Any], call: Call) ->
 
 def _drawn(one: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     """Returns an error of each element of a tensor."""
-    if one.rounding != "stochastic":
+    if not one.random:
         return error(of, one.fmt, one.rounding, one.keep).to(of.dtype)
     deviation = noise(of, one.fmt, one.rounding, one.keep).sqrt()
     return (torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation).to(of.dtype)

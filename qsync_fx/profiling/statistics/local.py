@@ -57,11 +57,8 @@ def erring(seen: Seen, change: Change, gradients: Mapping[Place, Tensor]) -> lis
         tapped = seen.tensors.get(one.place)
         of = gradients.get(one.place) if one.gradient else None if tapped is None else tapped.value
         if of is not None:
-            random = one.rounding == "stochastic"
-            rounded = (
-                noise(of, one.fmt, one.rounding, one.keep) if random else error(of, one.fmt, one.rounding, one.keep)
-            )
-            found.append(Erring(one.place, one.gradient, rounded, random))
+            errs = noise if one.random else error
+            found.append(Erring(one.place, one.gradient, errs(of, one.fmt, one.rounding, one.keep), one.random))
     return found
 
 

@@ -57,9 +57,8 @@ class MonteCarlo:
         found: dict[Key, Truth] = {}
         for key in step.keys:
             name, precision = key
-            random = any(one.rounding == "stochastic" for one in step.changes[name][precision].rounded)
             run = self._lowered.setdefault(key, lowered(Plan("fp32", operators={name: precision})))
-            found[key] = truth(step, run, self.draws if random else 1, exact)
+            found[key] = truth(step, run, self.draws if step.changes[name][precision].random else 1, exact)
         return found
 
 

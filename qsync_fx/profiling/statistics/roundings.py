@@ -44,6 +44,11 @@ class Rounded:
     keep: tuple[int, ...] = ()
     gradient: bool = False
 
+    @property
+    def random(self) -> bool:
+        """Whether what it errs by is drawn."""
+        return self.rounding == "stochastic"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -57,6 +62,11 @@ class Change:
     rounded: tuple[Rounded, ...] = ()
     inside: Precision | None = None
     places: frozenset[Place] = frozenset()
+
+    @property
+    def random(self) -> bool:
+        """Whether something of it is drawn."""
+        return any(one.random for one in self.rounded)
 
 
 Changes = Mapping[str, Mapping[str, Change]]
