@@ -76,13 +76,13 @@ def _probed(
     own, inner = [g for g in found[: len(parameters)] if g is not None], found[len(parameters) :]
     known = [at for at, g in enumerate(inner) if g is not None and g.requires_grad]
     wanted: list[Any] = [*edges, *(inner[at] for at in known)]
+    _check(own)
     probes = []
     for _ in range(draws):
         total = torch.stack([(g * signs(g, generator)).sum() for g in own]).sum() if own else loss.detach()
         # Where the loss is linear in everything, its gradients depend on nothing.
         derived: Sequence[Tensor | None] = [None] * len(wanted)
         if total.requires_grad:
-            _check(total)
             derived = torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
         probes.append(Probe(derived[: len(edges)], dict(zip(known, derived[len(edges) :], strict=True))))
     return Probed([None if g is None else g.detach() for g in inner], probes)
@@ -93,9 +93,9 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return (torch.randint(0, 2, like.shape, generator=generator) * 2 - 1).to(like)
 
 
-def _check(total: Tensor) -> None:
+def _check(gradients: Sequence[Tensor]) -> None:
     """Raises where a gradient is marked as one that has none of its own: torch takes it for a constant where nothing is to raise."""
-    todo, seen = [total.grad_fn], set[Any]()
+    todo, seen = [g.grad_fn for g in gradients], set[Any]()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
