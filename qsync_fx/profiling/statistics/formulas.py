@@ -64,18 +64,14 @@ class Formulas:
     formula: Formula
 
     def look(self, step: Step) -> dict[Key, float]:
-        wanted = {
-            op: {p for change in by.values() for p in change.places} | {OUTPUT} for op, by in step.changes.items()
-        }
-        taps = Taps(wanted)
+        taps = Taps({op: places | {OUTPUT} for op, places in step.places.items()})
         step.again(0)
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
-        places = [(at, place) for at, seen in enumerate(taps.seen) for place in seen.tensors]
-        edges = [taps.seen[at].tensors[place].edge for at, place in places]
-        found = torch.autograd.grad(loss, edges, allow_unused=True)
+        edges = taps.edges
+        found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
         gradients: dict[int, dict[Place, Tensor]] = {}
-        for (at, place), g in zip(places, found, strict=True):
+        for (at, place), g in zip(edges, found, strict=True):
             if g is not None:
                 gradients.setdefault(at, {})[place] = g
         deep = model_depths(step)

@@ -76,13 +76,12 @@ class SecondOrder:
     reach: Reach = field(default_factory=Reach)
 
     def look(self, step: Step) -> dict[Key, float]:
-        taps = Taps({op: {p for change in by.values() for p in change.places} for op, by in step.changes.items()})
+        taps = Taps(step.places)
         step.again(0)
         with step.captured.running(tapped(taps.tap, taps.watch)), sdpa_kernel(SDPBackend.MATH):
             loss = step.loss()
-        places = [(at, place) for at, seen in enumerate(taps.seen) for place in seen.tensors]
-        numbers = {place: number for number, place in enumerate(places)}
-        edges = [taps.seen[at].tensors[place].edge for at, place in places]
+        numbers = {place: number for number, place in enumerate(taps.edges)}
+        edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
         found = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
         asked = self.reach.rarest(taps.gates, self.gates)

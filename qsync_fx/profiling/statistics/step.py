@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.captured import Captured, Run, as_it_is
 from qsync_fx.profiling.statistics.roundings import Changes
 from qsync_fx.profiling.statistics.undisturbed import Again, trained
@@ -42,6 +43,11 @@ class Step:
     def keys(self) -> list[Key]:
         """The operators and precisions in which something changes."""
         return [(op, name) for op, by in self.changes.items() for name, change in by.items() if change.places]
+
+    @property
+    def places(self) -> dict[str, set[Place]]:
+        """Of each operator the places of the tensors that change in some precision."""
+        return {op: {p for change in by.values() for p in change.places} for op, by in self.changes.items()}
 
     def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
         """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""

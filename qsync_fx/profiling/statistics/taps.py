@@ -70,6 +70,11 @@ class Taps:
     unrecorded: set[str] = field(default_factory=set)
     _memory: dict[PrecisionGraph, Memory] = field(default_factory=dict)
 
+    @property
+    def edges(self) -> dict[tuple[int, Place], GradientEdge]:
+        """Where the gradient of each tensor is, by the number of the call and the tensor's place."""
+        return {(at, place): t.edge for at, seen in enumerate(self.seen) for place, t in seen.tensors.items()}
+
     def tap(self, operator: Operator, given: list[Any], call: Call) -> Any:
         """Computes an operator, as `tapped.Tap` says, on views of what it reads: gradients of these are of this reader alone."""
         name = str(operator.id)
