@@ -40,7 +40,7 @@ from qsync_fx.profiling.observed import Observed, observed
 from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.peak import measured_peak
 from qsync_fx.profiling.profile import Profile
-from qsync_fx.profiling.profile_plans import States, profile_plans, states_under
+from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
 from qsync_fx.profiling.statistics.measured import sensitivity as find_sensitivity
@@ -178,9 +178,7 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
 def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
     found = profile_plans(seen.explanation, formats)
     for plan in asked:
-        states = states_under(seen.explanation, plan)
-        if states not in [known for _, known in found.values()]:
-            found[label_of(plan)] = plan, states
+        add(found, label_of(plan), plan, seen.explanation)
     return found
 
 

@@ -25,26 +25,22 @@ def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> 
     """Returns the plans that a model is to be measured under, each by what it is in words and with the states that it makes."""
     found: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
-        _add(found, str(fmt), Plan.uniform(fmt), explanation)
+        add(found, str(fmt), Plan.uniform(fmt), explanation)
     chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
     for products in precisions:
         # A scaled format is one for products: what else is planned in it runs in another, which is measured by itself.
         for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
             plan = Plan(operators={op.id: products if _multiplies(op) else others for op in chosen})
-            _add(found, f"{products} products, {others} else", plan, explanation)
+            add(found, f"{products} products, {others} else", plan, explanation)
     return found
 
 
-def states_under(explanation: Explanation, plan: Plan) -> States:
-    """Returns the states that a plan puts a model's operators into."""
-    return tuple((str(op.id), State.of(op.note)) for op in explanation.replanned(plan).operators)
+def add(found: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
+    """Adds a plan to others, unless one of them puts all operators into the same states."""
+    states = tuple((str(op.id), State.of(op.note)) for op in explanation.replanned(plan).operators)
+    if states not in [known for _, known in found.values()]:
+        found[label] = plan, states
 
 
 def _multiplies(operator: Operator) -> bool:
     return operator.row is not None and operator.row.products
-
-
-def _add(found: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
-    states = states_under(explanation, plan)
-    if states not in [known for _, known in found.values()]:
-        found[label] = plan, states
