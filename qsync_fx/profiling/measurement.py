@@ -9,12 +9,11 @@ is not measured again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +104,7 @@ def measure(
         left = max(0, rounds - samples.rounds)
         if progress:
             print(f"qsync: {_costs(seen, len(plans), left)}", file=sys.stderr)
-        with _shown(progress, len(plans) * (1 + left)) as advance:
+        with shown_progress("measuring", len(plans) * (1 + left), progress) as advance:
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
             for label, (chosen, _) in plans.items():
@@ -197,15 +196,6 @@ def _costs(seen: Observed, plans: int, rounds: int) -> str:
         f"measuring {seen.model.name} under {plans} plans: {plans} compilations and {steps} steps, about {seconds / 60:.1f} minutes "
         "where its kernels were compiled before, else several times that"
     )
-
-
-@contextlib.contextmanager
-def _shown(progress: bool, total: int) -> Iterator[Callable[[str], None]]:
-    if not progress:
-        yield lambda _: None
-        return
-    with shown_progress("measuring", total) as advance:
-        yield advance
 
 
 def _checked(model: nn.Module, rounds: int) -> nn.Module:
