@@ -38,6 +38,11 @@ class State:
     def of(cls, note: Note) -> State:
         return cls(note.precision, note.output)
 
+    @property
+    def names(self) -> tuple[str | None, str | None]:
+        """Both by name."""
+        return self.precision.name if self.precision else None, self.output.name if self.output else None
+
 
 class Asks(Enum):
     """What an operator asks of an operand where it asks for no format."""

@@ -17,6 +17,7 @@ from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.reads import State
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.times import Seconds
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.quantizing import fitted
@@ -26,16 +27,13 @@ _NEIGHBOURS = (-1, 1, -2, 2)
 _WEIGHTS = (4, 4, 1, 1)
 """What an equal neighbour counts: those beside an operator more than those one further."""
 
-Names = tuple[str | None, str | None]
-"""A state by the names of its formats."""
-
 
 @dataclass(frozen=True)
 class _Seen:
     """An operator in one run."""
 
-    state: Names
-    around: tuple[Names | None, ...]
+    state: StateNames
+    around: tuple[StateNames | None, ...]
     seconds: Seconds
     own: bool
 
@@ -68,9 +66,10 @@ class InContext:
                 where=operator,
                 do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
             )
-        wanted, beside = named(state), [None if other is None else named(other) for other in around]
-        best = max(_similar(seen, wanted, beside) for seen in self._seen[operator])
-        alike = [seen for seen in self._seen[operator] if _similar(seen, wanted, beside) == best]
+        wanted, beside = state.names, [None if other is None else other.names for other in around]
+        likeness = [_similar(seen, wanted, beside) for seen in self._seen[operator]]
+        best = max(likeness)
+        alike = [seen for seen, like in zip(self._seen[operator], likeness, strict=True) if like == best]
         return Seconds(
             sum(seen.seconds.forward for seen in alike) / len(alike),
             sum(seen.seconds.backward for seen in alike) / len(alike),
@@ -103,20 +102,16 @@ def interpolated(profile: Profile, plan: Plan) -> list[str]:
     return [op.id for op, state in zip(profile.graph.operators, found, strict=True) if (op.id, state) not in measured]
 
 
-def names(measured: Measured) -> Names:
+def names(measured: Measured) -> StateNames:
     return measured.precision, measured.output
 
 
-def named(state: State) -> Names:
-    return state.precision.name if state.precision else None, state.output.name if state.output else None
-
-
-def around(states: Sequence[Names], at: int) -> tuple[Names | None, ...]:
+def around(states: Sequence[StateNames], at: int) -> tuple[StateNames | None, ...]:
     """Returns the states of an operator's neighbours, in the order that `Times` is asked with."""
     return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in _NEIGHBOURS)
 
 
-def _similar(seen: _Seen, state: Names, beside: Sequence[Names | None]) -> tuple[bool, bool, bool, int, bool]:
+def _similar(seen: _Seen, state: StateNames, beside: Sequence[StateNames | None]) -> tuple[bool, bool, bool, int, bool]:
     """Returns how well a run stands for a state: the larger, the better."""
     neighbours = sum(w for w, one, other in zip(_WEIGHTS, seen.around, beside, strict=False) if one == other)
     same = seen.state == state

@@ -86,7 +86,8 @@ class Run:
     @property
     def spread(self) -> float:
         """How far steps lie from that, in the median, as a share of it: what differs less, differs by chance."""
-        return statistics.median(abs(step[0] + step[1] - self.passes) for step in self.steps) / self.passes
+        typical = self.passes
+        return statistics.median(abs(step[0] + step[1] - typical) for step in self.steps) / typical
 
     @property
     def outside(self) -> tuple[float, float]:

@@ -86,12 +86,7 @@ def resumed(path: Path, empty: Samples) -> Samples:
             where=str(path),
             do="remove it to measure from the start",
         ) from None
-    return Samples(
-        found.machine,
-        found.model,
-        found.optimizer,
-        {name: taken[: found.rounds] for name, taken in found.plans.items()},
-    )
+    return replace(found, plans={name: taken[: found.rounds] for name, taken in found.plans.items()})
 
 
 def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, planned: bool) -> Run:
@@ -99,8 +94,7 @@ def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, p
     operators = [
         Measured(
             operator,
-            state.precision.name if state.precision is not None else None,
-            state.output.name if state.output is not None else None,
+            *state.names,
             *(statistics.median(sample.operators.get(operator, (0.0, 0.0))[at] for sample in samples) for at in (0, 1)),
         )
         for operator, state in states
