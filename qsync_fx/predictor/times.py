@@ -11,6 +11,9 @@ from typing import Protocol
 
 from qsync_fx.graph.reads import State
 
+NEIGHBOURS = (-1, 1, -2, 2)
+"""Where the neighbours of an operator stand in program order, in the order in which `Times` is asked with them."""
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -42,7 +45,7 @@ class Times(Protocol):
         Args:
             operator: its id.
             state: its precision and the format of its output.
-            around: the states of its neighbours in program order: the one before, the one after, the one before that, the one after that.
+            around: the states of its neighbours in program order, as `NEIGHBOURS` lists them; None where there is none.
 
         Raises:
             ProfileError: nothing is known of the operator.

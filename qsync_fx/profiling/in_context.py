@@ -18,12 +18,11 @@ from qsync_fx.graph.reads import State
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.model.value import StateNames
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.times import NEIGHBOURS, Seconds
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.quantizing import fitted
 from qsync_fx.profiling.runs import Measured
 
-_NEIGHBOURS = (-1, 1, -2, 2)
 _WEIGHTS = (4, 4, 1, 1)
 """What an equal neighbour counts: those beside an operator more than those one further."""
 
@@ -108,7 +107,7 @@ def names(measured: Measured) -> StateNames:
 
 def around(states: Sequence[StateNames], at: int) -> tuple[StateNames | None, ...]:
     """Returns the states of an operator's neighbours, in the order that `Times` is asked with."""
-    return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in _NEIGHBOURS)
+    return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in NEIGHBOURS)
 
 
 def _similar(seen: _Seen, state: StateNames, beside: Sequence[StateNames | None]) -> tuple[bool, bool, bool, int, bool]:

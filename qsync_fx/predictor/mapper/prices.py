@@ -13,7 +13,7 @@ from qsync_fx.graph.reads import State
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
 from qsync_fx.predictor.model.value import Name
-from qsync_fx.predictor.times import Seconds, Times
+from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 FEMTO = 10**15
 Price = tuple[int, int, int, int, int]
@@ -43,7 +43,7 @@ class Prices:
     def operator(self, at: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
         operators = self.tables.graph.operators
-        near = (at - 1, at + 1, at - 2, at + 2)
+        near = [at + by for by in NEIGHBOURS]
         around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
         found = self.times.operator(operators[at].id, self.state(codes[at + REACH]), around)
         forward, backward = self._checked(found, operators[at].where)

@@ -13,7 +13,7 @@ from qsync_fx.graph.reads import State
 from qsync_fx.predictor.mapper.states import Cast, States, format_named
 from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
-from qsync_fx.predictor.times import Seconds, Times
+from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 
 def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
@@ -65,7 +65,7 @@ def _operators(states: States, times: Times) -> Iterator[Seconds]:
     found = [State(format_named(precision), format_named(output)) for precision, output in states.names]
     there: dict[int, State] = dict(enumerate(found))
     for at, operator in enumerate(states.graph.operators):
-        around = [there.get(n) for n in (at - 1, at + 1, at - 2, at + 2)]
+        around = [there.get(at + by) for by in NEIGHBOURS]
         yield times.operator(operator.id, found[at], around)
 
 
