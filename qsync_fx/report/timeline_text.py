@@ -5,6 +5,7 @@ Invariant: seconds of a device are of one of its devices, and add up as `timelin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -29,7 +30,7 @@ def timeline_table(timeline: Timeline, shown: int = _SHOWN) -> RenderableType:
     operators = timeline.by_operator()
     left = len(operators) - shown
     more = [Text(f"{left} more operators")] if left > 0 else []
-    return Group(Text(_head(timeline)), _devices(timeline), _operators(timeline, operators[:shown]), *more)
+    return Group(Text(_head(timeline)), _devices(timeline, operators), _operators(timeline, operators[:shown]), *more)
 
 
 def _head(timeline: Timeline) -> str:
@@ -44,15 +45,15 @@ def _head(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def _devices(timeline: Timeline) -> RenderableType:
-    cluster, operators = timeline.played.cluster, timeline.by_operator()
+def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
+    cluster, sending, waiting = timeline.played.cluster, timeline.sending, timeline.waiting
     parts = ("forward", "backward", "casts", "other")
     columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
     table = table_of([*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak"))
     for name, device in cluster.devices.items():
         own = [one for one in operators if one.device == name]
         sums = [sum(getattr(one, part) for one in own) for part in parts]
-        times = [*sums, timeline.sending[name], timeline.waiting[name], timeline.played.devices[name].optimizer]
+        times = [*sums, sending[name], waiting[name], timeline.played.devices[name].optimizer]
         peak = [_peak(timeline, name)] if timeline.peak_bytes else []
         table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
     return table
@@ -67,7 +68,7 @@ def _peak(timeline: Timeline, name: str) -> str:
     return f"{short(peak, 'B')} of {short(memory, 'B')}{', too much' if peak > memory else ''}"
 
 
-def _operators(timeline: Timeline, operators: tuple[OperatorSeconds, ...]) -> RenderableType:
+def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
     several = len(timeline.played.devices) > 1
     columns = ("forward", "backward", "casts", "share")
     table = table_of(["operator", *(["devices"] if several else []), *columns], right=columns)

@@ -58,7 +58,7 @@ def replay(
         ProfileError: the cluster is none, a plan or profile is missing, a time is not known.
         PlanError: a plan is not one of the model.
     """
-    fleet = cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
+    fleet = _read(cluster)
     plans, profiles = _by_name(plan), _by_name(profile)
     if fleet is None:
         fleet = _alone(plans, profiles)
@@ -86,12 +86,16 @@ def replay_traces(
     Raises:
         ProfileError: a trace is none, is cut off, or does not go with the others.
     """
-    fleet = cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
+    fleet = _read(cluster)
     read = {name: read_steps(path, (execution or {}).get(name)) for name, path in traces.items()}
     return Timeline(played_traces(read, fleet))
 
 
 _ALONE = "device"
+
+
+def _read(cluster: Cluster | Path | None) -> Cluster | None:
+    return cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
 
 
 def _by_name(given: Any) -> dict[str, Any]:

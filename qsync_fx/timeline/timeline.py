@@ -138,14 +138,13 @@ class Timeline:
             Piece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
             for entry, since, until in zip(alone.entries, begin, end, strict=True)
         ]
-        computed, last = float(step.computed[at]), float(step.computed[at])
+        last = float(step.computed[at])
         for bucket, sent, arrived in zip(self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True):
             if sent > last:
                 pieces.append(Piece("waiting for others", "waiting", last, sent))
             if arrived > max(sent, last):
                 pieces.append(Piece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
             last = max(last, arrived)
-        assert last >= computed
         return [*pieces, Piece("optimizer", "optimizer", last, last + alone.optimizer)]
 
     def _communicating(self, at: int) -> list[Piece]:
