@@ -5,16 +5,15 @@ Invariant: one operator a line, the dearest first; its time in each format is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from qsync_fx.report.numbers import short
-from qsync_fx.report.text import plain
+from qsync_fx.report.text import plain, table_of
 
 if TYPE_CHECKING:
     from qsync_fx.profiling.profile import Profile
@@ -34,14 +33,8 @@ def profile_table(profile: Profile) -> RenderableType:
 
 def _operators(profile: Profile, uniform: list[Run]) -> Table:
     first, others = uniform[0], uniform[1:]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("operator", overflow="fold")
-    for name in (
-        "share",
-        *_columns(profile, first),
-        *(name for run in others for name in (*_columns(profile, run), "wins")),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    beside = [name for run in others for name in (*_columns(profile, run), "wins")]
+    table = _table("operator", ["share", *_columns(profile, first), *beside])
     taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
     for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
         seconds = measured.forward + measured.backward
@@ -72,10 +65,7 @@ def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
 
 
 def _runs(profile: Profile) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("plan", overflow="fold")
-    for name in ("forward ms", "backward ms", "outside ms", "spread", "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("plan", ["forward ms", "backward ms", "outside ms", "spread", "peak"])
     for run in profile.runs:
         cells = (
             run.label,
@@ -86,6 +76,13 @@ def _runs(profile: Profile) -> Table:
             short(run.peak_bytes, "B"),
         )
         table.add_row(*map(Text, cells))
+    return table
+
+
+def _table(name: str, numbers: Sequence[str]) -> Table:
+    """Returns an empty table whose first column wraps, before those of numbers."""
+    table = table_of([name, *numbers], right=numbers)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
 
 
