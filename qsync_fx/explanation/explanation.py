@@ -21,6 +21,7 @@ from qsync_fx.coverage.log import collecting
 from qsync_fx.coverage.tree import Tree, models
 from qsync_fx.errors import OptionError, PlanError, QSyncError, nearest
 from qsync_fx.explanation.replan import Replanned
+from qsync_fx.explanation.unchanged import unchanged
 from qsync_fx.files import write_text
 from qsync_fx.graph import Context, Operator, PrecisionGraph
 from qsync_fx.graph.costs.total import Costing
@@ -307,22 +308,12 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
         yield breaks
 
 
-@contextlib.contextmanager
-def _nothing_changed(model: Callable[..., Any]) -> Iterator[None]:
+def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
     module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
-    written = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
-    kept = [t.detach().clone() for t in written]
-    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(written, kept, strict=True):
-                tensor.copy_(value)
+    return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)
 
 
 def _plannable(operator: Operator) -> Precision:

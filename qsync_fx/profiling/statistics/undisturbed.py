@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from qsync_fx.explanation.unchanged import unchanged
 from qsync_fx.rounding.stream import rounding_stream
 
 Again = Callable[[int], None]
@@ -22,19 +23,14 @@ Again = Callable[[int], None]
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts back, at the end, all that running and differentiating a model changes."""
     tensors = [*model.parameters(), *model.buffers()]
-    kept = [t.detach().clone() for t in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     place = rounding_stream.state_dict()
-    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with unchanged(tensors, tensors), torch.enable_grad():
             yield
     finally:
         rounding_stream.load_state_dict(place)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, training in modes:
