@@ -2,6 +2,7 @@
 
 from qsync_fx.predictor.memory.anchors import Anchor, anchored_bytes
 from qsync_fx.predictor.memory.buffers import Category
+from qsync_fx.predictor.memory.live import Keeper, KeptTerm, LiveBuffers, kept_terms, live_buffers
 from qsync_fx.predictor.memory.step import Memory, Moment, peak_bytes, step_memory
 from qsync_fx.predictor.memory.training import ADAM, FUSED_ADAM, MOMENTUM, SGD, OptimizerMemory, Training
 
@@ -12,11 +13,16 @@ __all__ = [
     "SGD",
     "Anchor",
     "Category",
+    "Keeper",
+    "KeptTerm",
+    "LiveBuffers",
     "Memory",
     "Moment",
     "OptimizerMemory",
     "Training",
     "anchored_bytes",
+    "kept_terms",
+    "live_buffers",
     "peak_bytes",
     "step_memory",
 ]

@@ -6,9 +6,10 @@ Invariant: a buffer is there from the task that writes it to the last that reads
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from qsync_fx.predictor.model.value import Name
 
@@ -68,35 +69,35 @@ class Task:
 
 
 Kind = tuple[Category, Name]
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Live:
+class Live(Generic[K]):
     """What is held while a task, or several that are one kernel, runs.
 
     Attributes:
         operator: the last operator that it is for.
         backward: whether that is in the backward pass.
-        kinds: bytes by category and format.
+        kinds: bytes by what they count as.
     """
 
     operator: str
     backward: bool
-    kinds: Mapping[Kind, int]
+    kinds: Mapping[K, int]
 
     @property
     def bytes(self) -> int:
         return sum(self.kinds.values())
 
 
-def lives(
-    tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], Kind] = lambda buffer: (buffer.category, None)
-) -> list[Live]:
+def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], workspace: K) -> list[Live[K]]:
     """Returns what is held at each moment of the tasks in this order.
 
     Args:
         grouped: whether what stands between two kernels of libraries is one kernel.
         kind: what a buffer counts as.
+        workspace: what bytes count as that are taken while a task runs.
     """
     ends = {buffer: at for at, task in enumerate(tasks) for buffer in (*task.reads, *task.writes)}
     dying: defaultdict[int, list[Buffer]] = defaultdict(list)
@@ -104,8 +105,8 @@ def lives(
         if not buffer.stays:
             dying[at].append(buffer)
     held: set[Buffer] = set()
-    kinds: Counter[Kind] = Counter()
-    found: list[Live] = []
+    kinds: Counter[K] = Counter()
+    found: list[Live[K]] = []
     at = 0
     while at < len(tasks):
         end = at + 1
@@ -124,7 +125,7 @@ def lives(
                 kinds[kind(buffer)] += buffer.bytes
         last, working = tasks[end - 1], max(task.workspace for task in tasks[at:end])
         now = Counter(kinds)
-        now[Category.TEMPORARY, None] += working
+        now[workspace] += working
         found.append(Live(last.operator, last.backward, +now))
         for buffer in gone:
             if buffer in held:

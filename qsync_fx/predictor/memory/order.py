@@ -22,4 +22,4 @@ def ordered(forward: Sequence[Task], backward: Sequence[Task]) -> list[Task]:
 
 
 def _expected(tasks: Sequence[Task]) -> int:
-    return max((live.bytes for live in lives(tasks, grouped=False)), default=0)
+    return max((live.bytes for live in lives(tasks, False, lambda buffer: None, None)), default=0)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.backward import Backward
-from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, lives
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task, lives
 from qsync_fx.predictor.memory.forward import Forward, whole
 from qsync_fx.predictor.memory.order import ordered
 from qsync_fx.predictor.memory.training import Training
@@ -87,18 +87,23 @@ def step_memory(states: States, training: Training | None = None) -> Memory:
         ProfileError: the model is known in symbolic sizes only.
     """
     training = training or Training()
-    forward = Forward(states)
-    tasks = ordered(forward.tasks, (backward := Backward(forward)).tasks)
+    tasks = step_tasks(states)
     made = {buffer for task in tasks if not task.backward for buffer in task.writes}
-    saved = made & {buffer for task in backward.tasks for buffer in task.reads}
+    saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
 
     def kind(buffer: Buffer) -> Kind:
         category = Category.SAVED if buffer in saved else buffer.category
         return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
 
-    held = _held(states.graph, training)
-    found = [_moment(live, held) for live in lives(tasks, grouped=True, kind=kind)]
+    held, working = _held(states.graph, training), kind(Buffer("", None, 0))
+    found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
     return Memory((*found, _optimizer(states.graph, training, held)))
+
+
+def step_tasks(states: States) -> list[Task]:
+    """Returns the tasks of both passes of a step, in the order in which they run."""
+    forward = Forward(states)
+    return ordered(forward.tasks, Backward(forward).tasks)
 
 
 def peak_bytes(states: States, training: Training | None = None) -> int:
@@ -131,7 +136,7 @@ def _gradients(graph: ModelGraph) -> int:
     return sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters if parameter.trained)
 
 
-def _moment(live: Live, held: Mapping[Kind, int]) -> Moment:
+def _moment(live: Live[Kind], held: Mapping[Kind, int]) -> Moment:
     return Moment("backward" if live.backward else "forward", live.operator, MappingProxyType({**held, **live.kinds}))
 
 

@@ -15,7 +15,7 @@ def task(*writes: Buffer, reads: tuple[Buffer, ...] = (), library: bool = False,
 
 
 def held(tasks: list[Task], grouped: bool = True) -> list[int]:
-    return [live.bytes for live in lives(tasks, grouped)]
+    return [live.bytes for live in lives(tasks, grouped, lambda buffer: buffer, None)]
 
 
 def test_a_buffer_is_there_until_its_last_reader_has_run() -> None:
