@@ -100,7 +100,7 @@ LAYERS = (
     "predictor",
     "passes",
     "backend",
-    "explanation profiling report switching timeline",
+    "allocator explanation profiling report switching timeline",
     "cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""

@@ -1,0 +1,161 @@
+"""What an allocator found: plans, what the judge says of them, and how near to the best they are known to be.
+
+Invariant: frozen. What it says in words is made from what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Protocol
+
+from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.problem import Plans, Problem
+from qsync_fx.errors import PlanError, nearest
+from qsync_fx.plan import Plan
+
+
+class NoteKind(StrEnum):
+    """What a note says."""
+
+    NOT_FASTER = "a narrower format is not faster"
+    STOPPED = "the search was stopped before it was done"
+    UNFIT = "the plan exceeds a limit"
+    JOINS = "the device makes the run faster"
+    DOES_NOT_HELP = "the device does not make the run faster"
+    BINDS = "a limit keeps the plan from being better"
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to know about a plan.
+
+    Attributes:
+        kind: what it says.
+        device: the class that it is about; "" for all.
+        operator: the operator that it is about; "" for none.
+        formats: that it is about.
+        numbers: what it goes by, by name.
+    """
+
+    kind: NoteKind
+    device: str = ""
+    operator: str = ""
+    formats: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One time that an allocator solved what it reckons with, and had the judge look at it.
+
+    Attributes:
+        expected: the seconds of a step that it reckoned with.
+        judged: what the judge says.
+        bound: that nothing is below in what it reckons with.
+        fits: whether the judge says that all limits are kept.
+    """
+
+    expected: float
+    judged: Judged
+    bound: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    Attributes:
+        problem: what was asked.
+        plans: the format of each operator, of all classes.
+        judged: what that costs.
+        allocator: who found it.
+        bound: below which the variance, or the seconds, cannot be, as far as is known; None where nothing is.
+        took: seconds that finding it took.
+        rounds: in order; empty where an allocator asks the judge all along.
+        notes: what else to know.
+    """
+
+    problem: Problem = field(repr=False, compare=False)
+    plans: Plans = field(repr=False)
+    judged: Judged
+    allocator: str
+    bound: float | None = None
+    took: float = field(default=0.0, compare=False)
+    rounds: tuple[Round, ...] = field(default=(), repr=False)
+    notes: tuple[Note, ...] = field(default=(), repr=False)
+
+    @property
+    def value(self) -> float:
+        """What was to be as small as it can be."""
+        return self.judged.value(self.problem)
+
+    @property
+    def gap(self) -> float | None:
+        """How far, of what it is, the value may be above the best; None where nothing is known."""
+        if self.bound is None:
+            return None
+        return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether all limits are kept."""
+        return not self.judged.exceeds(self.problem)
+
+    def plan(self, name: str | None = None) -> Plan:
+        """Returns the plan of a class of devices; of the one that was open to choice where none is named.
+
+        Raises:
+            PlanError: there is no such class, or several were open.
+        """
+        if name is None:
+            if len(self.problem.open) > 1:
+                what = f"there are plans of {len(self.problem.open)} classes of devices"
+                raise PlanError(what, do=f"name one: {', '.join(self.problem.open)}")
+            (name,) = self.problem.open
+        if name not in self.plans:
+            raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
+        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, "devices": name})
+
+    def to_plans(self) -> dict[str, Plan]:
+        """Returns the plans of all classes."""
+        return {name: self.plan(name) for name in self.plans}
+
+    def text(self, width: int | None = None) -> str:
+        """Returns what `print` shows, fitted to a width where one is given."""
+        from qsync_fx.report.answer_text import answer_text
+
+        return answer_text(self, width)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+class Allocator(Protocol):
+    """What chooses a plan.
+
+    Attributes:
+        name: what users call it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def allocate(self, problem: Problem) -> Answer:
+        """Returns the plan that it chooses.
+
+        Raises:
+            PlanError: there is no plan within the limits; the error says which of them, by how much, and what would do.
+        """
+
+
+def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
+    """Returns the operators, with their classes, that two answers give different formats."""
+    return [
+        (name, operator)
+        for name, asked in first.items()
+        for operator, fmt in asked.items()
+        if second[name].get(operator) != fmt
+    ]

@@ -1,0 +1,253 @@
+"""What plans cost: seconds of a step of the cluster, waiting and peak of each class, variance of the mean gradient.
+
+Invariant: says what `qsync_fx.replay` says of the same plans. After any number of changes, and of changes undone, it says what a new judge
+would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
+from qsync_fx.graph.reads import State
+from qsync_fx.predictor.mapper import CostMapper, States
+from qsync_fx.predictor.memory import anchored_bytes, step_memory
+from qsync_fx.predictor.memory.step import Memory
+from qsync_fx.predictor.replay.fleet import played
+from qsync_fx.predictor.schedule import Schedule
+from qsync_fx.predictor.times import Seconds, Times
+from qsync_fx.timeline.timeline import Timeline
+
+TOLERANCE = 1e-9
+"""By how much, of a limit, rounding may take a plan beyond it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a plan costs one device of a class, in a step of the cluster.
+
+    Attributes:
+        computing: seconds of both passes and the optimizer.
+        waiting: seconds in which it does nothing because others are not ready to send.
+        sending: seconds in which it does nothing because gradients travel.
+        peak_bytes: what a step holds at most; None where that is not known.
+        variance: what its plan adds to that of its own gradients.
+    """
+
+    computing: float
+    waiting: float
+    sending: float
+    peak_bytes: int | None
+    variance: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """
+    Attributes:
+        seconds: from one step of the cluster to the next.
+        variance: of the mean gradient of all ranks.
+        classes: figures of each class.
+    """
+
+    seconds: float
+    variance: float
+    classes: Mapping[str, Figures]
+
+    def exceeds(self, problem: Problem) -> dict[str, float]:
+        """Returns by how much limits are exceeded: "seconds", "variance", and of classes "memory NAME"; nothing where all are kept."""
+        pairs = [("seconds", self.seconds, problem.seconds), ("variance", self.variance, problem.variance)]
+        pairs += [
+            (f"memory {name}", figures.peak_bytes or 0, problem.classes[name].memory)
+            for name, figures in self.classes.items()
+        ]
+        return {what: value - limit for what, value, limit in pairs if limit is not None and beyond(value, limit)}
+
+    def value(self, problem: Problem) -> float:
+        """Returns what is to be as small as it can be."""
+        return self.variance if problem.least == "variance" else self.seconds
+
+
+def beyond(value: float, limit: float) -> bool:
+    """Whether a value is above a limit by more than rounding."""
+    return value > limit * (1 + TOLERANCE)
+
+
+class Judge:
+    """
+    Args:
+        problem: what is asked.
+        plans: of all classes, to start from.
+
+    Raises:
+        PlanError, ProfileError: a plan does not fit the model, or a time is not known.
+    """
+
+    def __init__(self, problem: Problem, plans: Plans) -> None:
+        self.problem = problem
+        self._mappers = {
+            name: CostMapper(found.graph, Remembered(found.times), plans[name])
+            for name, found in problem.classes.items()
+        }
+        self._asked = {name: dict(plans[name]) for name in problem.classes}
+        self._undo: list[tuple[str, str, str]] = []
+        self._schedules: dict[str, Schedule] = {}
+        self._memories: dict[str, Memory | None] = {}
+        self._peaks: dict[str, int | None] = {}
+        self._timeline: Timeline | None = None
+        fleet = played(self.schedules(), problem.cluster)
+        places = {p.path: at for at, p in enumerate(next(iter(self._schedules.values())).parameters)}
+        # Gradients arrive in one order under all plans, so that buckets are those of any.
+        self.buckets: Sequence[Sequence[int]] = [[places[path] for path in one.parameters] for one in fleet.buckets]
+        self.transfer: Sequence[float] = self._transfer([bucket.travelling for bucket in fleet.buckets])
+
+    def set(self, name: str, operator: str, fmt: str) -> None:
+        """Gives an operator of a class another format."""
+        self._undo.append((name, operator, self._asked[name][operator]))
+        self._change(name, operator, fmt)
+
+    def undo(self) -> None:
+        """Takes back the last change that was not taken back yet."""
+        self._change(*self._undo.pop())
+
+    def become(self, plans: Plans) -> Judged:
+        """Changes to other plans, which cannot be undone, and returns what they cost."""
+        for name, asked in plans.items():
+            for operator, fmt in asked.items():
+                if self._asked[name][operator] != fmt:
+                    self._change(name, operator, fmt)
+        self._undo.clear()
+        return self.judged()
+
+    @property
+    def plans(self) -> dict[str, dict[str, str]]:
+        """The plans now."""
+        return {name: dict(asked) for name, asked in self._asked.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of the cluster."""
+        return self.timeline.seconds
+
+    @property
+    def variance(self) -> float:
+        """The variance of the mean gradient."""
+        return self.problem.variance_of(self._asked)
+
+    def computing(self, name: str) -> float:
+        """Returns the seconds that a device of a class computes in a step; followed change by change, so quick to ask."""
+        return self._mappers[name].seconds * self.problem.cluster.devices[name].slowdown
+
+    def states(self, name: str) -> States:
+        """Returns what the operators of a class compute in and give out."""
+        return self._mappers[name].states()
+
+    def schedules(self) -> Mapping[str, Schedule]:
+        """Returns the step of each class."""
+        for name, mapper in self._mappers.items():
+            if name not in self._schedules:
+                self._schedules[name] = mapper.schedule(self.problem.cluster.buckets.whole_graphs)
+        return self._schedules
+
+    def memory(self, name: str) -> Memory | None:
+        """Returns what a step of a class holds at each moment, uncorrected; None where that is not known."""
+        if name not in self._memories:
+            training = self.problem.classes[name].training
+            self._memories[name] = None if training is None else step_memory(self.states(name), training)
+        return self._memories[name]
+
+    def peak(self, name: str) -> int | None:
+        """Returns what a step of a class holds at most; None where that is not known."""
+        if name not in self._peaks:
+            self._peaks[name] = self._peak(name, self.problem.classes[name])
+        return self._peaks[name]
+
+    def fits(self) -> bool:
+        """Whether all limits are kept; asks for what is quick to know first."""
+        problem = self.problem
+        if problem.variance is not None and beyond(self.variance, problem.variance):
+            return False
+        if problem.seconds is not None:
+            if any(beyond(self.computing(name), problem.seconds) for name in problem.classes):
+                return False
+            if beyond(self.seconds, problem.seconds):
+                return False
+        limits = {name: found.memory for name, found in problem.classes.items() if found.memory is not None}
+        return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
+
+    def judged(self) -> Judged:
+        """Returns all of it."""
+        found = self.timeline
+        figures = {
+            name: Figures(
+                float(found.played.devices[name].seconds.sum()) + found.played.devices[name].optimizer,
+                found.waiting[name],
+                found.sending[name],
+                self.peak(name),
+                self.problem.classes[name].variance(self._asked[name]),
+            )
+            for name in self.problem.classes
+        }
+        return Judged(found.seconds, self.variance, figures)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step of the cluster, as `replay` shows it."""
+        if self._timeline is None:
+            peaks = {name: peak for name in self._peaks if (peak := self._peaks[name]) is not None}
+            fleet = played(self.schedules(), self.problem.cluster, indices=self.buckets, transfer=self.transfer)
+            self._timeline = Timeline(fleet, peaks)
+        return self._timeline
+
+    def _change(self, name: str, operator: str, fmt: str) -> None:
+        self._mappers[name].set(operator, fmt)
+        self._asked[name][operator] = fmt
+        self._timeline = None
+        for known in (self._schedules, self._memories, self._peaks):
+            known.pop(name, None)
+
+    def _peak(self, name: str, found: DeviceClass) -> int | None:
+        memory = self.memory(name)
+        if memory is None:
+            return None
+        if found.anchors:
+            return memory.held_bytes + anchored_bytes(self.states(name), found.anchors, found.training)
+        return memory.peak.bytes
+
+    def _transfer(self, sizes: Sequence[float]) -> Sequence[float]:
+        cluster = self.problem.cluster
+        taken: list[float] = cluster.all_reduce.seconds(sizes, cluster.ranks).tolist() if sizes else []
+        return taken
+
+
+def judged(problem: Problem, plans: Plans) -> Judged:
+    """Returns what plans of all classes cost."""
+    return Judge(problem, plans).judged()
+
+
+class Remembered:
+    """Times that are asked once for each question."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._operators: dict[tuple[str, object, tuple[object, ...]], Seconds] = {}
+        self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        key = operator, state.names, tuple(None if one is None else one.names for one in around)
+        if key not in self._operators:
+            self._operators[key] = self._times.operator(operator, state, around)
+        return self._operators[key]
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        key = operator, before, after, numel, differentiated
+        if key not in self._casts:
+            self._casts[key] = self._times.cast(operator, before, after, numel, differentiated)
+        return self._casts[key]
+
+    def outside(self) -> Seconds:
+        return self._times.outside()
+
+    def optimizer(self) -> float:
+        return self._times.optimizer()

@@ -1,0 +1,80 @@
+"""What `print(answer)` shows: the step, the classes of devices, operators by format, and what to know about the plan.
+
+Invariant: every number is one that the answer holds, and every sentence is of the kind of a note.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from qsync_fx.allocator.problem import width as width_of
+from qsync_fx.report.numbers import duration, short
+from qsync_fx.report.text import plain, table_of
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.answer import Answer, Note
+
+_SHOWN = 5
+
+
+def answer_text(answer: Answer, width: int | None = None) -> str:
+    """Returns an answer as plain text, fitted to a width where one is given."""
+    return plain(answer_table(answer), width)
+
+
+def answer_table(answer: Answer) -> RenderableType:
+    """Returns an answer for a rich console."""
+    return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, _notes(answer)))
+
+
+def _head(answer: Answer) -> list[str]:
+    judged, problem = answer.judged, answer.problem
+    limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
+    found = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
+    known = "no bound is known"
+    if answer.bound is not None:
+        unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
+        known = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
+    rounds = f" in {len(answer.rounds)} rounds" if answer.rounds else ""
+    return [*found, f"{answer.allocator}: {known}; {answer.took:.2f} s{rounds}"]
+
+
+def _classes(answer: Answer) -> RenderableType:
+    formats = sorted({fmt for asked in answer.plans.values() for fmt in asked.values()}, key=width_of)
+    columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance", *formats]
+    table = table_of(columns, right=columns[1:])
+    for name, figures in answer.judged.classes.items():
+        limit = answer.problem.classes[name].memory
+        peak = "?" if figures.peak_bytes is None else short(figures.peak_bytes, "B")
+        counts = Counter(answer.plans[name].values())
+        table.add_row(
+            Text(name),
+            str(answer.problem.cluster.devices[name].count),
+            *map(duration, (figures.computing, figures.waiting, figures.sending)),
+            peak if limit is None else f"{peak} of {short(limit, 'B')}",
+            f"{figures.variance:.4g}",
+            *(str(counts[fmt] or "-") for fmt in formats),
+        )
+    return table
+
+
+def _notes(answer: Answer) -> Iterator[str]:
+    by_kind: dict[tuple[str, str], list[Note]] = {}
+    for note in answer.notes:
+        by_kind.setdefault((note.kind, note.device), []).append(note)
+    for (kind, device), notes in by_kind.items():
+        where = f"{device}: " if device else ""
+        details = [_detail(note) for note in notes]
+        shown = [detail for detail in details if detail][:_SHOWN]
+        more = f" and {len(details) - len(shown)} more" if shown and len(details) > len(shown) else ""
+        yield f"{where}{kind}" + (f": {'; '.join(shown)}{more}" if shown else "")
+
+
+def _detail(note: Note) -> str:
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in note.numbers.items())
+    return " ".join(part for part in (note.operator, "/".join(note.formats), numbers) if part)

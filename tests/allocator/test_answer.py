@@ -1,0 +1,55 @@
+"""What an answer holds, as plans and as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from allocation_problems import fleet
+
+from qsync_fx import Plan, PlanError
+from qsync_fx.allocator import Answer, Note, NoteKind, judged
+from qsync_fx.predictor.mapper import states
+
+
+def an_answer() -> Answer:
+    problem = replace(fleet("mlp"), seconds=1.0)
+    plans = problem.uniform()
+    notes = (
+        Note(NoteKind.NOT_FASTER, "slow", "0/linear", ("int8", "bf16"), {"seconds": 0.25}),
+        Note(NoteKind.NOT_FASTER, "slow", "2/linear", ("int8", "fp32")),
+    )
+    found = judged(problem, plans)
+    return Answer(problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes)
+
+
+def test_plans_are_of_classes() -> None:
+    answer = an_answer()
+    part = answer.problem.classes["slow"]
+    assert answer.plan() == Plan(operators=answer.plans["slow"])
+    assert states(part.graph, answer.plan()) == states(part.graph, part.uniform("int8"))
+    assert answer.to_plans() == {name: answer.plan(name) for name in ("fast", "slow")}
+    assert answer.plan("fast") == Plan(operators=part.uniform("fp32"))
+    with pytest.raises(PlanError, match="no devices 'slwo'"):
+        answer.plan("slwo")
+    both = {name: replace(found, kept=None) for name, found in answer.problem.classes.items()}
+    with pytest.raises(PlanError, match="plans of 2 classes"):
+        replace(answer, problem=replace(answer.problem, classes=both)).plan()
+
+
+def test_gaps() -> None:
+    answer = an_answer()
+    assert answer.gap == pytest.approx(0.5)
+    assert answer.fits
+    assert replace(answer, bound=None).gap is None
+    assert replace(answer, bound=answer.judged.variance * (1 + 1e-9)).gap == 0
+    assert not replace(answer, problem=replace(answer.problem, seconds=1e-9)).fits
+
+
+def test_what_print_shows() -> None:
+    answer = an_answer()
+    text = str(answer)
+    for part in ("fast", "slow", "1 s allowed", "uniform", "gap 50.00%", "0/linear int8/bf16 seconds 0.25", "2/linear"):
+        assert part in text, part
+    assert f"{answer.judged.classes['slow'].variance:.4g}" in text
+    assert "no bound is known" in str(replace(answer, bound=None))

@@ -1,0 +1,126 @@
+"""The judge says what the replayer, the memory model and sensitivities say, also after changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from allocation_problems import alone, device_class, fleet
+
+import qsync_fx
+from qsync_fx import Plan, PlanError
+from qsync_fx.allocator import Judge, Problem, judged
+from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.memory import anchored_bytes, peak_bytes, step_memory
+from qsync_fx.predictor.memory.anchors import Anchor
+from qsync_fx.timeline.replaying import Profiled
+
+
+class Known:
+    def __init__(self, problem: Problem, name: str) -> None:
+        self.graph, self._times = problem.classes[name].graph, problem.classes[name].times
+
+    def times(self) -> object:
+        return self._times
+
+
+def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
+    draw = random.Random(seed)
+    return {
+        name: dict(found.kept or {op: draw.choice(known) for op, known in found.choices.items()})
+        for name, found in problem.classes.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["mlp", "checkpointed", "odd"])
+def test_it_says_what_replay_says(name: str) -> None:
+    problem = fleet(name)
+    plans = drawn(problem, 1)
+    found = judged(problem, plans)
+    known: dict[str, Profiled] = {name: Known(problem, name) for name in problem.classes}  # type: ignore[dict-item, misc]
+    asked = {name: Plan(operators=plan) for name, plan in plans.items()}
+    timeline = qsync_fx.replay(asked, known, cluster=problem.cluster)
+    assert found.seconds == timeline.seconds
+    for name, figures in found.classes.items():
+        part = problem.classes[name]
+        assert figures.waiting == timeline.waiting[name]
+        assert figures.sending == timeline.sending[name]
+        assert figures.peak_bytes == peak_bytes(states(part.graph, plans[name]), part.training)
+        assert figures.variance == pytest.approx(
+            sum(part.sensitivity.of(op, part.runs(op, fmt)) for op, fmt in plans[name].items())
+        )
+    # Two of four devices are each class; the mean of four divides their variance by sixteen.
+    assert found.variance == pytest.approx((2 * found.classes["slow"].variance) / 16)
+
+
+def test_changes_and_changes_undone_are_as_a_new_judge() -> None:
+    problem, draw = fleet("mlp"), random.Random(0)
+    judge = Judge(problem, drawn(problem, 2))
+    choices = problem.classes["slow"].choices
+    for _ in range(20):
+        operator = draw.choice(list(choices))
+        judge.set("slow", operator, draw.choice(choices[operator]))
+        if draw.random() < 0.4:
+            judge.undo()
+        assert judge.judged() == judged(problem, judge.plans)
+    other = drawn(problem, 3)
+    assert judge.become(other) == judged(problem, other)
+    assert judge.plans == other
+
+
+def test_limits_are_kept_or_said_to_be_exceeded() -> None:
+    problem = alone("mlp")
+    plans = problem.uniform()
+    found = judged(problem, plans)
+    assert not found.exceeds(problem)
+    peak = found.classes["device"].peak_bytes
+    assert peak
+    tight = replace(
+        problem,
+        seconds=found.seconds / 2,
+        variance=found.variance,
+        classes={"device": replace(problem.classes["device"], memory=peak - 10)},
+    )
+    assert found.exceeds(tight) == {"seconds": pytest.approx(found.seconds / 2), "memory device": 10}
+    assert not Judge(tight, plans).fits()
+    assert Judge(replace(tight, seconds=None, classes=problem.classes), plans).fits()
+
+
+def test_measured_peaks_correct_predicted_ones() -> None:
+    problem = alone("mlp")
+    part = problem.classes["device"]
+    measured = part.uniform("fp32")
+    near = {**measured, next(iter(measured)): "bf16"}
+    anchor = Anchor(states(part.graph, measured), 12345)
+    corrected = replace(problem, classes={"device": replace(part, anchors=(anchor,))})
+    for plan in (measured, near):
+        plain, found = (judged(asked, {"device": plan}).classes["device"].peak_bytes for asked in (problem, corrected))
+        now = states(part.graph, plan)
+        by = anchored_bytes(now, [anchor], part.training) - step_memory(now, part.training).step_bytes
+        assert by
+        assert plain is not None and found == plain + by
+
+
+def test_formats_that_an_operator_does_not_tell_apart_are_one_choice() -> None:
+    part = device_class("bert2", ("fp32", "bf16", "int8", "fp8"))
+    norms = [op.id for op in part.graph.operators if op.kind == "adjustable" and "norm" in op.row]
+    assert norms
+    for operator in norms:
+        assert part.choices[operator] == ("bf16", "fp32")
+        assert part.uniform("int8")[operator] == "bf16"
+    assert {("int8", "fp8", "bf16", "fp32"), ("fp8", "int8", "bf16", "fp32")} & set(part.choices.values())
+    for fmt in part.formats:
+        assert states(part.graph, part.uniform(fmt)) == states(part.graph, dict.fromkeys(part.choices, fmt))
+
+
+def test_problems_that_are_none() -> None:
+    part = device_class("mlp")
+    with pytest.raises(PlanError, match="not made for plans with"):
+        replace(part, graph=replace(part.graph, formats=("fp32",)))
+    with pytest.raises(PlanError, match="cannot take"):
+        replace(part, memory=float("nan"))
+    with pytest.raises(PlanError, match="what a step holds is not known"):
+        replace(part, memory=1e9, training=None)
+    with pytest.raises(PlanError, match="open to choice"):
+        Problem({"device": replace(part, kept=part.uniform("fp32"))}, alone("mlp").cluster)

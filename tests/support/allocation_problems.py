@@ -1,0 +1,49 @@
+"""Problems for tests of allocators: small models with drawn times and sensitivities, alone or on a fleet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from predicted_models import DrawnTimes, graph_of
+
+from qsync_fx.allocator import DeviceClass, Problem
+from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+THREE = ("fp32", "bf16", "int8")
+
+
+def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
+    """Returns what narrower formats add: more, the fewer bits they have, and lognormal from operator to operator."""
+    draw = random.Random(f"sensitivity {seed}")
+    scale = {"bf16": 0.02, "fp16": 0.004, "tf32": 0.003, "int8": 1.0, "int8_grad": 1.6, "fp8": 0.8, "fp8_e5m2": 1.2}
+    variance: dict[str, dict[str, float]] = {}
+    for operator in graph.operators:
+        if operator.kind == "adjustable":
+            own = draw.lognormvariate(0, 2)
+            variance[operator.id] = {fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in scale.items()}
+    return Sensitivity("drawn", "model", variance)
+
+
+def device_class(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> DeviceClass:
+    """Returns a class that trains one of the models of `predicted_models`."""
+    graph = graph_of(name)
+    training = Training(ADAM, buckets=True)
+    return DeviceClass(graph, DrawnTimes(seed), drawn_sensitivity(graph, seed), formats, training=training)
+
+
+def alone(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> Problem:
+    """Returns a problem of one device, without limits."""
+    return Problem({"device": device_class(name, formats, seed)}, Cluster({"device": Device()}))
+
+
+def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> Problem:
+    """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
+    slow = device_class(name, formats, seed)
+    fast = replace(slow, times=DrawnTimes(seed + 1), kept=slow.uniform("fp32"))
+    devices = {"fast": Device(count=2, batch=4), "slow": Device(count=2, slowdown=1.5, delay=1e-4, batch=4)}
+    cluster = Cluster(devices, Network(1e7, 1e-5), Buckets(first_bytes=64, bytes=256))
+    return Problem({"fast": fast, "slow": slow}, cluster)
