@@ -100,12 +100,21 @@ class Cost:
     def saved_bytes(self) -> Size:
         return sum(self.saved.values())
 
+    @property
+    def sizes(self) -> list[Size]:
+        """All of them: operations and bytes of each piece of work, then what is kept."""
+        works = [size for name in WORKS for size in (getattr(self, name).flops, getattr(self, name).bytes)]
+        return [*works, *self.saved.values()]
+
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
         """Returns the cost with other symbols for symbolic sizes."""
         if not names:
             return self
-        values = iter([size.xreplace(names) if isinstance(size, sympy.Basic) else size for size in _leaves(self)])
-        return _rebuilt(self, values)
+        return self.each(lambda size: size.xreplace(names) if isinstance(size, sympy.Basic) else size)
+
+    def each(self, change: Callable[[Size], Size]) -> Cost:
+        """Returns the cost with each of its sizes changed."""
+        return _rebuilt(self, map(change, self.sizes))
 
     def at(self, **sizes: int) -> Cost:
         """Returns the cost with numbers for symbolic sizes, by their names; what is not named stays symbolic.
@@ -126,7 +135,7 @@ WORKS = tuple(part.name for part in fields(Cost) if part.name != "saved")
 def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
     """Returns costs with numbers for the symbolic sizes named in `sizes`: one compiled function for all of them."""
     costs = list(costs)
-    flat = [value for cost in costs for value in _leaves(cost)]
+    flat = [value for cost in costs for value in cost.sizes]
     values = iter(numbers(flat, sizes))
     return [_rebuilt(cost, values) for cost in costs]
 
@@ -135,11 +144,6 @@ def numbers(expressions: Iterable[Size], sizes: Mapping[str, int]) -> list[Size]
     """Returns sizes with numbers for the symbolic ones named in `sizes`: one compiled function for all of them."""
     names = tuple(sorted(sizes))
     return _function(tuple(expressions), names)(*(sizes[name] for name in names))
-
-
-def _leaves(cost: Cost) -> list[Size]:
-    works = [size for name in WORKS for size in (getattr(cost, name).flops, getattr(cost, name).bytes)]
-    return [*works, *cost.saved.values()]
 
 
 def _rebuilt(cost: Cost, values: Any) -> Cost:

@@ -14,7 +14,7 @@ from torch import fx
 
 from qsync_fx.codec import Malformed
 from qsync_fx.errors import ProfileError
-from qsync_fx.graph.algebra import WORKS, Cost, Size, Work
+from qsync_fx.graph.algebra import Cost, Size
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import FORMATS, Precision, precision
 from qsync_fx.predictor.model.reachable import reachable
@@ -77,10 +77,8 @@ def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]
         return known[given]
 
     def cost(graph: Reading, node: fx.Node, state: StateNames) -> Cost:
-        own = graph.costing.own(node, State(_format(state[0]), _format(state[1])))
-        works = {name: getattr(own, name) for name in WORKS}
-        sized = {name: Work(size(work.flops), size(work.bytes)) for name, work in works.items()}
-        return Cost(**sized, saved={(graph.name(tensor), how): size(n) for (tensor, how), n in own.saved.items()})
+        own = graph.costing.own(node, State(_format(state[0]), _format(state[1]))).each(size)
+        return dataclasses.replace(own, saved={(graph.name(tensor), how): n for (tensor, how), n in own.saved.items()})
 
     return [
         dataclasses.replace(operator, costs={state: cost(graph, site.node, state) for state in can})

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import sympy
 
 from qsync_fx.errors import ProfileError, nearest
-from qsync_fx.graph.algebra import WORKS, Cost, Size, Work, numbers
+from qsync_fx.graph.algebra import Size, numbers
 from qsync_fx.predictor.model.value import ModelGraph
 
 
@@ -40,14 +40,9 @@ def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
     def size(before: Size) -> Size:
         return now.get(before, before) if isinstance(before, sympy.Basic) else before
 
-    def cost(before: Cost) -> Cost:
-        works = {name: getattr(before, name) for name in WORKS}
-        done = {name: Work(size(work.flops), size(work.bytes)) for name, work in works.items()}
-        return Cost(**done, saved={kept: size(n) for kept, n in before.saved.items()})
-
     values = [dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed)) for value in graph.values]
     operators = [
-        dataclasses.replace(op, costs={state: cost(before) for state, before in op.costs.items()})
+        dataclasses.replace(op, costs={state: before.each(size) for state, before in op.costs.items()})
         for op in graph.operators
     ]
     return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
@@ -59,7 +54,4 @@ def sizes_of(graph: ModelGraph) -> Iterator[Size]:
         yield from (value.numel, value.fixed)
     for operator in graph.operators:
         for cost in operator.costs.values():
-            for name in WORKS:
-                work: Work = getattr(cost, name)
-                yield from (work.flops, work.bytes)
-            yield from cost.saved.values()
+            yield from cost.sizes
