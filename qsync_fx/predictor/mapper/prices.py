@@ -10,9 +10,8 @@ import math
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
-from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
-from qsync_fx.predictor.model.value import Name
+from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 FEMTO = 10**15
@@ -37,7 +36,7 @@ class Prices:
     def state(self, code: int) -> State:
         """Returns the state of a code: what an operator computes in, and `BASE` times what it gives out."""
         if code not in self._states:
-            self._states[code] = State(_format(NAMES[code % BASE]), _format(NAMES[code // BASE]))
+            self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
         return self._states[code]
 
     def operator(self, at: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
@@ -101,7 +100,3 @@ class Prices:
 def _now(held: Held, outputs: list[int]) -> int:
     """The format of a value: what its operator gives out, or its own."""
     return outputs[held.operator] or held.own
-
-
-def _format(name: Name) -> Precision | None:
-    return FORMATS[name] if name is not None else None

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
-from qsync_fx.predictor.mapper.states import Cast, States, format_named
+from qsync_fx.predictor.mapper.states import Cast, States
+from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
@@ -62,7 +63,7 @@ def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
 
 
 def _operators(states: States, times: Times) -> Iterator[Seconds]:
-    found = [State(format_named(precision), format_named(output)) for precision, output in states.names]
+    found = list(map(state_named, states.names))
     there: dict[int, State] = dict(enumerate(found))
     for at, operator in enumerate(states.graph.operators):
         around = [there.get(at + by) for by in NEIGHBOURS]

@@ -16,7 +16,8 @@ from qsync_fx.graph.reads import State
 from qsync_fx.ops import Kind
 from qsync_fx.plan import Plan
 from qsync_fx.plan.opid import OpId
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.model.names import format_named, state_named
 from qsync_fx.predictor.model.reachable import chosen, followed, widest
 from qsync_fx.predictor.model.value import Choices, Follows, ModelGraph, Name, Read, StateNames
 
@@ -59,8 +60,7 @@ class States:
 
     def of(self, operator: str) -> State:
         """Returns the state of an operator, by its id."""
-        precision, output = self.names[self.graph.place(operator)]
-        return State(format_named(precision), format_named(output))
+        return state_named(self.names[self.graph.place(operator)])
 
     def cost(self, operator: str) -> Cost:
         """Returns what an operator costs, its casts included."""
@@ -142,11 +142,6 @@ def wants_all_wide(graph: ModelGraph, at: int, readers: Sequence[Name], precisio
         return False
     kinds = (graph.operators[reader].kind for reader in choices.readers)
     return all(wants_wide(Kind(kind), format_named(name)) for kind, name in zip(kinds, readers, strict=True))
-
-
-def format_named(name: Name) -> Precision | None:
-    """Returns a format by its name; None for none."""
-    return FORMATS[name] if name is not None else None
 
 
 def _choices(graph: ModelGraph, at: int) -> Choices:

@@ -12,6 +12,7 @@ from qsync_fx.graph.cascading import wants_wide
 from qsync_fx.graph.costs.casts import needs_cast
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.model.names import format_named
 from qsync_fx.predictor.model.reachable import chosen, followed, widest
 from qsync_fx.predictor.model.value import Choices, Follows, ModelGraph, Name, Operator, Read
 
@@ -25,7 +26,7 @@ REACH = 2
 
 SCALED = tuple(name is not None and FORMATS[name].scaled for name in NAMES)
 PLAIN = tuple(name is not None and FORMATS[name].plain for name in NAMES)
-_FORMATS = tuple(FORMATS[name] if name is not None else None for name in NAMES)
+_FORMATS = tuple(map(format_named, NAMES))
 NEEDED = tuple(tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS)
 """By the format that a value has and the one that it is read in: whether it is converted."""
 WIDE = {kind: tuple(wants_wide(kind, fmt) for fmt in _FORMATS) for kind in Kind}

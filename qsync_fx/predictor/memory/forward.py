@@ -17,6 +17,7 @@ from qsync_fx.ops import table
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.predictor.model.names import format_named
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
 Sources = frozenset[Buffer]
@@ -101,7 +102,7 @@ class Forward:
             buffer = self.factors[at, place] = self._lie(read.value, self._wanted(read, precision), at)
             reads += [] if buffer is None else [buffer]
         size, workspace = self.bytes(result, output), 0
-        fmt = FORMATS[precision] if precision is not None else None
+        fmt = format_named(precision)
         if fmt is not None and fmt.scaled:
             if convolves(operator):
                 workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])

@@ -15,12 +15,12 @@ from torch import fx
 from qsync_fx.codec import Malformed
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.algebra import Cost, Size
-from qsync_fx.graph.reads import State
-from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.precision import FORMATS, precision
+from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.reachable import reachable
 from qsync_fx.predictor.model.reading import Reading
 from qsync_fx.predictor.model.sizes import canonical
-from qsync_fx.predictor.model.value import ModelGraph, ModelParameter, Name, Operator, StateNames, Value
+from qsync_fx.predictor.model.value import ModelGraph, ModelParameter, Operator, StateNames, Value
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
@@ -77,7 +77,7 @@ def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]
         return known[given]
 
     def cost(graph: Reading, node: fx.Node, state: StateNames) -> Cost:
-        own = graph.costing.own(node, State(_format(state[0]), _format(state[1]))).each(size)
+        own = graph.costing.own(node, state_named(state)).each(size)
         return dataclasses.replace(own, saved={(graph.name(tensor), how): n for (tensor, how), n in own.saved.items()})
 
     return [
@@ -104,7 +104,3 @@ def _parameters(graphs: Sequence[Reading], explanation: Explanation) -> list[Mod
             numel, itemsize = int(held.numel()), held.element_size()
             found.append(ModelParameter(path, numel, itemsize, held.requires_grad, tuple(readers[path])))
     return found
-
-
-def _format(name: Name) -> Precision | None:
-    return FORMATS[name] if name is not None else None

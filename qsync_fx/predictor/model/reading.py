@@ -29,6 +29,7 @@ from qsync_fx.graph.reads import Operand
 from qsync_fx.graph.values import describe, expression, format_of, is_float, tensors
 from qsync_fx.ops import Kind
 from qsync_fx.precision import FORMATS, FP32, Precision
+from qsync_fx.predictor.model.names import name_of
 from qsync_fx.predictor.model.sizes import canonical
 from qsync_fx.predictor.model.value import Choices, Follows, Name, Operator, Read, Value
 from qsync_fx.resolve import resolve, stays
@@ -104,7 +105,7 @@ class Reading:
             tensor=tensor,
             operator=self.index.get(self.flow.source(node)),
             source=self._source(node),
-            own=fmt.name if fmt is not None else None,
+            own=name_of(fmt),
             numel=self._size(sum((expression(t.numel()) for t in found if is_float(t)), start=0)),
             fixed=self._size(
                 sum((expression(t.numel()) * t.element_size() for t in found if not is_float(t)), start=0)
@@ -167,7 +168,7 @@ class Reading:
 
     def _wanted(self, place: Place) -> Mapping[str, Name]:
         """What a place wants, by what its reader computes in; places that want alike share the answer."""
-        found = {_name(fmt) or "": _name(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
+        found = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
         return self._tables.setdefault(tuple(found.items()), found)
 
     def _point(self, place: Place) -> int:
@@ -205,11 +206,11 @@ class Reading:
         widest = rule.promotion(given)
         return Follows(
             operators=tuple(dict.fromkeys(found for found in sources if isinstance(found, int))),
-            given=widest.name if widest is not None else None,
-            own=_name(rule.own),
+            given=name_of(widest),
+            own=name_of(rule.own),
             promotes=rule.promotes,
             scalar=max(map(abs, rule.scalars), default=0.0),
-            named=_name(rule.named),
+            named=name_of(rule.named),
         )
 
     def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
@@ -231,7 +232,3 @@ class Reading:
                     if any(self.flow.source(operand.node) is node for operand in site.operands):
                         found[meta.PATH.get(node) or node.name][1].append(self.index[site.node])
         return found
-
-
-def _name(fmt: Precision | None) -> Name:
-    return fmt.name if fmt is not None else None

@@ -61,7 +61,7 @@ class DeviceTimes:
 
     def operator(self, operator: str, state: State, around: Sequence[State | None] = ()) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
-        names = (_name(state.precision), _name(state.output))
+        names = state.names
         if (operator, names) not in self._known:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
@@ -167,10 +167,6 @@ def _explained_for(name: str, device: Device) -> bool:
     if name == device.kind == "cpu":
         return True
     return device.kind == "gpu" and (name in ("cuda", device.name) or (is_path(name) and get(name) is device))
-
-
-def _name(fmt: Precision | None) -> str | None:
-    return fmt.name if fmt is not None else None
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
