@@ -10,6 +10,7 @@ import math
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
+from qsync_fx.predictor.mapper.asking import cast_seconds
 from qsync_fx.predictor.mapper.tables import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
 from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
@@ -50,18 +51,11 @@ class Prices:
         casts, casts_backward, unpacking = (sum(price[part] for price in alone) for part in (2, 3, 4))
         return forward, backward, casts, casts_backward, unpacking
 
-    def cast(
-        self, owner: int, value: int, before: int, after: int, differentiated: bool | None = None
-    ) -> tuple[int, int]:
+    def cast(self, owner: int, value: int, before: int, after: int, differentiated: bool = True) -> tuple[int, int]:
         """Returns the time of a cast, forward and backward."""
-        graph = self.tables.graph
-        held, operator, names = graph.values[value], graph.operators[owner], (NAMES[before] or "", NAMES[after] or "")
-        if not isinstance(held.numel, int):
-            what = f"the time of a cast of {held.numel} elements is not known"
-            raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
-        gradient = held.differentiated if differentiated is None else differentiated
-        found = self.times.cast(operator.id, *names, held.numel, gradient)
-        return self._checked(found, f"the cast from {' to '.join(names)} before {operator.where}")
+        graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
+        found = cast_seconds(graph, self.times, owner, value, *names, differentiated)
+        return self._checked(found, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}")
 
     def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
+from qsync_fx.predictor.mapper.asking import cast_seconds
 from qsync_fx.predictor.mapper.states import Cast, States
 from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.value import ModelGraph
@@ -30,7 +30,7 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
     graph = states.graph
     own = list(_operators(states, times))
     casts = _by_owner(graph, states.casts, times)
-    unpacked = _by_owner(graph, [Cast(c.owner, c.value, c.before, c.after) for c in states.unpacked], times, False)
+    unpacked = _by_owner(graph, states.unpacked, times, differentiated=False)
     outside = times.outside()
     forward = [Entry("", Part.OUTSIDE, outside.forward)]
     backward = [Entry("", Part.OUTSIDE, outside.backward)]
@@ -75,11 +75,6 @@ def _by_owner(
 ) -> Mapping[int, list[Seconds]]:
     found: dict[int, list[Seconds]] = {}
     for cast in casts:
-        value, operator = graph.values[cast.value], graph.operators[cast.owner]
-        if not isinstance(value.numel, int):
-            what = f"the time of a cast of {value.numel} elements is not known"
-            raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
-        gradient = differentiated and value.differentiated
-        taken = times.cast(operator.id, cast.before, cast.after, value.numel, gradient)
+        taken = cast_seconds(graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated)
         found.setdefault(cast.owner, []).append(taken)
     return found
