@@ -62,6 +62,10 @@ class States:
         """Returns the state of an operator, by its id."""
         return state_named(self.names[self.graph.place(operator)])
 
+    def held(self, value: int) -> Name:
+        """Returns the format that a value is given out in, by its place."""
+        return _held(self.graph, self.names, value)
+
     def cost(self, operator: str) -> Cost:
         """Returns what an operator costs, its casts included."""
         at = self.graph.place(operator)
@@ -176,7 +180,10 @@ def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[Cast]:
     for at, operator in enumerate(graph.operators):
         precision, output = found[at]
         if operator.converts:
-            yield from _changed(graph, found, at, operator.reads[0].value, output)
+            value = operator.reads[0].value
+            before = _held(graph, found, value)
+            if before is not None and output is not None and before != output:
+                yield Cast(at, value, before, output, wanted=True)
             continue
         for read in operator.reads:
             before, after = _cast_of(graph, found, read, precision)
@@ -206,12 +213,6 @@ def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[Cast]:
             if any(other.gradient for other in factors if other is not read):
                 kept[read.point, precision] = Cast(at, read.origin, precision, decided.unpacked[precision])
     return list(kept.values())
-
-
-def _changed(graph: ModelGraph, found: Sequence[StateNames], at: int, value: int, output: Name) -> Iterator[Cast]:
-    before = _held(graph, found, value)
-    if before is not None and output is not None and before != output:
-        yield Cast(at, value, before, output, wanted=True)
 
 
 def _cast_of(graph: ModelGraph, found: Sequence[StateNames], read: Read, precision: Name) -> tuple[Name, Name]:

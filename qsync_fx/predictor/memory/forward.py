@@ -80,13 +80,8 @@ class Forward:
         maker = self.graph.values[self.root(value)].operator
         return None if maker is None or self._given(value) else self.graph.operators[maker]
 
-    def _held(self, value: int) -> Name:
-        """The format that a value is given out in."""
-        found = self.graph.values[value]
-        return found.own if found.operator is None else self.states.names[found.operator][1] or found.own
-
     def _wanted(self, read: Read, precision: Name) -> Name:
-        return read.wanted.get(precision or "") or self._held(read.value)
+        return read.wanted.get(precision or "") or self.states.held(read.value)
 
     def _given(self, value: int) -> bool:
         return self.graph.values[self.root(value)].source != "operator"
@@ -120,7 +115,7 @@ class Forward:
     def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
         """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
         root = self.root(value)
-        held = self.graph.values[root].own if self._given(root) else self._held(value)
+        held = self.graph.values[root].own if self._given(root) else self.states.held(value)
         if self._given(root) and fmt == held:
             return None
         if (root, fmt) in self._there:
@@ -158,7 +153,7 @@ class Forward:
                     self._hold(at, root, fmt)
                 elif self._is_product(root):
                     # A copy that is wider than what it is made from is made again.
-                    self._hold(at, root, min((fmt, self._held(root)), key=lambda name: self.bytes(root, name)))
+                    self._hold(at, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
                 elif not self._given(root):
                     late.append((at, root, fmt))
         certain = frozenset[Buffer]().union(*self.kept.values())
@@ -185,7 +180,7 @@ class Forward:
         at = self.graph.places[operator.id]
         found = self.kept.get(at, frozenset())
         for used, fmt in self._read_by(at, operator):
-            there = {self._there[used, name] for name in (fmt, self._held(used)) if (used, name) in self._there}
+            there = {self._there[used, name] for name in (fmt, self.states.held(used)) if (used, name) in self._there}
             # What lay in memory and is not kept would lie there again.
             more = there & certain or (None if there else self._again(used, certain))
             if more is None:
