@@ -32,7 +32,8 @@ def noise(x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Se
         return error(x, fmt, rounding, keep).square()
     if fmt.kind == "integer":
         # Of a negative fraction the same comes out as of what is left of it to 1. FP32 holds 127 and its fractions to 2**-17.
-        fraction, size = (x.detach() / scale(x, fmt, keep).to(x.dtype)).frac().abs(), scale(x, fmt, keep)
+        size = scale(x, fmt, keep)
+        fraction = (x.detach() / size.to(x.dtype)).frac().abs()
         return (fraction * (1 - fraction)) * size.square().expand(x.shape)
     fraction, size = _fractions(x, fmt, keep)
     return fraction * (1 - fraction) * size.square()
