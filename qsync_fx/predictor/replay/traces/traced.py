@@ -131,9 +131,8 @@ def _step(
         begun = [number for number, moment in enumerate(asked) if moment < one.asked]
         ready[_bucket(at)] = max(begun, default=0)
     busy = [(one.begin, one.end) for one in work[backward[-1] + 1 :]]
-    waiting = _covered(now, end, [(one.begin, one.end) for one in gradients]) - _covered(
-        now, end, _common(busy, [(one.begin, one.end) for one in gradients])
-    )
+    travel = [(one.begin, one.end) for one in gradients]
+    waiting = _covered(now, end, travel) - _covered(now, end, _common(busy, travel))
     optimizer = max(end - now - waiting, 0.0)
     parameters = tuple(Parameter(_bucket(at), *one) for at, one in enumerate(found))
     schedule = Schedule(tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD]), optimizer, parameters, ready)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.predictor.replay.traces.kineto import Event, outermost
@@ -54,7 +54,8 @@ def work_of(events: Sequence[Event]) -> tuple[bool, list[Work], list[Travel]]:
 def _of_host(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
     optimizer, names = _optimizers(events), _names(events, calls)
     return [
-        Work(names.get(id(call), call.name), _part(call, optimizer), call.begin, call.begin, call.end) for call in calls
+        Work(names.get(id(call), call.name), _part(call.name, call.begin, optimizer), call.begin, call.begin, call.end)
+        for call in calls
     ]
 
 
@@ -70,7 +71,7 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
         asker = event if launch is None else launch
         caller = within.of(asker)
         name = event.name if caller is None else names.get(id(caller), caller.name)
-        part = _part(asker if caller is None else replace(asker, name=caller.name), optimizer)
+        part = _part(asker.name if caller is None else caller.name, asker.begin, optimizer)
         work.append(Work(name, part, asker.begin, event.begin, event.end))
     return sorted(work, key=lambda one: one.begin)
 
@@ -97,11 +98,11 @@ def _optimizers(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.name.startswith("Optimizer.step#")]
 
 
-def _part(call: Event, optimizers: Sequence[Event]) -> Part | None:
+def _part(name: str, begin: float, optimizers: Sequence[Event]) -> Part | None:
     """Returns the pass that a call belongs to; None for the optimizer."""
-    if call.name.startswith(_BACKWARD):
+    if name.startswith(_BACKWARD):
         return Part.BACKWARD
-    return None if any(one.begin <= call.begin < one.end for one in optimizers) else Part.FORWARD
+    return None if any(one.begin <= begin < one.end for one in optimizers) else Part.FORWARD
 
 
 def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
