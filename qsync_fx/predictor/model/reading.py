@@ -223,12 +223,13 @@ class Reading:
         return self.index[node]
 
     def _parameters(self) -> dict[str, tuple[torch.nn.Parameter, list[int]]]:
-        found: dict[str, tuple[Any, list[int]]] = {}
+        readers: dict[fx.Node, list[int]] = {}
+        for site in self.flow.sites:
+            for source in {self.flow.source(operand.node) for operand in site.operands}:
+                readers.setdefault(source, []).append(self.index[site.node])
+        found: dict[str, tuple[torch.nn.Parameter, list[int]]] = {}
         for node in self.flow.graph.nodes:
             value = self.flow.graph.value(node)
             if node.op == "placeholder" and isinstance(value, torch.nn.Parameter):
-                found[meta.PATH.get(node) or node.name] = (value, [])
-                for site in self.flow.sites:
-                    if any(self.flow.source(operand.node) is node for operand in site.operands):
-                        found[meta.PATH.get(node) or node.name][1].append(self.index[site.node])
+                found[meta.PATH.get(node) or node.name] = (value, readers.get(node, []))
         return found
