@@ -1,0 +1,52 @@
+"""Files of traces that are not as a profiler wrote them: changed, or written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def edited(folder: Path, into: Path, edit: Edit, name: str = "kineto-0.json") -> Path:
+    tree = json.loads((folder / name).read_text())
+    edit(tree)
+    path = into / name
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def device_trace() -> dict[str, Any]:
+    """Written by hand in the form of a trace of two A100 (Holistic Trace Analysis, MIT): kernels run later than they are asked for.
+
+    Two steps; in each the forward kernel of 10 us, a gap of 5, the backward kernel of 20, then an all-reduce beside nothing of 30, then the
+    optimizer's kernel of 7 and, before the next step, 3 of nothing.
+    """
+    events: list[dict[str, Any]] = []
+
+    def event(category: str, name: str, track: int, begin: float, duration: float, **args: object) -> None:
+        one = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": track, "ts": begin, "dur": duration}
+        events.append({**one, "args": args})
+
+    numbers = iter(range(1000))
+
+    def asked(name: str, host: float, device: float, duration: float, stream: int = 7, **args: object) -> None:
+        number = next(numbers)
+        event("cuda_runtime", "cudaLaunchKernel", 1, host, 0.1, correlation=number)
+        event("kernel", name, stream, device, duration, correlation=number, **args)
+
+    for at, begin in enumerate((0.0, 75.0)):
+        event("user_annotation", f"ProfilerStep#{at}", 1, begin, 74)
+        event("cpu_op", "aten::linear", 1, begin + 1, 2, **{"Sequence number": at})
+        asked("gemm", begin + 2, begin + 100, 10)
+        event(
+            "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 1, begin + 4, 2, **{"Sequence number": at}
+        )
+        asked("gemm_backward", begin + 5, begin + 115, 20)
+        nccl = {"Collective name": "allreduce", "In msg nelems": 64, "dtype": "Half"}
+        asked("ncclDevKernel_AllReduce_Sum_f16_RING_LL", begin + 6.5, begin + 135, 30, 40, **nccl)
+        event("user_annotation", "Optimizer.step#SGD.step", 1, begin + 8, 5)
+        asked("sgd", begin + 9, begin + 165, 7)
+    return {"traceEvents": events, "distributedInfo": {"rank": 1, "world_size": 2}}
