@@ -160,7 +160,7 @@ def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable
     if whole:
         # torch's own functions of sizes, such as FloorDiv, evaluate themselves on numbers; math's would not know them.
         compiled: Callable[..., list[Size]] = sympy.lambdify(
-            given, list(expressions), modules=[_TORCH, "math"], cse=True
+            given, list(expressions), modules=[ON_NUMBERS, "math"], cse=True
         )
         return lambda *numbers: [_number(value) for value in compiled(*numbers)]
 
@@ -177,7 +177,7 @@ def _number(value: Any) -> Size:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_TORCH: dict[str, Any] = {
+ON_NUMBERS: dict[str, Any] = {
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "ModularIndexing": lambda a, b, c: a // b % c,

@@ -19,12 +19,9 @@ import sympy
 from torch.utils._sympy import functions
 
 from qsync_fx.codec import Malformed
-from qsync_fx.graph.algebra import Size
+from qsync_fx.graph.algebra import ON_NUMBERS, Size
 
-FUNCTIONS: Final = {
-    name: getattr(functions, name)
-    for name in ("FloorDiv", "CleanDiv", "ModularIndexing", "Mod", "PythonMod", "CeilDiv", "Max", "Min")
-}
+FUNCTIONS: Final = {name: getattr(functions, name) for name in ON_NUMBERS}
 """What torch writes of symbolic sizes beside sums and products."""
 
 _LONGEST, _DEEPEST, _DEGREE, _DIGITS = 4000, 24, 64, 40
