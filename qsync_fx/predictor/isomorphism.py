@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from qsync_fx.graph.algebra import WORKS
 from qsync_fx.plan.opid import OpId
 from qsync_fx.predictor.model.value import Choices, ModelGraph, Operator
 
@@ -94,12 +93,5 @@ def _operator(
         how: Hashable = (tuple(decided.runs.items()), decided.held, decided.keeps, decided.pinned, decided.wide)
     else:
         how = (decided.own, decided.promotes, decided.scalar, decided.named)
-    costs = _costs(operator) if sizes else ()
+    costs = tuple((state, *cost.sizes) for state, cost in operator.costs.items()) if sizes else ()
     return operator.row, operator.kind, operator.repeated, operator.converts, how, tuple(reads), costs
-
-
-def _costs(operator: Operator) -> Hashable:
-    return tuple(
-        (state, tuple(getattr(cost, name) for name in WORKS), tuple(cost.saved.values()))
-        for state, cost in operator.costs.items()
-    )
