@@ -22,7 +22,7 @@ from qsync_fx.graph.effects.modes import is_switch
 from qsync_fx.graph.effects.writes import in_place, writes
 from qsync_fx.graph.meta import Cast, Part, Purpose
 from qsync_fx.graph.notes import Note
-from qsync_fx.graph.reads import Operand, Reader, State, map_operands
+from qsync_fx.graph.reads import Operand, Reader, map_operands
 from qsync_fx.graph.values import is_float
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
@@ -88,16 +88,15 @@ class _Inserter:
         self._output(node, note)
 
     def _operands(self, node: fx.Node, note: Note) -> None:
-        reader, fmt, state = Reader.of(node, note, self.casts.values[node]), note.precision, State.of(note)
+        reader, fmt = Reader.of(node, note, self.casts.values[node]), note.precision
         rounds = note.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain
-        if rounds and fmt is not None and fmt.scaled:
-            # Until it is lowered torch computes it, in the format of its output; only then are other operands read as they were written.
-            state = State(note.output, note.output)
+        # Until it is lowered torch computes it, in the format of its output; only then are other operands read as they were written.
+        computed = note.output if rounds and fmt is not None and fmt.scaled else fmt
 
         def read(operand: Operand) -> fx.Node:
             if rounds and reader.takes_scaled(operand):
                 return self._rounded(node, operand, note)
-            wanted = reader.read_as(state, operand, self.casts.values.get(operand.node))
+            wanted = reader.read_as(computed, operand, self.casts.values.get(operand.node))
             return self._cast(node, operand.node, None if wanted is None else wanted.dtype)
 
         map_operands(node, read)

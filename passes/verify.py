@@ -21,7 +21,7 @@ from qsync_fx.graph.effects.sharing import Sharing
 from qsync_fx.graph.effects.writes import in_place
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.graph.notes import Note
-from qsync_fx.graph.reads import Reader, State
+from qsync_fx.graph.reads import Reader
 from qsync_fx.graph.values import describe, is_float, tensors
 from qsync_fx.ops import Kind
 from qsync_fx.passes.running.text import graph_text
@@ -208,7 +208,7 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
         reader = Reader.of(node, note, graph.value(node))
         for operand in () if reader.in_place else reader.operands:
             value = graph.value(operand.node)
-            asked = reader.asks(State.of(note), operand, value)
+            asked = reader.asks(note.precision, operand, value)
             if isinstance(asked, Precision) and asked.plain and value.dtype is not asked.dtype:
                 yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
 

@@ -1,7 +1,7 @@
 """In which format an operator reads each of its operands: the one answer for casts, the verifier, costs and the DAG.
 
-Invariant: the answer follows from the operator's row and state and from the types that the model was written in, not from casts that are
-there already.
+Invariant: the answer follows from the operator's row and precision and from the types that the model was written in, not from casts that
+are there already.
 """
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ class Reader:
         """Whether an operand is a factor of a product with a weight, which takes formats that are not plain."""
         return self.row is not None and operand.place in self.row.scaled
 
-    def asks(self, state: State, operand: Operand, value: Any) -> Precision | Asks:
-        """Returns the format that an operator in `state` asks for; `value`: the operand's fake value, of which only sizes count."""
-        precision = state.precision
+    def asks(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | Asks:
+        """Returns the format that an operator in `precision` asks for; `value`: the operand's fake value, of which only sizes count."""
         if not is_float(value):
             return Asks.GIVEN
         if self.kind is Kind.ADJUSTABLE and self.row is not None:
@@ -133,18 +132,18 @@ class Reader:
         held = precision if precision.plain else precision_of(precision.dtype)
         return held if held is not None and operand.position in self.converted else Asks.BESIDE
 
-    def read_as(self, state: State, operand: Operand, value: Any) -> Precision | None:
-        """Returns the format that an operator in `state` reads an operand in; None where it takes whatever format that has.
+    def read_as(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | None:
+        """Returns the format that an operator in `precision` reads an operand in; None where it takes whatever format that has.
 
         Args:
             value: the operand's fake value, in the type that the model was written in.
         """
-        asked, own = self.asks(state, operand, value), format_of(value)
+        asked, own = self.asks(precision, operand, value), format_of(value)
         if isinstance(asked, Precision):
             return asked
         if asked is Asks.BESIDE and own is not None and own.bits < 32:
-            assert state.precision is not None
-            return own if own.dtype is state.precision.dtype else promoted(own, state.precision)
+            assert precision is not None
+            return own if own.dtype is precision.dtype else promoted(own, precision)
         return None if asked is Asks.GIVEN else own
 
 

@@ -113,7 +113,7 @@ class Flow:
         reads: dict[fx.Node, Read] = {}
         for operand, need in zip(site.operands, site.needs, strict=True):
             value = graph.value(operand.node)
-            fmt = site.reader.read_as(state, operand, value)
+            fmt = site.reader.read_as(state.precision, operand, value)
             before = reads.get(operand.node)
             dtype = fmt.dtype if fmt is not None else None
             reads[operand.node] = Read(value, dtype, need or (before is not None and before.need))

@@ -121,7 +121,7 @@ def _extra(extra: Extra) -> Size:
 
 def _format(site: Site, state: State, operand: Operand) -> Precision | None:
     value = site.graph.value(operand.node)
-    return site.reader.read_as(state, operand, value) or format_of(value)
+    return site.reader.read_as(state.precision, operand, value) or format_of(value)
 
 
 def size_in(value: Any, fmt: Precision | None) -> Size:

@@ -17,7 +17,7 @@ from qsync_fx.graph.costs.flow import Flow, Site
 from qsync_fx.graph.effects.sharing import Sharing
 from qsync_fx.graph.effects.writes import in_place
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.reads import Operand, State
+from qsync_fx.graph.reads import Operand
 from qsync_fx.graph.values import format_of, is_float
 from qsync_fx.precision import Precision
 
@@ -62,7 +62,7 @@ class Place:
         """Returns the format that a reader in `precision` reads it in; None for whichever it has."""
         if self.reader is None or self.operand is None:
             return self.used_held.own
-        return self.reader.reader.read_as(State(precision, None), self.operand, self.value)
+        return self.reader.reader.read_as(precision, self.operand, self.value)
 
 
 @dataclass(frozen=True, eq=False)
