@@ -202,8 +202,7 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
 def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, node = operator.note, operator.node
-        # What is lowered takes the original beside each operand, and with a body it is the operators there that read.
-        if _lowered(note, node) or meta.bodies(node):
+        if _lowered(note, node):  # it takes the original beside each operand
             continue
         reader = Reader.of(node, note, graph.value(node))
         for operand in () if reader.in_place else reader.operands:

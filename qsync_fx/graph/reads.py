@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx.graph import meta
 from qsync_fx.graph.effects.writes import in_place
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.graph.notes import Note
@@ -77,7 +78,7 @@ class Reader:
 
     Attributes:
         kind, row: what its note says.
-        operands: what it reads, once for each time that it reads it.
+        operands: what it reads, once for each time that it reads it; nothing where it holds a body, whose operators read.
         converted: positions of the operands that are in an adjustable operator's precision, beside factors.
         in_place: whether its result is what it writes to, whose format it has.
         made: the format of its result as the model was written.
@@ -97,7 +98,8 @@ class Reader:
         converted: tuple[int, ...] = ()
         if note.kind is Kind.ADJUSTABLE and row is not None:
             converted = row.converted(tuple(arguments(node).values()))
-        return cls(note.kind, row, operands(node, note), converted, in_place(node), format_of(value))
+        own = () if meta.bodies(node) else operands(node, note)
+        return cls(note.kind, row, own, converted, in_place(node), format_of(value))
 
     def takes_scaled(self, operand: Operand) -> bool:
         """Whether an operand is a factor of a product with a weight, which takes formats that are not plain."""
