@@ -61,6 +61,7 @@ class Flow:
     """
     Attributes:
         sites: the operators in the order they run, those in bodies included.
+        by_node: the same, by their nodes.
         outputs: nodes whose values the graph returns.
         sizes: readable names for symbolic sizes: "batch" for the first dimension of the first input that has a symbolic one, "sequence" for
             the second of token ids, else the input's name and the dimension.
@@ -76,11 +77,8 @@ class Flow:
         self._roots: dict[fx.Node, fx.Node] = {}
         self._memory: dict[PrecisionGraph, Memory] = {graph: Memory(graph)}
         self._walk(graph, repeated=False)
-        self._by_node = {site.node: site for site in self.sites}
+        self.by_node = {site.node: site for site in self.sites}
         self.sizes = _named_sizes(graph)
-
-    def site(self, node: fx.Node) -> Site:
-        return self._by_node[node]
 
     def source(self, node: fx.Node) -> fx.Node:
         """Returns the operator, parameter or input whose result a node hands on unchanged: the node itself for those."""

@@ -92,7 +92,6 @@ def places(flow: Flow) -> list[Place | Change]:
 class _Walk:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.sites: dict[fx.Node, Site] = {site.node: site for site in flow.sites}
         self.found: list[Place | Change] = []
 
     def graph(self, graph: PrecisionGraph) -> None:
@@ -108,7 +107,7 @@ class _Walk:
             return
         for body in meta.bodies(node):
             self.graph(body)
-        site = self.sites.get(node)
+        site = self.flow.by_node.get(node)
         if site is None:
             return
         row = meta.NOTE[node].row
@@ -137,7 +136,7 @@ class _Walk:
         value = graph.value(node)
         if not is_float(value):
             return Held(None, None)
-        return Held(self.sites.get(self.flow.source(node)), format_of(value))
+        return Held(self.flow.by_node.get(self.flow.source(node)), format_of(value))
 
     def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
         """Sees through conversions of the model's own that lose nothing, as casts do."""

@@ -35,7 +35,7 @@ class Costing:
         """Returns what the operator at `node` costs in a state, without casts."""
         key = node, state
         if key not in self._known:
-            site = self.flow.site(node)
+            site = self.flow.by_node[node]
             self._known[key] = operator_cost(self.flow, site, state).renamed(self.flow.sizes)
         return self._known[key]
 
@@ -45,6 +45,6 @@ class Costing:
         found = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}
         for cast in casts(self.flow, by_node, self.places):
             if cast.owner is not None:
-                owner = self.flow.site(cast.owner).id
+                owner = self.flow.by_node[cast.owner].id
                 found[owner] += cast.cost.renamed(self.flow.sizes)
         return found

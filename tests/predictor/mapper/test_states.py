@@ -41,7 +41,7 @@ def agree(found: States, told: Explanation) -> None:
         for cast in casts(flow, {site.node: State.of(operators[str(site.id)].note) for site in flow.sites}):
             assert cast.owner is not None
             source = called(cast.source.name, at)
-            expected[str(flow.site(cast.owner).id), source, str(cast.before), str(cast.after), cast.wanted] += 1
+            expected[str(flow.by_node[cast.owner].id), source, str(cast.before), str(cast.after), cast.wanted] += 1
     graph = found.graph
     assert expected == Counter(
         (graph.operators[c.owner].id, graph.values[c.value].name, c.before, c.after, c.wanted) for c in found.casts
