@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from qsync_fx.coverage.log import collecting
 from qsync_fx.errors import ProfileError
-from qsync_fx.explanation.explanation import Explained, explained, observed
+from qsync_fx.explanation.explaining import explained, observed
+from qsync_fx.explanation.explanation import Explained
 from qsync_fx.graph import Operator
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
