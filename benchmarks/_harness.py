@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from qsync_fx.files import write_text
 from qsync_fx.profiling.processor import cpu
 
 Row = Mapping[str, Any]
+Case = TypeVar("Case")
 
 _SHORTEST = 1e-3  # seconds a sample lasts at the least: calls are repeated within it
 
@@ -94,6 +95,12 @@ def arguments(description: str | None, argv: Sequence[str] | None = None, **more
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     return options
+
+
+def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str, Case]:
+    """Returns the cases whose names begin with what --only says; all where it says nothing."""
+    only = (options.only or "").lower()
+    return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
 
 def finish(options: argparse.Namespace, rows: Sequence[Row]) -> None:

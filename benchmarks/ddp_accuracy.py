@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
-from _harness import Row, arguments, finish
+from _harness import Row, arguments, finish, selected
 from replay_accuracy import CASES, PRECISIONS, QUICK, Case, errors, mixed_plans
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,9 +67,7 @@ def main() -> None:
         rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
     )
     rows: list[Row] = []
-    for name in QUICK if options.quick else CASES:
-        if options.only and not name.lower().startswith(options.only.lower()):
-            continue
+    for name in selected(options, QUICK if options.quick else CASES):
         count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
         with tempfile.TemporaryDirectory() as folder:
             job = {"case": name, "quick": options.quick, "pairs": count, "rounds": rounds, "folder": folder}

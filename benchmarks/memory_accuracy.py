@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from _harness import Row, arguments, finish, write_json
+from _harness import Row, arguments, finish, selected, write_json
 from replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
 
 import qsync_fx
@@ -125,9 +125,7 @@ def summaries(rows: list[Row]) -> list[Row]:
 
 def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    for name, make in (QUICK if options.quick else CASES).items():
-        if options.only and not name.lower().startswith(options.only.lower()):
-            continue
+    for name, make in selected(options, QUICK if options.quick else CASES).items():
         torch.manual_seed(0)
         for row in rows_of(name, make(), 2 if options.quick else options.plans):
             rows.append(row)

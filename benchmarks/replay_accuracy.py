@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Row, arguments, finish, write_json
+from _harness import Row, arguments, finish, selected, write_json
 from torch import nn
 
 import qsync_fx
@@ -250,9 +250,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows: list[Row] = []
-    for name, build in (QUICK if options.quick else CASES).items():
-        if options.only and not name.lower().startswith(options.only.lower()):
-            continue
+    for name, build in selected(options, QUICK if options.quick else CASES).items():
         partial = options.partial and options.partial / f"{name.split()[0].lower()}.json"
         count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
         rows += rows_of(name, build(), count, rounds, partial)

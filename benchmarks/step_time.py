@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _harness import Row, Times, arguments, finish, measure, write_json
+from _harness import Row, Times, arguments, finish, measure, selected, write_json
 from _models import Case, bert, gpt2_block, resnet, vgg16_bn
 from torch.profiler import ProfilerActivity, profile
 
@@ -102,9 +102,7 @@ def main() -> None:
             "GPT-2 block, 4 x 256 tokens": gpt2_block(),
         }
     rows: list[Row] = []
-    for name, case in cases.items():
-        if options.only and not name.lower().startswith(options.only.lower()):
-            continue
+    for name, case in selected(options, cases).items():
         steps = {}
         for variant, how in variants(case).items():
             print(f"{name}: {variant}", flush=True)
