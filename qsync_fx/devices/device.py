@@ -206,7 +206,7 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     """Returns the device and the unit whose fitted constants serve for products of a unit: its own, or those of its kin."""
     from qsync_fx.devices.known import get
 
-    narrow = precision(unit).bits < 32 and precision(unit) is not FP32
+    narrow = precision(unit).bits < 32
     at: Device | None = device
     asked: list[str] = []
     while at is not None:
