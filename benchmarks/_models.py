@@ -70,18 +70,24 @@ def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: i
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
 
 
+def vgg_layers(*widths: int) -> list[nn.Module]:
+    """Returns the convolutions of a VGG with batch norms, by their channels; 0 is a pooling."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in widths:
+        if width == 0:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        channels = width
+    return layers
+
+
 def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
     """VGG-16 with batch norms (Simonyan and Zisserman, configuration D), one linear layer for a head."""
 
     def build(attention: str) -> nn.Module:
-        layers: list[nn.Module] = []
-        channels = 3
-        for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
-            if width == 0:
-                layers.append(nn.MaxPool2d(2))
-                continue
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-            channels = width
+        layers = vgg_layers(64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
 
     return _classifier(build, batch, size, lambda model, images: model(images))

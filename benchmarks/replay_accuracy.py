@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from _harness import Row, arguments, finish, selected, write_json
+from _models import vgg_layers
 from torch import nn
 
 import qsync_fx
@@ -93,14 +94,7 @@ class ResNet18(nn.Module):
 
 def vgg11_bn() -> nn.Module:
     """Simonyan and Zisserman, configuration A, with batch norms and a smaller head."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
-        if width == 0:
-            layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-        channels = width
+    layers = vgg_layers(64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
     return nn.Sequential(*layers, *head)
 
