@@ -57,7 +57,7 @@ class Replanned:
         self.operators = self.graph.operators() if later else self._decided(self._passes[: end - start])
 
     def _under(self, context: Context) -> Context:
-        return dataclasses.replace(context, plan=self._plan, options=self._options, automatic=False)
+        return dataclasses.replace(context, plan=self._plan, options=self._options)
 
     def _decided(self, passes: Sequence[Pass]) -> list[Operator]:
         if any(isinstance(step, GraphPass) for step in passes):

@@ -44,7 +44,6 @@ class Context:
         device: where the graph runs.
         options: the backend's options.
         plan: the plan in force: the user's, or the uniform one that the options ask for.
-        automatic: whether neither was given, so that the model's own autocast regions decide where there are any.
         fake_mode: the mode of every fake tensor in the graph; None when the graph holds no tensors.
         ambient: (enabled, dtype) of an autocast region around the whole graph; None when there is none.
         training: whether gradients are recorded.
@@ -58,13 +57,17 @@ class Context:
     options: Options
     plan: Plan
     fake_mode: FakeTensorMode | None
-    automatic: bool = False
     ambient: tuple[bool, torch.dtype] | None = None
     training: bool = True
     complete: bool = True
     seen: frozenset[OpId] = frozenset()
     modules: frozenset[str] | None = None
     lowerings: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether neither a plan nor a precision was asked for, so that the model's own autocast regions decide where there are any."""
+        return self.options.automatic
 
     def there(self) -> AbstractContextManager[None]:
         """Lets devices count as the target, if the options name one: whoever asks what runs where asks within."""
