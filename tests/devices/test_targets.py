@@ -17,7 +17,8 @@ import torch._inductor.compile_fx as compile_fx
 from small_models import Convolutional, Perceptron, build, gradients, relative_error
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CpuInterface
-from zoo import language, loss_of, resnet
+from zoo import language, loss_of
+from zoo_torch import resnet
 
 import qsync_fx
 from qsync_fx import FORMATS

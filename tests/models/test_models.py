@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from zoo import CASES, Case, Inputs, loss_of, make
+from zoo import CASES, Case, loss_of, make
+from zoo_torch import Inputs
 
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.graph.notes import Note

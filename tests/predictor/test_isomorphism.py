@@ -9,7 +9,7 @@ import torch
 from predicted_models import explained, graph_of
 from tiers import ALL
 from torch import Tensor, nn
-from zoo import Residual
+from zoo_torch import Residual
 
 import qsync_fx
 from qsync_fx.predictor.isomorphism import Blocks, isomorphic_blocks

@@ -5,10 +5,7 @@ What ranks and restarts make of it is in test_rounding_ranks.py.
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -171,116 +168,6 @@ def test_a_model_that_seeds_in_its_forward_pass_rounds_alike_each_time() -> None
     model = build(Seeding)
     fast, x = compiled(model, precision="int8"), torch.randn(4, 16)
     assert torch.equal(fast(x), fast(x))
-
-
-# States of torch's generator.
-
-
-def _through_a_file(state: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save({"torch": state}, file)
-    file.seek(0)
-    loaded: Tensor = torch.load(file, weights_only=True)["torch"]
-    return loaded
-
-
-@pytest.mark.parametrize("kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"])
-def test_a_state_that_is_set_back_brings_the_rounding_back(kept: Callable[[Tensor], Tensor]) -> None:
-    step = _started()
-    manual_seed(3)
-    step()
-    state = kept(torch.get_rng_state())
-    second = step()
-    manual_seed(9)
-    step()
-    torch.set_rng_state(state)
-    assert_equal(second, step())
-
-
-def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
-    """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back whenever it compiles."""
-    step = _started()
-    manual_seed(3)
-    step()
-    before = qsync_fx.rounding_stream.state_dict()
-    state = torch.get_rng_state().clone()
-    step()
-    torch.set_rng_state(state)
-    assert qsync_fx.rounding_stream.state_dict() == {**before, "draws": before["draws"] + 1}
-
-
-def test_a_fork_leaves_no_trace() -> None:
-    step = _started()
-    manual_seed(3)
-    step()
-    before = qsync_fx.rounding_stream.state_dict()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(12)
-        first = step()
-        torch.manual_seed(12)
-        assert_equal(first, step())
-    assert qsync_fx.rounding_stream.state_dict() == before
-
-
-def test_states_are_torch_s_own() -> None:
-    watched, own = torch.get_rng_state(), torch.default_generator.get_state()
-    assert type(watched) is type(own)
-    assert torch.equal(watched, own)
-    assert torch.manual_seed(1) is torch.default_generator
-    assert torch.random.default_generator.device == torch.default_generator.device
-
-
-# The stream's own state.
-
-
-def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
-    step = _started()
-    manual_seed(3)
-    step()
-    kept = json.dumps(qsync_fx.rounding_stream.state_dict())
-    second, third = step(), step()
-    torch.seed()
-    qsync_fx.rounding_stream.load_state_dict(json.loads(kept))
-    assert_equal(second, step())
-    assert_equal(third, step())
-
-
-@pytest.mark.parametrize("loaded_first", [True, False])
-def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(loaded_first: bool) -> None:
-    step = _started()
-    manual_seed(3)
-    step()
-    of_torch, kept = torch.get_rng_state().clone(), qsync_fx.rounding_stream.state_dict()
-    second = step()
-    torch.seed()
-    if loaded_first:
-        qsync_fx.rounding_stream.load_state_dict(kept)
-    torch.set_rng_state(of_torch)
-    if not loaded_first:
-        qsync_fx.rounding_stream.load_state_dict(kept)
-    assert_equal(second, step())
-
-
-def test_seeding_after_a_state_was_set_wins() -> None:
-    step = _started()
-    manual_seed(3)
-    first = step()
-    qsync_fx.rounding_stream.load_state_dict({"seed": 8, "draws": 5})
-    manual_seed(3)
-    assert_equal(first, step())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [None, [1], {}, {"seed": 1}, {"seed": 1, "draws": -1}, {"seed": 1.5, "draws": 1}, {"seed": 1, "draws": True}],
-)
-def test_what_is_no_state_is_refused_and_changes_nothing(wrong: Any) -> None:
-    before = qsync_fx.rounding_stream.state_dict()
-    with pytest.raises(qsync_fx.QSyncError, match="rounding stream") as caught:
-        qsync_fx.rounding_stream.load_state_dict(wrong)
-    assert caught.value.where
-    assert caught.value.do
-    assert qsync_fx.rounding_stream.state_dict() == before
 
 
 # What draws, and what does not.

@@ -14,6 +14,7 @@ import zoo
 from small_models import assert_equal, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo_torch import Inputs
 
 import qsync_fx
 
@@ -45,11 +46,11 @@ def written(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     return found, known
 
 
-def made(name: str) -> tuple[nn.Module, zoo.Inputs]:
+def made(name: str) -> tuple[nn.Module, Inputs]:
     return zoo.make(CASES[name])
 
 
-def step(run: Any, model: nn.Module, inputs: zoo.Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+def step(run: Any, model: nn.Module, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     loss = zoo.loss_of(run(**inputs))
     loss.backward()
@@ -61,7 +62,7 @@ def fast(model: nn.Module, *passes: Any, precision: str = "fp32") -> Any:
     return torch.compile(model, backend="qsync", options=options)
 
 
-def places(rewrite: Any, model: nn.Module, inputs: zoo.Inputs) -> int:
+def places(rewrite: Any, model: nn.Module, inputs: Inputs) -> int:
     explanation = qsync_fx.explain(model, **inputs, options={"precision": "int8", "passes": [rewrite]})
     done = explanation.rewritten[rewrite.name]
     assert not done.left

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from predicted_models import OWN
 from torch import nn
-from zoo import resnet
+from zoo_torch import resnet
 
 import qsync_fx
 from qsync_fx import Plan

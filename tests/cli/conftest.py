@@ -1,0 +1,21 @@
+"""Where commands run: a folder of their own, with models in it that the command line names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import MODELS
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "models_of_test.py").write_text(MODELS)
+    (tmp_path / "imports_missing.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("models_of_test", "imports_missing"):
+        sys.modules.pop(name, None)

@@ -1,0 +1,128 @@
+"""How the command line fails: arguments, references and files that are wrong, and what comes through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import run
+
+from qsync_fx.cli.reference import load
+from qsync_fx.errors import OptionError
+from qsync_fx.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines: list[str] = captured.err.splitlines()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["inspct"], "invalid choice: 'inspct'"),
+        (["inspect"], "the following arguments are required: MODULE:CALLABLE"),
+        (["inspect", "models_of_test:small", "--train", "--eval"], "not allowed with argument --train"),
+        (["inspect", "models_of_test:small", "--json", "--after", "lower"], "not allowed with argument --json"),
+        (["inspect", "models_of_test:small", "--diff", "lower"], "expected 2 arguments"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = fails(capsys, *arguments)
+    assert lines[0].startswith("usage: qsync")
+    assert what in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("reference", "what", "do"),
+    [
+        ("models_of_test", "'models_of_test' does not name a model", "write MODULE:CALLABLE"),
+        ("models_of_test:", "does not name a model", "write MODULE:CALLABLE"),
+        (":small", "does not name a model", "write MODULE:CALLABLE"),
+        (".models_of_test:small", "does not name a model", "write MODULE:CALLABLE"),
+        ("models_of_test:small.", "does not name a model", "write MODULE:CALLABLE"),
+        ("./examples/bert.py:small", "'./examples/bert.py' is a path, not a module", 'write "examples.bert:small"'),
+        ("models_of_tests:small", "there is no module 'models_of_tests'", "run qsync in the folder that holds it"),
+        ("models_of_test.deeper:small", "there is no module 'models_of_test.deeper'", "run qsync in the folder"),
+        ("models_of_test:smal", "models_of_test has no 'smal'", "did you mean 'small'? known: "),
+        ("models_of_test:Factory.mak", "Factory has no 'mak'", "did you mean 'make'? known: make"),
+        ("models_of_test:number", "it is a value of type int", "name a function"),
+        (
+            "models_of_test:needs",
+            "cannot be called without arguments: missing a required",
+            "give its parameters defaults",
+        ),
+        ("models_of_test:alone", "the function returned a value of type Small", "return (model, args)"),
+        ("models_of_test:four", "the function returned a tuple of 4", "return (model, args)"),
+        ("models_of_test:tensor", "args is of type Tensor, not a tuple", "for one input write (model, (x,))"),
+        ("models_of_test:text", "args is of type str, not a tuple", "for one input write (model, (x,))"),
+        ("models_of_test:swapped", "the model is of type tuple", "return a module or function"),
+        ("models_of_test:keywords", "kwargs is not a dictionary of names", "return (model, args)"),
+    ],
+)
+def test_references_that_lead_nowhere(reference: str, what: str, do: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        load(reference)
+    assert what in caught.value.what
+    assert caught.value.do is not None
+    assert caught.value.do.startswith(do)
+    lines = fails(capsys, "inspect", reference)
+    assert lines == f"qsync: {caught.value}".splitlines()
+
+
+def test_references_that_lead_somewhere() -> None:
+    model, args, kwargs = load("models_of_test:evaluated")
+    assert type(model).__name__ == "Small"
+    assert isinstance(args, tuple)
+    assert kwargs == {"scale": 2.0}
+    assert load("models_of_test:small")[2] == {}
+
+
+def test_what_the_users_code_raises_comes_through() -> None:
+    with pytest.raises(RuntimeError, match="from the user's function"):
+        run("inspect", "models_of_test:broken")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        run("inspect", "imports_missing:small")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "do"),
+    [
+        (["--precision", "int9"], "the option \"precision\" cannot be 'int9'", "did you mean 'int8'?"),
+        (["--rounding", "up"], "the option \"rounding\" cannot be 'up'", "known: floor, nearest, stochastic"),
+        (["--plan", "none.json"], "the plan cannot be read: No such file or directory", "check the path"),
+        (["--plan", "cut.json"], "the plan ends in the middle", "get a whole copy"),
+        (["--plan", "cut.json", "--precision", "int8"], "the plan ends in the middle", "get a whole copy"),
+        (["--plan", "whole.json", "--precision", "int8"], "precision and plan are both given", 'drop "precision"'),
+        (["--plan", "whole.json"], "the pattern 'heads' selects none of the 2 operators", "nearest: head"),
+        (["--pass", "none"], "no installed package offers a pass 'none'", "install one"),
+        (["--after", "lowr"], "no pass 'lowr' has run", "did you mean 'lower'?"),
+        (["--diff", "assign", "zzzzz"], "no pass 'zzzzz' has run", "known: "),
+    ],
+)
+def test_errors_are_told_in_three_lines(
+    arguments: list[str], what: str, do: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "cut.json").write_text('{"format": "qsync-plan", "ver')
+    Plan("int8", [("heads", "fp32")]).save("whole.json")
+    lines = fails(capsys, "inspect", "models_of_test:small", *arguments)
+    assert len(lines) in (2, 3), "what, where it is known where, and do"
+    assert lines[0].startswith(f"qsync: {what}")
+    assert lines[-1].startswith(f"  do:    {do}")
+
+
+def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "models_of_test:small", "--plan-out", "no folder/plan.json") == 2
+    captured = capsys.readouterr()
+    assert "body/linear" in captured.out
+    assert captured.err.startswith("qsync: the plan is not saved: ")
+
+
+def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "inspect", "models_of_test:nothing")[0] == "qsync: the model made no graph"
