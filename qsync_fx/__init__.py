@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qsync_fx.passes.base import graph_pass as graph_pass
     from qsync_fx.passes.rewriting.found import Match as Match
     from qsync_fx.passes.rewriting.rewrite_pass import rewrite as rewrite
-    from qsync_fx.plan import Plan as Plan
+    from qsync_fx.plan import ClusterPlan as ClusterPlan, Plan as Plan
     from qsync_fx.plan.opid import OpId as OpId
     from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.predictor.replay.cluster import Cluster as Cluster
@@ -67,7 +67,7 @@ _HOMES = {
     "Match": "qsync_fx.passes.rewriting.found",
     "OpId": "qsync_fx.plan.opid",
     "Options": "qsync_fx.options",
-    "Plan": "qsync_fx.plan",
+    **dict.fromkeys(("ClusterPlan", "Plan"), "qsync_fx.plan"),
     "Profile": "qsync_fx.profiling.profile",
     "graph_pass": "qsync_fx.passes.base",
     "measure": "qsync_fx.profiling.measurement",

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from qsync_fx.codec import kind
 from qsync_fx.devices import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.reading import read_plan
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.rounding.mode import ROUNDINGS, Rounding
+from qsync_fx.this_process import part_of_this_process
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 GradientRounding = Literal["nearest", "stochastic"]
@@ -27,7 +29,10 @@ Scaling = Literal["tensor", "channel"]
 DOCUMENTED: Mapping[str, str] = MappingProxyType(
     {
         "precision": "the precision that every operator is trained in, by name; by default bf16 where the device has it, else fp32",
-        "plan": "a precision for each operator: a qsync_fx.Plan, or the path of one that was saved",
+        "plan": "a precision for each operator: a qsync_fx.Plan, or a qsync_fx.ClusterPlan, of which each rank takes its part, or the "
+        "path of one that was saved",
+        "device_class": "the class of this rank's device in a plan for a cluster; by default it is found, by the plan's table of ranks or "
+        "the device's name",
         "inner": 'what compiles the rewritten graph: "inductor" (default), "aot_eager" to debug its operators one by one, '
         '"eager" to debug it without autograd traced',
         "rounding": 'how values are rounded to int8 and fp8: "stochastic" (default; keeps gradients unbiased), "nearest" or "floor"',
@@ -65,6 +70,7 @@ class Options:
 
     precision: str | None = None
     plan: Plan | None = None
+    device_class: str | None = field(default=None, compare=False)
     inner: Inner = "inductor"
     rounding: Rounding = "stochastic"
     gradient_rounding: GradientRounding = "nearest"
@@ -80,6 +86,8 @@ class Options:
             _one_of("precision", self.precision, FORMATS)
         if self.target is not None:
             _one_of("target", self.target, TARGETS)
+        if self.device_class is not None and not isinstance(self.device_class, str):
+            raise _wrong("device_class", self.device_class, 'give a name such as "t4"')
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
@@ -108,12 +116,12 @@ class Options:
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Returns the options in a mapping, as users write them.
 
-        A plan may be given as the path of its file, a precision as `Precision`, passes as a list. Options that were parsed before stay
-        as they are: a file is read once.
+        A plan may be given as the path of its file, and for a cluster, of which this rank's part is taken; a precision as `Precision`,
+        passes as a list. Options that were parsed before stay as they are: a file is read once.
 
         Raises:
             OptionError: an unknown option, a value it cannot take, or both a precision and a plan.
-            PlanError: a plan file that cannot be read.
+            PlanError: a plan file that cannot be read, or a plan for a cluster of which this rank's part cannot be told.
         """
         if mapping is None:
             return cls()
@@ -127,14 +135,18 @@ class Options:
             if name not in DOCUMENTED:
                 what = shown(name) if isinstance(name, str) else kind(name)
                 raise OptionError(f"there is no option {what}", where="options", do=nearest(str(name)[:40], DOCUMENTED))
-        return cls(**{name: _converted(name, value) for name, value in mapping.items()})
+        found = {name: _converted(name, value) for name, value in mapping.items()}
+        device_class = found.get("device_class")
+        if isinstance(found.get("plan"), Plan | ClusterPlan) and isinstance(device_class, str | None):
+            found["plan"] = part_of_this_process(found["plan"], device_class)
+        return cls(**found)
 
 
 def _converted(name: str, value: object) -> Any:
     """Returns the value of an option as its field keeps it, where users may write it in another way."""
     match name, value:
         case "plan", str() | os.PathLike():
-            return Plan.load(value)
+            return read_plan(value)
         case "precision", Precision():
             return value.name
         case "passes", list():

@@ -12,6 +12,7 @@ what was compiled for one thrown away.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -24,12 +25,14 @@ from qsync_fx.codec import Path
 from qsync_fx.coverage.settle import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.reading import read_plan
+from qsync_fx.this_process import part_of_this_process
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
-def switch(model: Model, plan: Plan | Path | None) -> Model:
+def switch(model: Model, plan: Plan | ClusterPlan | Path | None) -> Model:
     """Puts another plan in force for a compiled model; returns the model, which is the same object.
 
     The next call compiles once, or not at all where an equal plan was in force before. Parameters, optimizer, random numbers and
@@ -38,7 +41,7 @@ def switch(model: Model, plan: Plan | Path | None) -> Model:
     Args:
         model: what `torch.compile(..., backend="qsync")` returned, a module that was compiled by its own method `compile`, or a module
             with such ones inside, as `DistributedDataParallel` is; all of them are switched.
-        plan: a plan or the path of one; None to let the device decide, as with no plan given.
+        plan: a plan, also one for a cluster, or the path of either; None to let the device decide, as with no plan given.
 
     Raises:
         OptionError: the model is not compiled with the backend, or the plan is none.
@@ -51,9 +54,10 @@ def switch(model: Model, plan: Plan | Path | None) -> Model:
             where="qsync_fx.switch",
             do='give what torch.compile(model, backend="qsync") returned, or a module that holds it',
         )
-    given = Options.parse({"plan": plan} if plan is not None else {}).plan
-    for context in found.values():
-        _put_in_force(context, given)
+    given = read_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    parts = [(context, _part(context, given)) for context in found.values()]
+    for context, part in parts:
+        _put_in_force(context, part)
     return model
 
 
@@ -95,6 +99,16 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     context.callback.put_in_force(wanted.kwargs["options"])
     wait_for_a_step()
     _compile_again(room.backends)
+
+
+def _part(context: Any, plan: Plan | ClusterPlan | None) -> Plan | None:
+    """Returns the plan for this rank, by the class that the model was compiled with."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    if not isinstance(plan, ClusterPlan):
+        return Options.parse({} if plan is None else {"plan": plan}).plan
+    backend: Any = innermost_backend(context.callback)
+    return part_of_this_process(plan, backend.kwargs["options"].device_class)
 
 
 def _options(first: Options, plan: Plan | None) -> Options:

@@ -18,7 +18,7 @@ from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:
-    expected = Options(None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, None, ())
+    expected = Options(None, None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, None, ())
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
 
@@ -39,7 +39,18 @@ def test_every_option() -> None:
         "passes": [custom, "x"],
     }
     expected = Options(
-        "int8", None, "eager", "floor", "stochastic", "channel", True, True, "encoder.layer.0", "t4", (custom, "x")
+        "int8",
+        None,
+        None,
+        "eager",
+        "floor",
+        "stochastic",
+        "channel",
+        True,
+        True,
+        "encoder.layer.0",
+        "t4",
+        (custom, "x"),
     )
     assert Options.parse(given_options) == expected
     assert Options.parse(expected) is expected
@@ -89,10 +100,10 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "there is no option 'precison'",
-            "did you mean 'precision'? known: exact, gradient_rounding, inner,",
+            "did you mean 'precision'? known: device_class, exact, gradient_rounding, inner,",
         ),
-        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: exact, gradient_rounding, inner,"),
-        ({3: 1}, "there is no option a value of type int", "known: exact, gradient_rounding, inner,"),
+        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: device_class, exact, gradient_rounding, inner,"),
+        ({3: 1}, "there is no option a value of type int", "known: device_class, exact, gradient_rounding, inner,"),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),

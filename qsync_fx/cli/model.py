@@ -36,12 +36,20 @@ trained, and the model is left as it was."""
 _OF_RUNS = ("inner", "strict")
 _OF_LOOKS = ("target",)
 _SAID = {
-    "plan": "path of a saved plan, in place of --precision",
+    "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",
     "passes": "also run this pass of an installed package; repeatable",
 }
 """What a command line can give of an option that Python can give more of."""
 _FLAGS = {"passes": "--pass"}
-_METAVARS = {"precision": "NAME", "plan": "FILE", "root": "PATH", "target": "GPU", "passes": "NAME", "scaling": "WHAT"}
+_METAVARS = {
+    "precision": "NAME",
+    "plan": "FILE",
+    "device_class": "NAME",
+    "root": "PATH",
+    "target": "GPU",
+    "passes": "NAME",
+    "scaling": "WHAT",
+}
 
 
 def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = False) -> None:

@@ -122,6 +122,14 @@ class Schema(Generic[T]):
             what, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
             raise self.error(f"the {self.noun} is not saved: {what}", where=shown(name), do=do) from error
 
+    def is_named_in(self, text: str | bytes) -> bool:
+        """Whether a text says that it is such a file, right or wrong."""
+        try:
+            tree = parse(text)
+        except Malformed:
+            return False
+        return self.name is not None and isinstance(tree, dict) and tree.get("format") == self.name
+
     @cached_property
     def _head(self) -> dict[str, object]:
         return {"format": self.version} if self.name is None else {"format": self.name, "version": self.version}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,12 +20,14 @@ from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.plan.opid import OpId
 from qsync_fx.plan.patterns import pattern_regex
 from qsync_fx.plan.plan_check import check_plan
-from qsync_fx.plan.plan_file import PLAN
+from qsync_fx.plan.plan_file import PLAN, block, notes_of, texts_block
 from qsync_fx.precision import FORMATS, Precision
 
 # Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
 _Operators = Mapping[OpId, Precision | str] | Mapping[str, Precision | str] | Mapping[OpId | str, Precision | str]
 _MOST_PATTERNS = 2000
+DEVICE_CLASS = "device class"
+"""The note that a part of a plan for a cluster has: the class of devices that it is for."""
 _HOW_TO_WRITE_PATTERNS = 'write [["encoder.layer.*.output", "bf16"], ...]; a later one wins'
 
 
@@ -75,7 +77,7 @@ class Plan:
         set_field(self, "default", None if default is None else _precision(default, "default"))
         set_field(self, "patterns", _patterns(patterns))
         set_field(self, "operators", MappingProxyType(_operators(operators)))
-        set_field(self, "notes", MappingProxyType(_notes(notes)))
+        set_field(self, "notes", MappingProxyType(notes_of(notes)))
 
     @classmethod
     def uniform(cls, precision: Precision | str) -> Plan:
@@ -97,14 +99,20 @@ class Plan:
     def precision_for(self, op_id: OpId) -> Choice | None:
         """Returns what the plan says of an operator, None if nothing: by its id, else the last pattern, else the default."""
         if op_id in self.operators:
-            return Choice(self.operators[op_id], "plan")
+            return Choice(self.operators[op_id], self._name)
         for pattern, precision in reversed(self.patterns):
             if op_id.matches(pattern):
-                return Choice(precision, f'plan: pattern "{pattern}"')
+                return Choice(precision, f'{self._name}: pattern "{pattern}"')
         if self.default is None:
             return None
         uniform = not self.patterns and not self.operators
-        return Choice(self.default, f"plan: {'uniform' if uniform else 'default'} {self.default}", explicit=False)
+        reason = f"{self._name}: {'uniform' if uniform else 'default'} {self.default}"
+        return Choice(self.default, reason, explicit=False)
+
+    @property
+    def _name(self) -> str:
+        part = self.notes.get(DEVICE_CLASS)
+        return "plan" if part is None else f"plan of {part}"
 
     def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
         """Raises `PlanError` where the plan was made for another model.
@@ -118,20 +126,19 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, the same text for equal plans with equal notes."""
+        return block("{", (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}', *self.entries())) + "\n"
+
+    def entries(self) -> list[str]:
+        """Returns what its JSON object holds, an entry a field."""
         precision = {
             op_id: chosen.name for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
         }
-        parts = [
-            f'"format": "{PLAN.name}"',
-            f'"version": {PLAN.version}',
+        entries = [
             f'"default": {json.dumps(self.default and self.default.name)}',
-            _block('"patterns": [', (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns), "]"),
-            _block('"operators": {', (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items()), "}"),
+            block('"patterns": [', (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns)),
+            block('"operators": {', (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items())),
         ]
-        if self.notes:
-            entries = (f"{json.dumps(name)}: {json.dumps(text)}" for name, text in sorted(self.notes.items()))
-            parts.append(_block('"notes": {', entries, "}"))
-        return "{\n  " + ",\n  ".join(parts) + "\n}\n"
+        return entries + ([texts_block("notes", self.notes)] if self.notes else [])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -225,19 +232,6 @@ def _operators(given: object) -> dict[OpId, Precision]:
     return found
 
 
-def _notes(given: object) -> dict[str, str]:
-    if not isinstance(given, Mapping):
-        raise PlanError(f"notes are a mapping, not {kind(given)}", where="notes", do='write {"made by": "..."}')
-    for name, text in given.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise PlanError(
-                "a note is text by name",
-                where=f"notes[{json.dumps(str(name)[:120])}], {kind(text)}",
-                do="turn numbers and lists into text",
-            )
-    return dict(given)
-
-
 def _natural(op_id: OpId) -> tuple[object, ...]:
     """Sorts layer.2 before layer.10."""
 
@@ -245,8 +239,3 @@ def _natural(op_id: OpId) -> tuple[object, ...]:
         return [(len(part) if part.isdecimal() else 0, part) for part in path.split(".")]
 
     return segments(op_id.module), segments(op_id.after), op_id.operator, op_id.index
-
-
-def _block(opening: str, entries: Iterable[str], closing: str) -> str:
-    body = ",\n".join(f"    {entry}" for entry in entries)
-    return f"{opening}\n{body}\n  {closing}" if body else opening + closing

@@ -20,6 +20,9 @@ from qsync_fx.coverage.findings import Uncovered
 from qsync_fx.devices import TARGETS
 from qsync_fx.graph import Context, Operator
 from qsync_fx.ops import Kind
+from qsync_fx.plan import Plan
+from qsync_fx.plan.cluster_plan import CHOSEN_BY
+from qsync_fx.plan.plan import DEVICE_CLASS
 from qsync_fx.precision import Precision
 from qsync_fx.report.numbers import short
 
@@ -126,6 +129,7 @@ def _notes(explanation: Explanation) -> list[str]:
     if explanation.graphs:
         context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
+        lines += [part_line(context.plan)] if DEVICE_CLASS in context.plan.notes else []
         lines.append(f"{_device(context)}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
     for name, done in explanation.rewritten.items():
         lines.append(
@@ -138,6 +142,11 @@ def _notes(explanation: Explanation) -> list[str]:
     lines += dict.fromkeys(f"in no graph: {way}" for module in explanation.uncovered if (way := way_out(module.cause)))
     lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
     return lines
+
+
+def part_line(plan: Plan) -> str:
+    """Returns whose part of a plan for a cluster a plan is, and why it is this rank's."""
+    return f"plan: the part for {plan.notes[DEVICE_CLASS]}, chosen by {plan.notes[CHOSEN_BY]}"
 
 
 def _device(context: Context) -> str:

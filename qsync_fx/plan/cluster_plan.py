@@ -1,0 +1,236 @@
+"""The plan of a cluster: one plan for each class of devices, in one value and one file that every rank is given.
+
+A rank has to know which part is its own. In this order: the class that the user names; the class that the plan's table has for the rank,
+where the table is for as many ranks as there are; the only class; the class that the name of the device at hand tells.
+
+Invariant: as a plan's. Which part a rank has is said by its part (the notes "device class" and "chosen by"), and where it cannot be told
+that is an error: no rank trains under the plan of another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_fx.codec import Path, kind
+from qsync_fx.codec.text import step
+from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.plan.plan import DEVICE_CLASS, Plan
+from qsync_fx.plan.plan_file import CLUSTER_PLAN, Fields, block, notes_of, texts_block
+
+CHOSEN_BY = "chosen by"
+"""The note of a part that says how a rank came by it."""
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """What a process knows of itself.
+
+    Attributes:
+        rank, world: its number among how many; None where it is not known to be one of several.
+        device: what its device is called.
+    """
+
+    rank: int | None
+    world: int | None
+    device: str
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class ClusterPlan:
+    """Plans by class of devices.
+
+    Attributes:
+        classes: the plan of each class.
+        devices: what a class's devices are called, as `torch.cuda.get_device_name` has it or a part of it, where the name of the class
+            does not say it: "Tesla T4" says "t4".
+        ranks: the class of each rank of the world that the plan was made for; () where it was made for none.
+        notes: where it came from, as a plan's notes.
+
+    Raises `PlanError` for no class, a class that devices or ranks name and the plan does not have, and whatever is no plan.
+    """
+
+    classes: Mapping[str, Plan]
+    devices: Mapping[str, str]
+    ranks: tuple[str, ...]
+    notes: Mapping[str, str] = field(compare=False)
+
+    def __init__(
+        self,
+        classes: Mapping[str, Plan],
+        devices: Mapping[str, str] = MappingProxyType({}),
+        ranks: Sequence[str] = (),
+        notes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        found = _classes(classes)
+        set_field = object.__setattr__
+        set_field(self, "classes", MappingProxyType(found))
+        set_field(self, "devices", MappingProxyType(_devices(devices, found)))
+        set_field(self, "ranks", _ranks(ranks, found))
+        set_field(self, "notes", MappingProxyType(notes_of(notes)))
+
+    def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
+        """Returns the plan of a class, which says in its notes that it is the part of a plan for a cluster."""
+        if name not in self.classes:
+            given = shown(name) if isinstance(name, str) else kind(name)
+            raise PlanError(f"the plan has no class {given}", do=nearest(str(name)[:40], self.classes))
+        part = self.classes[name]
+        notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by}
+        return Plan(part.default, part.patterns, part.operators, notes)
+
+    def for_process(self, process: AtHand) -> Plan:
+        """Returns the part of a process; raises `PlanError` where that cannot be told."""
+        rank = process.rank
+        if rank is not None and process.world == len(self.ranks) and rank < len(self.ranks):
+            return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
+        if len(self.classes) == 1:
+            return self.for_class(next(iter(self.classes)), "it is the only one")
+        fit = [name for name in self.classes if _is_called(process.device, self.devices.get(name, name))]
+        if len(fit) == 1:
+            return self.for_class(fit[0], f"the device is called {process.device!r}")
+        who = f"rank {rank} of {process.world}" if rank is not None else "this process is no rank of several"
+        table = f"the plan's table is for {len(self.ranks)} ranks" if self.ranks else "the plan has no table of ranks"
+        several = f"; {' and '.join(fit)} are both called so" if fit else ""
+        raise PlanError(
+            f"which part of the plan is this rank's cannot be told: it has parts for {', '.join(self.classes)}",
+            where=f"{who}; {table}; the device at hand is {process.device!r}{several}",
+            do='name it with options={"plan": ..., "device_class": NAME} or the environment variable QSYNC_DEVICE_CLASS, '
+            "or give the plan a table, plan.for_ranks([NAME, ...])",
+        )
+
+    def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
+        """Returns the plan with another table: the class of each rank."""
+        return ClusterPlan(self.classes, self.devices, ranks, self.notes)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON text, the same text for equal plans with equal notes."""
+        classes = (block(f"{json.dumps(name)}: {{", plan.entries()) for name, plan in sorted(self.classes.items()))
+        entries = [
+            f'"format": "{CLUSTER_PLAN.name}"',
+            f'"version": {CLUSTER_PLAN.version}',
+            block('"classes": {', classes),
+        ]
+        entries += [texts_block("devices", self.devices)] if self.devices else []
+        entries += [f'"ranks": {json.dumps(self.ranks)}'] if self.ranks else []
+        entries += [texts_block("notes", self.notes)] if self.notes else []
+        return block("{", entries) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ClusterPlan:
+        """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
+        found = CLUSTER_PLAN.decode(text)
+        plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", found.classes).items()}
+        return cls(plans, found.devices, found.ranks, found.notes)
+
+    def save(self, path: Path) -> None:
+        """Writes the plan to `path` in one step, as `Plan.save` does."""
+        CLUSTER_PLAN.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterPlan:
+        """Reads a file, which may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+        data = CLUSTER_PLAN.read(path)
+        try:
+            return cls.from_json(data)
+        except PlanError as error:
+            raise CLUSTER_PLAN.within(path, error) from None
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.classes.items()), frozenset(self.devices.items()), self.ranks))
+
+    def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
+        return (ClusterPlan, (dict(self.classes), dict(self.devices), self.ranks, dict(self.notes)))
+
+    def __repr__(self) -> str:
+        return f"<ClusterPlan classes={', '.join(self.classes)} ranks={len(self.ranks)}>"
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        for name, plan in self.classes.items():
+            ranks = [rank for rank, found in enumerate(self.ranks) if found == name]
+            who = f", {_spans(ranks)}" if ranks else ""
+            called = f", called {self.devices[name]!r}" if name in self.devices else ""
+            lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
+        lines += [f"note {shown(name)}  {shown(text)}" for name, text in sorted(self.notes.items())]
+        return "\n".join(lines)
+
+
+def _classes(given: object) -> dict[str, Plan]:
+    found = _mapping("classes", given)
+    if not found:
+        raise PlanError("a plan for a cluster has no class", where="classes", do='give {"t4": Plan(...), ...}')
+    for name, plan in found.items():
+        where = f"classes{step(str(name))}"
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise PlanError("a class of devices has a name that prints", where=where, do='write one such as "t4"')
+        if not isinstance(plan, Plan):
+            raise PlanError(f"a class has a plan, not {kind(plan)}", where=where, do="give a Plan")
+    return found
+
+
+def _devices(given: object, classes: Mapping[str, Plan]) -> dict[str, str]:
+    found = _mapping("devices", given)
+    for name, called in found.items():
+        _known(name, classes, "devices")
+        if not isinstance(called, str) or not _words(called):
+            what = shown(called) if isinstance(called, str) else kind(called)
+            where = f"devices{step(name)}"
+            raise PlanError(f"the name of a device is text, not {what}", where=where, do='write one such as "Tesla T4"')
+    return found
+
+
+def _ranks(given: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
+    if not isinstance(given, list | tuple):
+        do = 'write ["v100", "t4"]: the class of rank 0, then of rank 1'
+        raise PlanError(f"the table of ranks is a list, not {kind(given)}", where="ranks", do=do)
+    for rank, name in enumerate(given):
+        _known(name, classes, f"ranks[{rank}]")
+    return tuple(given)
+
+
+def _known(name: object, classes: Mapping[str, Plan], where: str) -> None:
+    if not isinstance(name, str) or name not in classes:
+        what = shown(name) if isinstance(name, str) else kind(name)
+        raise PlanError(f"{what} is no class of the plan", where=where, do=nearest(str(name)[:40], classes))
+
+
+def _plan_in_file(name: str, body: object) -> Plan:
+    where = f"classes{step(name)}"
+    fields = _mapping(where, body)
+    known = Fields.__dataclass_fields__
+    if (unknown := next((key for key in fields if key not in known), None)) is not None:
+        raise PlanError(f"a plan has no field {shown(unknown)}", where=where, do=nearest(unknown[:40], known))
+    try:
+        return Plan(**fields)
+    except PlanError as error:
+        raise PlanError(error.what, where=f"{where}.{error.where}", do=error.do) from None
+
+
+def _mapping(where: str, given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise PlanError(f"it has {kind(given)} in place of an object", where=where, do=CLUSTER_PLAN.remedy)
+    return dict(given)
+
+
+def _is_called(device: str, name: str) -> bool:
+    """Whether the words of a name stand in a device's: "t4" in "Tesla T4"."""
+    return bool(_words(name)) and _words(name) <= _words(device)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.casefold()))
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Returns numbers in order as people write them: "ranks 0 to 3, 6"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(" to ".join(map(str, span)) for span in spans)

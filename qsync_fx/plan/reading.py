@@ -1,0 +1,22 @@
+"""Files of plans, where a file may hold one plan or one for a cluster.
+
+Invariant: what the file says that it is, is what it is read as, with all of that kind's checks.
+"""
+
+from __future__ import annotations
+
+from qsync_fx.codec import Path
+from qsync_fx.errors import PlanError
+from qsync_fx.plan.cluster_plan import ClusterPlan
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan.plan_file import CLUSTER_PLAN, PLAN
+
+
+def read_plan(path: Path) -> Plan | ClusterPlan:
+    """Reads a file that may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+    data = CLUSTER_PLAN.read(path)
+    holds = ClusterPlan if CLUSTER_PLAN.is_named_in(data) else Plan
+    try:
+        return holds.from_json(data)
+    except PlanError as error:
+        raise PLAN.within(path, error) from None

@@ -1,0 +1,58 @@
+"""Who this process is among those that train together: its rank, and what its device is called.
+
+Invariant: nothing is decided here, and nothing is waited for. A process that torch.distributed knows has the rank that it has there; one
+that a launcher such as torchrun has started, and that has not joined yet, the rank that the launcher gave it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+from torch import distributed
+
+from qsync_fx.errors import PlanError
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.cluster_plan import AtHand
+
+DEVICE_CLASS: Final = "QSYNC_DEVICE_CLASS"
+"""The environment variable that names the class of this process's device."""
+
+
+def this_process() -> AtHand:
+    """Returns what this process knows of itself."""
+    rank, world = _rank_and_world()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return AtHand(rank, world, device)
+
+
+def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
+    """Returns the plan that a rank trains under, of one for it or for a cluster.
+
+    Args:
+        plan: of which a part is taken, where it is for a cluster.
+        device_class: the class whose part it is; None to have it found.
+
+    Raises:
+        PlanError: which part is this rank's cannot be told.
+    """
+    if isinstance(plan, Plan):
+        if device_class is not None:
+            what = f"the plan has no parts, of which {device_class!r} could name one"
+            raise PlanError(
+                what, where='option "device_class"', do="leave the option out, or give a plan for a cluster"
+            )
+        return plan
+    if device_class is not None:
+        return plan.for_class(device_class, 'the option "device_class"')
+    if named := os.environ.get(DEVICE_CLASS):
+        return plan.for_class(named, f"the environment variable {DEVICE_CLASS}")
+    return plan.for_process(this_process())
+
+
+def _rank_and_world() -> tuple[int | None, int | None]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() else (None, None)

@@ -1,0 +1,183 @@
+"""A plan for a cluster: each rank finds its part or is told why not, and what is saved is loaded, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from plan_samples import plans, texts
+
+import qsync_fx
+from qsync_fx import ClusterPlan, Options, Plan
+from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.plan.cluster_plan import AtHand
+from qsync_fx.plan.reading import read_plan
+
+V100, T4 = Plan.uniform("fp32"), Plan("int8", [("head", "fp32")])
+PLAN = ClusterPlan({"v100": V100, "t4": T4})
+HEAD = '{"format": "qsync-cluster-plan", "version": 1'
+names = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=6)
+
+
+@st.composite
+def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
+    classes = draw(st.dictionaries(names, plans, min_size=1, max_size=3))
+    known = st.sampled_from(sorted(classes))
+    devices = draw(st.dictionaries(known, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2))
+    return ClusterPlan(
+        classes, devices, draw(st.lists(known, max_size=4)), draw(st.dictionaries(texts, texts, max_size=2))
+    )
+
+
+@settings(max_examples=100)
+@given(cluster_plans())
+def test_what_is_written_is_read(plan: ClusterPlan) -> None:
+    text = plan.to_json()
+    read = ClusterPlan.from_json(text)
+    assert read == plan
+    assert hash(read) == hash(plan)
+    assert read.notes == plan.notes
+    assert read.to_json() == text
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    for name, part in plan.classes.items():
+        assert dict(read.classes[name].notes) == dict(part.notes)
+        assert plan.for_class(name) == part
+
+
+@settings(max_examples=200)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | texts,
+        lambda t: st.lists(t) | st.dictionaries(texts, t),
+        max_leaves=8,
+    )
+)
+def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
+    for field in ("classes", "devices", "ranks", "notes"):
+        body: dict[str, Any] = {"classes": {"a": {"default": "int8"}}, field: value}
+        try:
+            said = str(ClusterPlan.from_json(json.dumps({"format": "qsync-cluster-plan", "version": 1, **body})))
+        except PlanError as error:
+            said = str(error)
+        assert said
+        assert len(said) < 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "where"),
+    [
+        (HEAD + "}", "has no class", "classes"),
+        (HEAD + ', "classes": []}', "a list in place of an object", "classes"),
+        (HEAD + ', "classes": {"a": 1}}', "the number 1 in place of an object", 'classes.a'),
+        (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "no field 'defalt'", 'classes.a'),
+        (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision", 'classes.a.default'),
+        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "written twice", 'classes.a'),
+        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "a name that prints", 'classes["\\u001b[2J"]'),
+        (HEAD + ', "classes": {"a": {}}, "ranks": ["b"]}', "'b' is no class", "ranks[0]"),
+        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the table of ranks is a list, not text", "ranks"),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"b": "x"}}', "'b' is no class", "devices"),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "the name of a device is text", 'devices.a'),
+        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}', "a note is text by name", 'notes["a"]'),
+        (HEAD + ', "class": {}}', "no field 'class'", None),
+        ('{"format": "qsync-cluster-plan", "version": 2}', "has version 2", "version"),
+        ('{"format": "qsync-plan", "version": 1}', "does not say that it is a plan", "format"),
+    ],
+)  # fmt: skip
+def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        ClusterPlan.load(path)
+    assert what in caught.value.what
+    assert caught.value.do
+    assert (caught.value.where or "").startswith(f"'{path}'" + (f", {where}" if where else ""))
+
+
+def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.for_ranks(["v100", "t4", "t4"]).save(path)
+    assert read_plan(path) == ClusterPlan.load(path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, expected in enumerate((V100, T4, T4)):
+        monkeypatch.setenv("RANK", str(rank))
+        options = Options.parse({"plan": str(path)})
+        assert options == Options(plan=expected)
+        assert options.plan is not None
+        assert options.plan.notes["chosen by"] == f"rank {rank} in the plan's table"
+    monkeypatch.setenv("QSYNC_DEVICE_CLASS", "v100")
+    assert Options.parse({"plan": str(path)}).plan == V100
+    assert Options.parse({"plan": str(path), "device_class": "t4"}).plan == T4
+    with pytest.raises(PlanError, match="does not say that it is a plan"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "process", "expected"),
+    [
+        (PLAN, AtHand(None, None, "Tesla T4"), "t4"),
+        (PLAN, AtHand(0, 2, "Tesla V100-SXM2-16GB"), "v100"),
+        (PLAN.for_ranks(["t4", "v100"]), AtHand(0, 2, "Tesla V100-SXM2-16GB"), "t4"),
+        (PLAN.for_ranks(["t4", "v100"]), AtHand(0, 3, "Tesla V100-SXM2-16GB"), "v100"),
+        (ClusterPlan({"slow": T4, "fast": V100}, {"slow": "Tesla T4"}), AtHand(None, None, "Tesla T4"), "slow"),
+        (ClusterPlan({"slow": T4}), AtHand(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
+    ],
+)
+def test_which_part(plan: ClusterPlan, process: AtHand, expected: str) -> None:
+    assert plan.for_process(process).notes["device class"] == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "process", "where"),
+    [
+        (PLAN, AtHand(None, None, "cpu"), "no rank of several; the plan has no table of ranks; the device at hand is 'cpu'"),
+        (PLAN.for_ranks(["t4"]), AtHand(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's table is for 1 ranks"),
+        (
+            ClusterPlan({"a": T4, "b": V100}, {"a": "T4", "b": "Tesla"}),
+            AtHand(None, None, "Tesla T4"),
+            "a and b are both called so",
+        ),
+    ],
+)  # fmt: skip
+def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: AtHand, where: str) -> None:
+    with pytest.raises(PlanError, match="which part of the plan is this rank's cannot be told") as caught:
+        plan.for_process(process)
+    assert where in (caught.value.where or "")
+    assert "device_class" in (caught.value.do or "")
+
+
+def test_wrong_classes() -> None:
+    with pytest.raises(PlanError, match="the plan has no class 'T4'") as caught:
+        Options.parse({"plan": PLAN, "device_class": "T4"})
+    assert "did you mean 't4'?" in (caught.value.do or "")
+    with pytest.raises(PlanError, match="the plan has no parts"):
+        Options.parse({"plan": T4, "device_class": "t4"})
+    with pytest.raises(OptionError, match='"device_class" cannot be'):
+        Options.parse({"plan": PLAN, "device_class": 4})
+    with pytest.raises(PlanError, match="has no class"):
+        ClusterPlan({})
+    with pytest.raises(PlanError, match="a class has a plan, not text"):
+        ClusterPlan({"t4": "int8"})  # type: ignore[dict-item]
+
+
+def test_reports_tell_whose_part_it_is() -> None:
+    explanation = qsync_fx.explain(
+        torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 4))),
+        torch.randn(2, 4),
+        options={"plan": PLAN, "device_class": "t4"},
+    )
+    assert 'plan of t4: pattern "head"' in str(explanation)
+    assert "plan: the part for t4, chosen by the option" in str(explanation)
+    assert explanation.plan().notes == {}
+
+
+def test_text_names_ranks_and_classes() -> None:
+    text = str(PLAN.for_ranks(["t4", "v100", "v100", "v100", "t4"]))
+    assert "v100, ranks 1 to 3:" in text
+    assert "t4, ranks 0, 4:" in text
+    assert 'pattern "head"' in text
