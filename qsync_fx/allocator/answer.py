@@ -52,16 +52,16 @@ class Round:
     """One time that an allocator solved what it reckons with, and had the judge look at it.
 
     Attributes:
-        expected: the seconds of a step that it reckoned with.
         judged: what the judge says.
         bound: that nothing is below in what it reckons with.
         fits: whether the judge says that all limits are kept.
+        learned: whether the judge says something of the plan's parts that it did not reckon with.
     """
 
-    expected: float
     judged: Judged
     bound: float
     fits: bool
+    learned: bool
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from predicted_models import DrawnTimes, graph_of
 
 from qsync_fx.allocator import DeviceClass, Problem
+from qsync_fx.graph.reads import State
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
 from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.times import Seconds
 
 THREE = ("fp32", "bf16", "int8")
 
@@ -28,22 +31,41 @@ def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
     return Sensitivity("drawn", "model", variance)
 
 
-def device_class(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> DeviceClass:
+def device_class(
+    name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
+) -> DeviceClass:
     """Returns a class that trains one of the models of `predicted_models`."""
     graph = graph_of(name)
     training = Training(ADAM, buckets=True)
-    return DeviceClass(graph, DrawnTimes(seed), drawn_sensitivity(graph, seed), formats, training=training)
+    return DeviceClass(graph, times(seed), drawn_sensitivity(graph, seed), formats, training=training)
 
 
-def alone(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> Problem:
+class PlainTimes(DrawnTimes):
+    """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can know."""
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        return self._drawn(operator, str(state))
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        return super().cast("", before, after, numel, differentiated)
+
+
+class OwnedTimes(PlainTimes):
+    """Times that do not depend on neighbours."""
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        return DrawnTimes.cast(self, operator, before, after, numel, differentiated)
+
+
+def alone(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
     """Returns a problem of one device, without limits."""
-    return Problem({"device": device_class(name, formats, seed)}, Cluster({"device": Device()}))
+    return Problem({"device": device_class(name, formats, seed, times)}, Cluster({"device": Device()}))
 
 
-def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0) -> Problem:
+def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
     """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
-    slow = device_class(name, formats, seed)
-    fast = replace(slow, times=DrawnTimes(seed + 1), kept=slow.uniform("fp32"))
+    slow = device_class(name, formats, seed, times)
+    fast = replace(slow, times=times(seed + 1), kept=slow.uniform("fp32"))
     devices = {"fast": Device(count=2, batch=4), "slow": Device(count=2, slowdown=1.5, delay=1e-4, batch=4)}
     cluster = Cluster(devices, Network(1e7, 1e-5), Buckets(first_bytes=64, bytes=256))
     return Problem({"fast": fast, "slow": slow}, cluster)

@@ -1,0 +1,46 @@
+"""The exact allocator: `Exact`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from qsync_fx.allocator.answer import Answer
+from qsync_fx.allocator.exact.infeasible import why_not
+from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.problem import Problem
+
+GAP: Final = 1e-4
+ROUNDS: Final = 6
+SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Exact:
+    """
+    Attributes:
+        gap: that may be left between the plan and the bound, of what is least.
+        rounds: how often the judge is learned from, at most.
+        seconds: after which a program is given up, with the best plan found so far.
+    """
+
+    gap: float = GAP
+    rounds: int = ROUNDS
+    seconds: float = SECONDS
+
+    @property
+    def name(self) -> str:
+        return "exact"
+
+    def allocate(self, problem: Problem) -> Answer:
+        """Returns the plan that is best; see `Allocator`."""
+        began = time.perf_counter()
+        search = Search(problem, self.gap, self.seconds)
+        search.run(self.rounds)
+        if search.best is None:
+            raise why_not(search)
+        plans, judged = search.best
+        bound = min(search.bound, judged.value(problem))
+        took = time.perf_counter() - began
+        return Answer(problem, plans, judged, self.name, bound, took, tuple(search.rounds), tuple(search.notes))

@@ -1,0 +1,89 @@
+"""Why there is no plan within the limits: which of them, by how much, and what would do.
+
+Invariant: what is named as possible is what the judge says of a plan that was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qsync_fx.allocator.exact.solving import Limits, find
+from qsync_fx.allocator.judge import Judged, beyond
+from qsync_fx.errors import PlanError, shown
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.exact.search import Search
+
+
+def why_not(search: Search) -> PlanError:
+    """Returns the error that says why a search found no plan."""
+    problem, free = search.problem, Limits(floor=search.limits.floor)
+    for name in problem.open:
+        limit = problem.classes[name].memory
+        if limit is None:
+            continue
+        peak = _peak(_judged(search, free, "kept", name), name)
+        if beyond(peak, limit):
+            do = f"allow {_bytes(peak)}, or give it a smaller batch"
+            what = f"a step on {shown(name)} takes {_bytes(peak)} at least, {_bytes(peak - limit)} more than allowed"
+            return PlanError(what, where=f"memory of {shown(name)}, {_bytes(limit)}", do=do)
+    if problem.variance is not None:
+        calmest = _judged(search, free, "variance")
+        if beyond(calmest.variance, problem.variance):
+            what = f"the variance is {calmest.variance:.4g} at least, {calmest.variance - problem.variance:.4g} more than allowed"
+            return PlanError(what, where=f"variance, {problem.variance:.4g}", do="allow more, or wider formats")
+    fastest = _judged(search, free, "seconds")
+    where = f"seconds of a step, {_seconds(problem.seconds or 0.0)}"
+    if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
+        slowest = [name for name in search.fixed if beyond(search.alone(name), problem.seconds)]
+        who = (
+            f": {shown(slowest[0])}, which no plan is chosen for, takes {_seconds(search.alone(slowest[0]))}"
+            if slowest
+            else ""
+        )
+        more = _seconds(fastest.seconds - problem.seconds)
+        what = f"a step takes {_seconds(fastest.seconds)} at least, {more} more than allowed{who}"
+        return PlanError(what, where=where, do=f"allow {_seconds(fastest.seconds)} a step")
+    held = replace(search.limits, seconds=None)
+    within = _judged(search, held, "seconds")
+    parts = [f"{_seconds(within.seconds)} a step"]
+    for name in problem.open:
+        if problem.classes[name].memory is not None:
+            parts.append(
+                f"{_bytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'kept', name), name))} on {shown(name)}"
+            )
+    limits = [where] if problem.seconds is not None else []
+    limits += [f"memory of {shown(name)}" for name in problem.open if problem.classes[name].memory is not None]
+    limits += ["variance"] if problem.variance is not None else []
+    what = "no plan was found that keeps all limits at once, though one keeps each"
+    return PlanError(what, where=" and ".join(limits), do=f"allow {', or '.join(parts)}")
+
+
+def _judged(search: Search, limits: Limits, least: str, name: str | None = None) -> Judged:
+    """Returns what the judge says of the plans that have least of something, others as they are."""
+    names = [name] if name is not None else list(search.problem.open)
+    found = find(
+        search.problem,
+        search.judge,
+        search.prices,
+        limits,
+        least,
+        names,
+        search.judge.plans,
+        search.gap,
+        search.seconds,
+    )
+    return search.judge.become({**search.judge.plans, **(found.plans or {})})
+
+
+def _peak(judged: Judged, name: str) -> int:
+    return judged.classes[name].peak_bytes or 0
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e6:.4g} MB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,190 @@
+"""Programs that are solved and judged in turns.
+
+A program knows one time for each state, and takes a step to hold what is kept for the backward pass and something that no plan changes.
+What the judge says of its plan is learned, and the program solved again, until there is nothing to learn: then the plan is as near to the
+best as the gap says. Where times do not depend on neighbours and memory is not limited, there is nothing to learn from the start.
+
+Invariant: the best plan keeps all limits by the judge. The bound is that of the program that was solved last, of whose prices and memory
+the last plan is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qsync_fx.allocator.answer import Note, NoteKind, Round
+from qsync_fx.allocator.exact.prices import Prices
+from qsync_fx.allocator.exact.solving import Found, Limits, find
+from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
+from qsync_fx.allocator.problem import Asked, Plans, Problem
+from qsync_fx.predictor.memory.forward import whole
+
+
+class Search:
+    """
+    Attributes:
+        problem: what is asked.
+        judge: of the plans that were looked at last.
+        prices: of each open class.
+        limits: that the next program is held to.
+        best: the best plans that keep all limits, None where none were found.
+        closest: the plans that exceed limits least, where none were found that keep them.
+        bound: of the last program.
+        rounds: what was solved.
+        notes: what else to know.
+    """
+
+    def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
+        remembering = {name: replace(part, times=Remembered(part.times)) for name, part in problem.classes.items()}
+        self.problem = replace(problem, classes=remembering)
+        self.gap, self.seconds = gap, seconds
+        self.judge = Judge(self.problem, problem.uniform())
+        self.prices = {name: Prices(self.problem.classes[name]) for name in problem.open}
+        self.best: tuple[Plans, Judged] | None = None
+        self.bound = 0.0
+        self.rounds: list[Round] = []
+        self.notes: list[Note] = []
+        self._offsets: dict[str, float] = {}
+        start = self._uniform()
+        self.look(start)
+        self.learn()
+        self.limits = Limits(problem.seconds, self._kept(), problem.variance, self._floor())
+
+    def run(self, rounds: int) -> None:
+        """Solves and judges until there is nothing to learn, so many times at most."""
+        seen: list[Plans] = []
+        for _ in range(rounds):
+            found = self._found(self.best[0] if self.best else self.judge.plans)
+            if found.stopped:
+                self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
+            if found.plans is None:
+                return
+            plans = self.problem.completed(found.plans)
+            judged = self.look(plans)
+            excess = judged.exceeds(self.problem)
+            new = self.learn()
+            self.bound = found.bound
+            self.rounds.append(Round(judged, found.bound, not excess, new))
+            if plans in seen or (not excess and not new):
+                if not excess:
+                    return
+                self._tighten(excess)
+            seen.append(plans)
+            self.limits = replace(self.limits, kept=self._kept())
+
+    def look(self, plans: Plans) -> Judged:
+        """Has plans judged, and keeps them if none better are known."""
+        judged = self.judge.become(plans)
+        if not judged.exceeds(self.problem) and (self.best is None or self._better(judged, self.best[1])):
+            self.best = self.judge.plans, judged
+        return judged
+
+    def learn(self) -> bool:
+        """Takes prices and memory from the plans that were judged last; returns whether anything is new."""
+        new = False
+        for name in self.problem.open:
+            states = self.judge.states(name)
+            new |= self.prices[name].learn(states.names)
+            if self.problem.classes[name].memory is not None:
+                offset = self._passes(name) - sum(map(whole, states.saved().values()))
+                new |= offset != self._offsets.get(name)
+                self._offsets[name] = offset
+        return new
+
+    def _better(self, one: Judged, other: Judged) -> bool:
+        """Whether what is least is less, or something else where that is the same."""
+        first, second = one.value(self.problem), other.value(self.problem)
+        if abs(first - second) > TOLERANCE * max(first, second):
+            return first < second
+        return (one.variance, one.seconds) < (other.variance, other.seconds)
+
+    def _uniform(self) -> Plans:
+        """Looks at uniform plans; returns the best that keeps all limits, else the narrowest."""
+        known = [fmt for name in self.problem.open for fmt in self.problem.classes[name].formats]
+        shared = [
+            fmt
+            for fmt in dict.fromkeys(known)
+            if all(fmt in self.problem.classes[name].formats for name in self.problem.open)
+        ]
+        for fmt in shared:
+            self.look(self.problem.uniform(fmt))
+        return self.best[0] if self.best is not None else self.problem.uniform()
+
+    def _found(self, start: Plans) -> Found:
+        """Solves the program of all classes, or one a class where nothing couples them."""
+        problem = self.problem
+        if problem.least == "seconds":
+            return self._fastest(start)
+        apart = [[name] for name in problem.open] if problem.variance is None else [list(problem.open)]
+        found = [self._solved(self.limits, "variance", names, start) for names in apart]
+        fixed = sum(
+            problem.weight(name) * part.variance(part.kept)
+            for name, part in problem.classes.items()
+            if part.kept is not None
+        )
+        return _together(found, fixed)
+
+    def _fastest(self, start: Plans) -> Found:
+        """The least seconds, and then the least variance that these allow."""
+        names = list(self.problem.open)
+        fastest = self._solved(self.limits, "seconds", names, start)
+        if fastest.plans is None:
+            return fastest
+        limits = replace(self.limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
+        apart = [self._solved(limits, "variance", [name], fastest.plans) for name in names]
+        calmest = _together(apart, 0.0)
+        plans = fastest.plans if calmest.plans is None else calmest.plans
+        return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
+
+    def _solved(self, limits: Limits, least: str, names: Sequence[str], start: Plans) -> Found:
+        return find(self.problem, self.judge, self.prices, limits, least, names, start, self.gap, self.seconds)
+
+    def _kept(self) -> dict[str, float]:
+        return {name: (self.problem.classes[name].memory or 0.0) - offset for name, offset in self._offsets.items()}
+
+    def _passes(self, name: str) -> float:
+        """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
+        memory, peak = self.judge.memory(name), self.judge.peak(name)
+        assert memory is not None and peak is not None
+        passes = max(moment.bytes for moment in memory.moments if moment.place != "optimizer")
+        return passes + peak - memory.peak.bytes
+
+    def _floor(self) -> float:
+        """Returns the seconds of a step that classes take which are not open to choice."""
+        return max((self.alone(name) for name in self.fixed), default=0.0)
+
+    @property
+    def fixed(self) -> list[str]:
+        """The classes that are not open to choice."""
+        return [name for name, part in self.problem.classes.items() if part.kept is not None]
+
+    def alone(self, name: str) -> float:
+        """Returns the seconds of a step if all other classes were as quick as can be."""
+        played = self.judge.timeline.played
+        device, rest = played.devices[name], sum(self.judge.transfer)
+        arrived = [0.0]
+        for ready, travels in zip(device.ready.tolist(), self.judge.transfer, strict=True):
+            arrived.append(ready + rest)
+            rest -= travels
+        return max(device.computed, *arrived) + device.optimizer + self.problem.cluster.devices[name].delay
+
+    def _tighten(self, excess: dict[str, float]) -> None:
+        """Holds programs to less, by what their plans exceeded limits by though nothing of them was unknown."""
+        limits = self.limits
+        if limits.seconds is not None and "seconds" in excess:
+            limits = replace(limits, seconds=limits.seconds - excess["seconds"])
+        self.limits = limits
+
+
+def _together(found: Sequence[Found], more: float) -> Found:
+    plans: dict[str, Asked] | None = {}
+    for one in found:
+        plans = None if one.plans is None or plans is None else {**plans, **one.plans}
+    return Found(
+        plans,
+        sum(one.value for one in found) + more,
+        sum(one.bound for one in found) + more,
+        any(one.infeasible for one in found),
+        any(one.stopped for one in found),
+    )

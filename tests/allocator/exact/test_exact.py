@@ -1,0 +1,223 @@
+"""The exact allocator finds what brute force finds, and says so where there is nothing to find."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from allocation_problems import PlainTimes, drawn_sensitivity
+from hypothesis import HealthCheck, given, settings, strategies as st
+from predicted_models import DrawnTimes
+from tiers import chosen
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import PlanError
+from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
+from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+
+SETS = [("fp32", "bf16", "int8"), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "int8", "fp16")]
+
+
+def examples(fast: int) -> int:
+    """Returns how many examples the tier of this run draws."""
+    return chosen([fast], [10 * fast])[0]
+
+
+class Drawn(nn.Module):
+    """A graph of a few layers, with residuals, joins, norms and gates."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4 if seed % 2 else 3))
+        self.norm = nn.LayerNorm(8)
+        self.steps = []
+        for at in range(len(self.layers)):
+            self.steps.append((at, draw.randrange(at + 1), draw.choice(["add", "mul", "none", "relu", "cat", "norm"])))
+        self.normed = any(join == "norm" for _, _, join in self.steps)
+        if not self.normed:
+            del self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = [x]
+        for at, source, join in self.steps:
+            y = self.layers[at](known[source])
+            if join == "add":
+                y = y + known[-1]
+            elif join == "mul":
+                y = y * known[source]
+            elif join == "relu":
+                y = torch.relu(y)
+            elif join == "cat":
+                y = torch.cat([y, known[-1]], -1)[:, ::2]
+            elif join == "norm":
+                y = self.norm(y)
+            known.append(y)
+        return sum(known[1:], x)
+
+
+@functools.cache
+def graph(seed: int) -> ModelGraph:
+    torch._dynamo.reset()
+    explanation = qsync_fx.explain(Drawn(seed).train(), torch.randn(4, 8), options={"precision": "int8"})
+    return model_graph(explanation, ("fp32", "bf16", "fp16", "int8"))
+
+
+def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:
+    found = graph(seed % 7)
+    return DeviceClass(found, times(seed), drawn_sensitivity(found, seed), formats, training=Training(ADAM))
+
+
+def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Judged]]:
+    choices = problem.classes[name].choices
+    judge = Judge(problem, problem.uniform())
+    plans = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
+    return [(plan, judge.become({name: plan})) for plan in plans]
+
+
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9), small=st.booleans())
+def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ...], tight: float, small: bool) -> None:
+    part = device(seed, formats)
+    cluster = Cluster({"a": Device(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    problem = Problem({"a": part}, cluster)
+    known = every(problem, "a")
+    seconds = sorted(judged.seconds for _, judged in known)
+    limit = seconds[int(tight * (len(seconds) - 1))]
+    peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)
+    memory = peaks[len(peaks) // 2] if small else None
+    problem = replace(problem, seconds=limit, classes={"a": replace(part, memory=memory)})
+    fitting = [judged.variance for _, judged in known if not judged.exceeds(problem)]
+    if not fitting:
+        with pytest.raises(PlanError, match=r"more than allowed|at once"):
+            Exact().allocate(problem)
+        return
+    try:
+        answer = Exact().allocate(problem)
+    except PlanError:
+        # What a step holds is not linear in what it keeps.
+        assert memory is not None
+        return
+    assert answer.fits
+    assert answer.judged == Judge(problem, answer.plans).judged()
+    if memory is None:
+        assert answer.judged.variance == pytest.approx(min(fitting), rel=1.1e-4)
+        assert answer.bound is not None
+        assert answer.bound <= min(fitting) * (1 + 1e-6)
+        assert answer.gap is not None
+        assert answer.gap <= 1.1e-4
+    else:
+        assert answer.judged.variance >= min(fitting) * (1 - 1e-9)
+
+
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
+def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, ...], share: float) -> None:
+    part = device(seed, formats)
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    known = every(problem, "a")
+    budget = share * max(judged.variance for _, judged in known)
+    problem = replace(problem, least="seconds", variance=budget)
+    best = min(judged.seconds for _, judged in known if not judged.exceeds(problem))
+    answer = Exact().allocate(problem)
+    assert answer.fits
+    assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
+    assert answer.bound is not None
+    assert answer.bound <= best * (1 + 1e-6)
+
+
+@settings(max_examples=examples(2), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), tight=st.floats(0.1, 0.9), least=st.sampled_from(["variance", "seconds"]))
+def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: str) -> None:
+    first = device(seed - seed % 2, ("fp32", "bf16"))
+    second = replace(first, times=PlainTimes(seed + 1), formats=("fp32", "int8"))
+    cluster = Cluster(
+        {"a": Device(count=2), "b": Device(slowdown=1.3)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
+    )
+    problem = Problem({"a": first, "b": second}, cluster)
+    judge = Judge(problem, problem.uniform())
+    known = []
+    for one in itertools.product(*first.choices.values()):
+        for other in itertools.product(*second.choices.values()):
+            plans = {
+                "a": dict(zip(first.choices, one, strict=True)),
+                "b": dict(zip(second.choices, other, strict=True)),
+            }
+            for name, asked in plans.items():
+                for operator, fmt in asked.items():
+                    if judge.plans[name][operator] != fmt:
+                        judge.set(name, operator, fmt)
+            known.append((judge.seconds, judge.variance))
+    if least == "variance":
+        limit = sorted(known)[int(tight * (len(known) - 1))][0]
+        answer = Exact().allocate(replace(problem, seconds=limit))
+        best = min(variance for seconds, variance in known if seconds <= limit * (1 + 1e-9))
+        assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
+    else:
+        limit = tight * max(variance for _, variance in known)
+        answer = Exact().allocate(replace(problem, least="seconds", variance=limit))
+        best = min(seconds for seconds, variance in known if variance <= limit * (1 + 1e-9))
+        assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
+    assert answer.fits
+
+
+def test_times_that_follow_neighbours_are_learned() -> None:
+    fitting = 0
+    for seed in range(6):
+        part = device(seed, SETS[0], DrawnTimes)
+        problem = Problem({"a": part}, Cluster({"a": Device()}))
+        known = every(problem, "a")
+        seconds = sorted(judged.seconds for _, judged in known)
+        problem = replace(problem, seconds=seconds[len(seconds) // 2])
+        answer = Exact().allocate(problem)
+        assert answer.fits
+        assert answer.rounds
+        best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
+        fitting += answer.judged.variance <= best * 1.5
+    assert fitting >= 3
+
+
+def test_one_problem_has_one_answer() -> None:
+    part = device(3, SETS[2])
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    fast = Judge(problem, problem.uniform()).judged().seconds
+    problem = replace(problem, seconds=fast * 1.2)
+    assert Exact().allocate(problem) == Exact().allocate(problem)
+
+
+def test_tied_operators_get_one_format() -> None:
+    part = device(1, SETS[0])
+    linear = [operator for operator, known in part.choices.items() if len(known) == 3]
+    problem = Problem({"a": part}, Cluster({"a": Device()}), tied=(linear,))
+    known = [judged for plan, judged in every(problem, "a") if len({plan[operator] for operator in linear}) == 1]
+    limit = sorted(judged.seconds for judged in known)[1]
+    answer = Exact().allocate(replace(problem, seconds=limit))
+    assert len({answer.plans["a"][operator] for operator in linear}) == 1
+    assert answer.judged.variance == pytest.approx(
+        min(judged.variance for judged in known if judged.seconds <= limit), rel=1.1e-4
+    )
+
+
+def test_what_cannot_be_is_named_with_what_can() -> None:
+    part = device(2, SETS[0])
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    known = [judged for _, judged in every(problem, "a")]
+    fastest = min(judged.seconds for judged in known)
+    smallest = min(judged.classes["a"].peak_bytes or 0 for judged in known)
+    with pytest.raises(PlanError, match=r"a step takes .* at least") as error:
+        Exact().allocate(replace(problem, seconds=fastest / 2))
+    assert f"{fastest * 1e3:.4g} ms" in str(error.value.do)
+    with pytest.raises(PlanError, match=r"'a' takes .* at least") as error:
+        Exact().allocate(replace(problem, classes={"a": replace(part, memory=smallest / 2)}))
+    assert f"{smallest / 1e6:.4g} MB" in str(error.value.do)
+    narrow = replace(part, formats=("bf16", "int8"))
+    with pytest.raises(PlanError, match=r"variance is .* at least"):
+        Exact().allocate(Problem({"a": narrow}, problem.cluster, least="seconds", variance=0.0))
