@@ -6,13 +6,19 @@ Invariant: nothing but sizes changes: plans mean what they meant, and states, ca
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 
 import sympy
 
+from qsync_fx.codec import Malformed
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.algebra import Size, numbers
+from qsync_fx.predictor.model.sizes import read, written
 from qsync_fx.predictor.model.value import ModelGraph
+
+_SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
+"""The sides of a tensor in the description of its shape."""
 
 
 def symbols(graph: ModelGraph) -> frozenset[str]:
@@ -42,10 +48,26 @@ def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
 
     values = [dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed)) for value in graph.values]
     operators = [
-        dataclasses.replace(op, costs={state: before.each(size) for state, before in op.costs.items()})
+        dataclasses.replace(
+            op,
+            shape=_shaped(op.shape, given),
+            costs={state: before.each(size) for state, before in op.costs.items()},
+        )
         for op in graph.operators
     ]
     return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
+
+
+def _shaped(text: str, given: Mapping[str, int]) -> str:
+    """Returns the description of a shape with numbers for the sizes that are named; what cannot be read stays as it is."""
+
+    def side(before: str) -> str:
+        try:
+            return written(numbers([read(before)], given)[0])
+        except Malformed:
+            return before
+
+    return _SIDES.sub(lambda found: ", ".join(map(side, found[0].split(", "))), text)
 
 
 def sizes_of(graph: ModelGraph) -> Iterator[Size]:

@@ -20,6 +20,7 @@ from qsync_fx.graph.reads import State
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import scheduled, states
 from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.reckoned.sides import Product, Window, convolution, product
 
@@ -187,3 +188,23 @@ def test_sizes_that_are_no_numbers_are_an_error_that_says_how_to_give_them() -> 
     with pytest.raises(ProfileError, match="is not known") as raised:
         DeviceTimes(T4, graph).operator("up/linear", State(FORMATS["fp16"], FORMATS["fp16"]))
     assert "give sizes first" in str(raised.value)
+
+
+def test_a_convolution_of_another_batch_is_known_by_its_sides() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1))
+    graphs = []
+    for batch, dynamic in ((4, True), (8, False)):
+        torch._dynamo.reset()
+        x = torch.randn(batch, 16, 24, 24)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        graphs.append(model_graph(qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"]))
+    symbolic, there = graphs
+    sized = symbolic.at(batch=8)
+    assert [op.shape for op in sized.operators] == [op.shape for op in there.operators]
+    ours, theirs = DeviceTimes(T4, sized), DeviceTimes(T4, there)
+    for operator in there.operators:
+        assert ours.sides(operator.id) == theirs.sides(operator.id)
+        assert ("conv" in operator.row) == isinstance(theirs.sides(operator.id), Window)
+        for names in operator.costs:
+            assert ours.operator(operator.id, state_named(names)) == theirs.operator(operator.id, state_named(names))
