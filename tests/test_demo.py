@@ -174,6 +174,7 @@ def test_ctrl_c_ends_both_ranks(running: subprocess.Popen[str]) -> None:
     assert gone(ranks)
 
 
+@tiers.ALL
 @linux
 def test_ranks_end_when_their_launcher_is_killed(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)

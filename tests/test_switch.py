@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
@@ -117,6 +118,7 @@ def many_plans() -> list[Plan]:
     return [Plan("fp32", patterns=[("layers.0", a), ("layers.3", b), ("head", c)]) for a, b, c in triples]
 
 
+@tiers.ALL
 def test_twenty_plans_and_back() -> None:
     """Dynamo keeps 8 versions of a function, then runs it as it is written; of all of them 256."""
     model, x = build(Perceptron).eval(), torch.randn(64, 16)

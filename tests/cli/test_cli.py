@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from command_line import run
 
@@ -222,6 +223,7 @@ def _read(handle: int) -> bytes:
         return b""
 
 
+@tiers.ALL
 def test_a_reader_that_has_seen_enough(folder: Path) -> None:
     """The other end of the pipe is closed before anything is written; no traceback and no second complaint at exit."""
     command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from applied_steps import Breaking, Outer, Plain, compiled, step, uncovered
 from torch import Tensor, nn
@@ -137,6 +138,7 @@ def test_helpers_are_not_the_whole_model() -> None:
     assert step(model, lambda: compiled(model, plan=plan, strict=True)(torch.randn(4, 16))) == []
 
 
+@tiers.ALL
 def test_a_transformer_with_labels_and_a_compiled_optimizer() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

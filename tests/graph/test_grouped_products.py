@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from products_in_fp64 import Product
@@ -91,6 +92,7 @@ def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bo
     of_w.assert_met(to_w.transpose(1, 2) if turned else to_w, narrow)
 
 
+@tiers.ALL
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_experts_of_a_model_train_in_int8(name: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from products_in_fp64 import Product
@@ -300,6 +301,7 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     assert sorted(cost.saved.values()) == [3 * 7, 7 * 5]
 
 
+@tiers.ALL
 @pytest.mark.filterwarnings("ignore")
 def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
     """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import compiled
 from torch import Tensor, nn
@@ -186,6 +187,7 @@ class Spectral(nn.Module):
         return result
 
 
+@tiers.ALL
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_spectral_norm_trains(norm: Callable[[nn.Module], nn.Module]) -> None:
     """It writes vectors in place without gradients, and reads what it has written with them."""

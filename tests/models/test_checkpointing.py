@@ -106,6 +106,7 @@ def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
     assert kept.meta["val"].dtype is torch.bfloat16
 
 
+@tiers.ALL
 def test_a_region_in_a_region() -> None:
     class Nested(nn.Module):
         def __init__(self, checkpointed: bool) -> None:

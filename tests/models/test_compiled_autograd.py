@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor
     return gradients(model) | {"x": x.grad}
 
 
+@tiers.ALL
 @pytest.mark.parametrize(
     ("make", "prepare"),
     [(Perceptron, no_hook), (Perceptron, full_hooks), (Perceptron, pre_hooks), (Hooking, no_hook)],

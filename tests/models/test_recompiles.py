@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import tiers
 import torch
 from small_models import Convolutional, Counting, Perceptron, build, compiled
 from torch import nn
@@ -54,6 +55,7 @@ def test_changing_batch_sizes_compile_twice(precision: str) -> None:
     assert len(backend.graphs) == 2
 
 
+@tiers.ALL
 def test_changing_sequence_lengths_compile_twice() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from operator_samples import Call, calls
@@ -280,6 +281,7 @@ LOOSE = {
 NEAR_ONE = frozenset({"aten::softmax", "aten::_softmax", "aten::_safe_softmax"})
 
 
+@tiers.ALL
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> None:
     """Every adjustable and dependent operator, on torch's samples, gives the FP32 result of its rounded inputs, but for rounding."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import opinfo
 import pytest
+import tiers
 import torch
 from operator_samples import Call, calls
 from test_ops_table import OURS, exists, overloads
@@ -220,6 +221,7 @@ GROUPS = [
 ]
 
 
+@tiers.ALL
 @pytest.mark.parametrize(("precision", "names"), GROUPS, ids=lambda part: part if isinstance(part, str) else part[0])
 def test_optional_operands(precision: str, names: list[str]) -> None:
     every = calls_of(names)

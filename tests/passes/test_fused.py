@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import build, compiled, relative_error
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ MODELS = {
 }
 
 
+@tiers.ALL
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation_runs_the_operators_of_training(name: str, masked: bool) -> None:
@@ -108,6 +110,7 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
     return found | ({"src_key_padding_mask": padding} if padded else {})
 
 
+@tiers.ALL
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("causal", "padded"), [(True, False), (False, True), (True, True)])
 def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
@@ -128,6 +131,7 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
         assert qsync_fx.applied(model).complete
 
 
+@tiers.ALL
 def test_layers_that_get_nested_tensors_are_told_of() -> None:
     model, x = build(lambda: Masked(True, mask_check=False)), torch.randn(3, 5, 16)
     given, advice = masks(True, False, True), "make it with enable_nested_tensor=False"

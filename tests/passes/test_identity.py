@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import Counting, Perceptron, build, compiled
 from torch import Tensor, fx, nn
@@ -256,6 +257,7 @@ def test_layers_share_code_where_the_plan_is_one_for_all() -> None:
     assert graphs < len(each.graphs)
 
 
+@tiers.ALL
 def test_more_layers_than_dynamo_keeps_code_for() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:

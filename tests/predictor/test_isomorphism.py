@@ -56,6 +56,7 @@ def test_blocks_of_other_sizes_are_equal_where_sizes_do_not_count() -> None:
     assert found.modules == ("1", "3")
 
 
+@ALL
 def test_blocks_of_a_residual_network() -> None:
     stem = nn.Conv2d(8, 8, 1)
     blocks = [

@@ -24,7 +24,7 @@ import pytest
 TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
-A_FEW: Final = 3
+A_FEW: Final = 2
 """How many of its parameters the fast tier runs a test with."""
 T = TypeVar("T")
 _chosen = "fast"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import tiers
 import torch
 from lowered_layers import OUT, Geometry, Layer, leaf, recorded
 from products_in_fp64 import SEED
@@ -249,6 +250,7 @@ def test_explain_says_what_computes_int8_gradients() -> None:
         )
 
 
+@tiers.ALL
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import tiers
 import torch
 from hypothesis import given, settings, strategies as st
 from lowered_layers import Layer, leaf, recorded
@@ -87,6 +88,7 @@ for fmt in ("int8", "int8_grad"):
 """
 
 
+@tiers.ALL
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_a_unit_that_saturates_is_not_used(isa: str) -> None:

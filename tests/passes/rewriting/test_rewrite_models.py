@@ -92,6 +92,7 @@ def test_a_fused_operator(case: str) -> None:
     close(found[1], wanted[1])
 
 
+@tiers.ALL
 @pytest.mark.parametrize("case", ["vit", pytest.param("bert_recomputing", marks=tiers.ALL)])
 def test_a_low_rank_adapter(case: str) -> None:
     model, inputs = made(case)
@@ -183,6 +184,7 @@ def test_a_tap(case: str) -> None:
     assert {name: float(value) for name, value in largest.items()} == pytest.approx(read, rel=1e-4)
 
 
+@tiers.ALL
 @pytest.mark.parametrize("case", ["vit", pytest.param("bert", marks=tiers.ALL)])
 def test_rewrites_together(case: str) -> None:
     model, inputs = made(case)

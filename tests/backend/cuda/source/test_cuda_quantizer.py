@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
@@ -254,6 +255,7 @@ def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
     assert library.qsync_run(ctypes.byref(given_), None, None) != 0
 
 
+@tiers.ALL
 def test_compiles_for_the_device(tmp_path: Path) -> None:
     """No kernel spills or has a stack, which `compiler.build` refuses; and the library answers where there is no device."""
     try:
