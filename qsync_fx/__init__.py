@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsync_fx import devices as devices
+    from qsync_fx.allocator.finding import find_plan as find_plan
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
@@ -63,6 +64,7 @@ _HOMES = {
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
+    "find_plan": "qsync_fx.allocator.finding",
     "Cluster": "qsync_fx.predictor.replay.cluster",
     "Match": "qsync_fx.passes.rewriting.found",
     "OpId": "qsync_fx.plan.opid",

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from qsync_fx.allocator.judge import Judged
 from qsync_fx.allocator.problem import Plans, Problem
+from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
 
 
 class NoteKind(StrEnum):
@@ -25,7 +26,9 @@ class NoteKind(StrEnum):
     UNFIT = "the plan exceeds a limit"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
-    BINDS = "a limit keeps the plan from being better"
+    BINDS = "a limit keeps the plan from being better; allow more, and it will be"
+    KEEPS = "trains in its widest format alone, as the quickest class"
+    LEFT_OUT = "left out, as how much it disturbs gradients is not known"
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,22 @@ class Answer:
             (name,) = self.problem.open
         if name not in self.plans:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
-        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, "devices": name})
+        gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
+        figures = {"seconds": f"{self.judged.seconds:.6g}", "variance": f"{self.judged.variance:.6g}", **gap}
+        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures})
 
     def to_plans(self) -> dict[str, Plan]:
         """Returns the plans of all classes."""
         return {name: self.plan(name) for name in self.plans}
+
+    def as_plan(self) -> Plan | ClusterPlan:
+        """Returns what the option "plan" takes and files hold: the plan of the one class, or that of the cluster."""
+        plans = self.to_plans()
+        return next(iter(plans.values())) if len(plans) == 1 else ClusterPlan(plans)
+
+    def save(self, path: Path) -> None:
+        """Writes it to a file for all ranks in one step; raises `PlanError` if it cannot."""
+        self.as_plan().save(path)
 
     def text(self, width: int | None = None) -> str:
         """Returns what `print` shows, fitted to a width where one is given."""

@@ -14,7 +14,7 @@ from qsync_fx.allocator import Judge, Problem, judged
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.memory import anchored_bytes, peak_bytes, step_memory
 from qsync_fx.predictor.memory.anchors import Anchor
-from qsync_fx.timeline.replaying import Profiled
+from qsync_fx.timeline.known import Profiled
 
 
 class Known:

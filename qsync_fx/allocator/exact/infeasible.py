@@ -23,7 +23,8 @@ def why_not(search: Search) -> PlanError:
         limit = problem.classes[name].memory
         if limit is None:
             continue
-        peak = _peak(_judged(search, free, "kept", name), name)
+        _judged(search, free, "kept", name)
+        peak = search.smallest[name]
         if beyond(peak, limit):
             do = f"allow {_bytes(peak)}, or give it a smaller batch"
             what = f"a step on {shown(name)} takes {_bytes(peak)} at least, {_bytes(peak - limit)} more than allowed"
@@ -74,7 +75,7 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
         search.gap,
         search.seconds,
     )
-    return search.judge.become({**search.judge.plans, **(found.plans or {})})
+    return search.look({**search.judge.plans, **(found.plans or {})})
 
 
 def _peak(judged: Judged, name: str) -> int:

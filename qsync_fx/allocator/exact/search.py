@@ -31,6 +31,7 @@ class Search:
         best: the best plans that keep all limits, None where none were found.
         closest: the plans that exceed limits least, where none were found that keep them.
         bound: of the last program.
+        smallest: by class, the least that a step was seen to hold at most.
         rounds: what was solved.
         notes: what else to know.
     """
@@ -42,6 +43,7 @@ class Search:
         self.judge = Judge(self.problem, problem.uniform())
         self.prices = {name: Prices(self.problem.classes[name]) for name in problem.open}
         self.best: tuple[Plans, Judged] | None = None
+        self.smallest: dict[str, int] = {}
         self.bound = 0.0
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
@@ -76,6 +78,9 @@ class Search:
     def look(self, plans: Plans) -> Judged:
         """Has plans judged, and keeps them if none better are known."""
         judged = self.judge.become(plans)
+        for name, figures in judged.classes.items():
+            if figures.peak_bytes is not None:
+                self.smallest[name] = min(figures.peak_bytes, self.smallest.get(name, figures.peak_bytes))
         if not judged.exceeds(self.problem) and (self.best is None or self._better(judged, self.best[1])):
             self.best = self.judge.plans, judged
         return judged

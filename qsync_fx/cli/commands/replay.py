@@ -11,7 +11,7 @@ from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError, shown
 
 if TYPE_CHECKING:
-    from qsync_fx.timeline.replaying import Known
+    from qsync_fx.timeline.known import Known
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\

@@ -1,0 +1,226 @@
+"""From what is known of devices, and what the user wants, to a problem.
+
+Invariant: nothing is assumed in silence: formats that are left out, and classes that keep their precision, are notes of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from qsync_fx.allocator.answer import Note, NoteKind
+from qsync_fx.allocator.judge import Judge, beyond
+from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
+from qsync_fx.devices import Device as CatalogDevice, get, names
+from qsync_fx.errors import PlanError, ProfileError, nearest, shown
+from qsync_fx.precision import FORMATS, precision
+from qsync_fx.predictor.isomorphism import isomorphic_blocks
+from qsync_fx.predictor.memory import Training
+from qsync_fx.predictor.model.value import Choices, ModelGraph
+from qsync_fx.predictor.reckoned.times import DeviceTimes
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.timeline.known import Known, graph_of
+
+Objective = Literal["hybrid", "fastest", "recover"]
+Memory = float | int | str
+OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
+_MIXED: Final = 16
+"""Bits of the formats of mixed precision."""
+_UNITS: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user wants; see `find_plan`."""
+
+    objective: str = "hybrid"
+    budget: str | float | None = None
+    memory: Mapping[str, Memory] | Memory | None = None
+    target: str | float | None = None
+    precisions: Sequence[str] | None = None
+    sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None
+    tie_blocks: bool = False
+
+
+def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
+    """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
+    if wishes.objective not in OBJECTIVES:
+        raise PlanError(
+            f"there is no objective {shown(str(wishes.objective))}", do=nearest(wishes.objective, OBJECTIVES)
+        )
+    notes: list[Note] = []
+    limits = _limits(fleet, wishes.memory)
+    classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
+    graph = next(iter(classes.values())).graph
+    tied = _tied(graph) if wishes.tie_blocks else ()
+    problem = Problem(classes, fleet, tied=tied)
+    if wishes.objective == "fastest":
+        budget = wishes.budget
+        allowed = budget if isinstance(budget, int | float) else problem.variance_of(_uniform(problem, budget))
+        return replace(problem, least="seconds", variance=float(allowed)), notes
+    if wishes.objective == "hybrid":
+        problem = _kept(problem, notes)
+    return replace(problem, seconds=_target(problem, wishes)), notes
+
+
+def _class(
+    name: str, known: Mapping[str, Known], wishes: Wishes, memory: float | None, sends: bool, notes: list[Note]
+) -> DeviceClass:
+    profile = known[name]
+    graph, found = graph_of(name, profile), _sensitivity(name, known, wishes.sensitivity)
+    formats = [precision(fmt).name for fmt in wishes.precisions] if wishes.precisions else _formats(profile, graph)
+    unknown = [fmt for fmt in formats if _unknown(graph, found, fmt)]
+    if unknown and (wishes.precisions or len(unknown) == len(formats)):
+        what = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, found, unknown[0]))}"
+        do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(found.precisions)}"
+        raise ProfileError(what, where=f"the sensitivity for {shown(name)}", do=do)
+    if unknown:
+        notes.append(Note(NoteKind.LEFT_OUT, name, formats=tuple(unknown)))
+    optimizer = getattr(profile, "optimizer_memory", None)
+    return DeviceClass(
+        graph,
+        profile if isinstance(profile, DeviceTimes) else profile.times(),
+        found,
+        tuple(fmt for fmt in formats if fmt not in unknown),
+        training=None if optimizer is None else Training(optimizer, buckets=sends),
+        memory=memory,
+    )
+
+
+def _sensitivity(
+    name: str, known: Mapping[str, Known], given: Sensitivity | Mapping[str, Sensitivity] | None
+) -> Sensitivity:
+    """What was given for a class, what its profile holds, or that of another class: it is the same model."""
+    if isinstance(given, Sensitivity):
+        return given
+    if given is not None:
+        if name not in given:
+            what = f"there is no sensitivity for the devices {shown(name)}"
+            raise ProfileError(what, where="sensitivity", do="give one for each class, or one for all")
+        return given[name]
+    for profile in (known[name], *known.values()):
+        found = getattr(profile, "sensitivity", None)
+        if isinstance(found, Sensitivity):
+            return found
+    raise ProfileError(
+        "no profile says how much an operator in a narrow format disturbs gradients",
+        where="sensitivity",
+        do="measure with sensitivity (the default of qsync_fx.measure), or give one: find_plan(..., sensitivity=qsync_fx.sensitivity(...))",
+    )
+
+
+def _formats(profile: Known, graph: ModelGraph) -> list[str]:
+    measured = getattr(profile, "precisions", None)
+    if measured is None and isinstance(profile, DeviceTimes):
+        measured = [fmt for fmt in graph.formats if fmt in profile.device.units]
+    found = [fmt for fmt in measured or graph.formats if FORMATS[fmt].bits <= 32]
+    return found or list(graph.formats)
+
+
+def _unknown(graph: ModelGraph, known: Sensitivity, fmt: str) -> str:
+    """Returns an operator of which a plan with a format makes something whose sensitivity is not known; "" for none."""
+    for operator in graph.operators:
+        if isinstance(operator.decided, Choices):
+            runs = operator.decided.runs[fmt] if operator.decided.pinned is None else operator.decided.pinned
+            if FORMATS[runs].bits < 32 and runs not in known.variance.get(operator.id, {}):
+                return operator.id
+    return ""
+
+
+def _kept(problem: Problem, notes: list[Note]) -> Problem:
+    """Returns the problem with the quickest of several classes in its widest format, where it trains in that alone and has the memory."""
+    if len(problem.classes) == 1:
+        return problem
+    widest = {name: part.uniform(max(part.formats, key=width)) for name, part in problem.classes.items()}
+    judge = Judge(problem, widest)
+    quickest = min(problem.classes, key=judge.computing)
+    part = problem.classes[quickest]
+    if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
+        return problem
+    fmt = max(part.formats, key=width)
+    notes.append(Note(NoteKind.KEEPS, quickest, formats=(fmt,)))
+    return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
+
+
+def _target(problem: Problem, wishes: Wishes) -> float:
+    """Returns the seconds that a step may take: what was asked for, or those of uniform plans."""
+    target = wishes.target
+    if isinstance(target, int | float):
+        return float(target)
+    if target is None and wishes.objective == "hybrid":
+        return Judge(problem, problem.uniform()).seconds
+    if target is None and isinstance(wishes.budget, int | float):
+        do = "name the format of mixed precision, or give the seconds as the target"
+        raise PlanError("what is recovered from is a format", where="budget", do=do)
+    fmt = target or wishes.budget
+    assert fmt is None or isinstance(fmt, str)
+    return Judge(problem, _uniform(problem, fmt)).seconds
+
+
+def _uniform(problem: Problem, fmt: str | None) -> Plans:
+    """Returns plans of one format on all open classes, or on one that has it not, of another that is as narrow.
+
+    Where none is named, it is what models train in that have no plan: of each class the widest of its formats that are narrow.
+    """
+    if fmt is None:
+        parts = {name: problem.classes[name] for name in problem.open}
+        mixed = {
+            name: max((f for f in part.formats if FORMATS[f].bits <= _MIXED), key=width, default=part.lowest)
+            for name, part in parts.items()
+        }
+        return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
+    asked = precision(fmt)
+    found = {}
+    for name in problem.open:
+        part = problem.classes[name]
+        alike = [other for other in part.formats if FORMATS[other].bits == asked.bits]
+        own = asked.name if asked.name in part.formats else next(iter(alike), None)
+        if own is None:
+            what = f"plans for {shown(name)} have neither {asked} nor a format as narrow"
+            raise PlanError(what, do=f"name one of {', '.join(part.formats)}, or allow {asked}")
+        found[name] = part.uniform(own)
+    return problem.completed(found)
+
+
+def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
+    adjustable = {operator.id for operator in graph.operators if isinstance(operator.decided, Choices)}
+    groups = (group for blocks in isomorphic_blocks(graph) for group in blocks.tied)
+    return tuple(group for group in groups if adjustable.issuperset(group))
+
+
+def _limits(fleet: Cluster, given: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
+    """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
+    limits = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
+    asked = dict.fromkeys(fleet.devices, given) if not isinstance(given, Mapping) else given
+    for name, size in asked.items():
+        if name not in fleet.devices:
+            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, fleet.devices))
+        if size is not None:
+            limits[name] = _bytes(fleet, name, size)
+    return limits
+
+
+def _bytes(fleet: Cluster, name: str, size: Memory) -> float:
+    if not isinstance(size, str):
+        return float(size)
+    found = re.fullmatch(r"\s*([\d.]+)\s*(%|[KMG]?i?B)\s*", size, flags=re.IGNORECASE)
+    if found is None or found[1].count(".") > 1 or found[1] == ".":
+        raise PlanError(
+            f"{shown(size)} is no memory", where=f"memory of {shown(name)}", do='give bytes, "4 GB" or "30%"'
+        )
+    if found[2] != "%":
+        return float(found[1]) * _UNITS[found[2].upper()]
+    whole = fleet.devices[name].memory or _of_catalog(fleet, name)
+    if whole is None:
+        what = f"how much memory {shown(name)} has is not known, so {size} of it is not"
+        raise PlanError(what, where="memory", do="give bytes, or say in the cluster's file what memory it has")
+    return whole * float(found[1]) / 100
+
+
+def _of_catalog(fleet: Cluster, name: str) -> float | None:
+    called = fleet.devices[name].device or name
+    device: CatalogDevice | None = get(called) if called in names() or fleet.devices[name].device else None
+    return None if device is None else float(device.memory.bytes)

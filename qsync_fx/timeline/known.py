@@ -1,0 +1,137 @@
+"""What is known of the devices of a cluster: a profile of each class, from its file, or reckoned by the catalog.
+
+Invariant: for each class of the cluster there is one, of a model that is known. What is missing is an error that says what.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+from qsync_fx.codec import Path
+from qsync_fx.devices import get
+from qsync_fx.errors import ProfileError, shown
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.reckoned.times import DeviceTimes
+from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.times import Times
+
+
+class Profiled(Protocol):
+    """What was measured of a model on a device, or stands in for that."""
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The model."""
+
+    def times(self) -> Times:
+        """Returns how long its operators take."""
+
+
+Known = Profiled | DeviceTimes
+Given = Known | Path
+
+_ALONE = "device"
+
+
+def known_devices(
+    profile: Given | Mapping[str, Given], cluster: Cluster | Path | None, plans: int = 1
+) -> tuple[Cluster, dict[str, Known]]:
+    """Returns the cluster, and what is known of each of its classes.
+
+    Args:
+        profile: of the device, or of each class by name; files that the cluster names need not be given.
+        cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
+        plans: how many there are.
+
+    Raises:
+        ProfileError: the cluster is none, or a profile is missing.
+    """
+    fleet = read_cluster(cluster)
+    profiles = {name: _read(given) for name, given in by_name(profile).items()}
+    if fleet is None:
+        fleet = _alone(profiles, plans)
+    profiles = for_all(profiles, fleet)
+    profiles = _with_catalog(fleet, {**profiles, **_of_files(fleet, profiles)})
+    fleet.check_names(profiles, "profiles")
+    return _linked(fleet, profiles), profiles
+
+
+def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
+    """Returns a cluster that may be given as the path of its file."""
+    return cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
+
+
+def by_name(given: Any) -> dict[str, Any]:
+    """Returns what is given for each class, or for one device alone."""
+    return dict(given) if isinstance(given, Mapping) else {_ALONE: given}
+
+
+def for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
+    """Returns what was given without a name under the name of each class."""
+    if given.keys() == {_ALONE} and _ALONE not in fleet.devices:
+        return dict.fromkeys(fleet.devices, given[_ALONE])
+    return dict(given)
+
+
+def graph_of(name: str, profile: Known) -> ModelGraph:
+    """Returns the model that a profile is of."""
+    graph = getattr(profile, "graph", None)
+    if not isinstance(graph, ModelGraph):
+        what = f"the profile of {shown(name)} does not say of which model it is"
+        raise ProfileError(what, where="profiles", do="measure again with this version")
+    return graph
+
+
+def _read(given: Given) -> Known:
+    """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
+    from qsync_fx.profiling.profile import Profile
+
+    return cast(Known, Profile.load(given, any_machine=True)) if isinstance(given, str | os.PathLike) else given
+
+
+def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
+    if len(profiles) == 1 and plans == 1:
+        ((name, profile),) = profiles.items()
+        # What a model was explained for may be a file of the catalog.
+        own = pathlib.PurePath(graph_of(name, profile).device).stem
+        return Cluster({own if name == _ALONE else name: Device()})
+    raise ProfileError(
+        f"there are {plans} plans and {len(profiles)} profiles, and no cluster",
+        where="cluster",
+        do="say in a file of TOML how many devices there are of each, and what links them",
+    )
+
+
+def _of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
+    """Returns the profiles that a cluster names and that were not given."""
+    named = {name: device.profile for name, device in fleet.devices.items() if name not in given}
+    return {name: _read(path) for name, path in named.items() if path is not None}
+
+
+def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known]:
+    """Returns the profiles, and what the catalog says of devices that have none."""
+    reckoned: dict[str, Known] = {}
+    for name, device in fleet.devices.items():
+        if name not in profiles and device.device is not None:
+            if not profiles:
+                what = f"nothing says which model {shown(name)} trains"
+                raise ProfileError(what, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
+            first, known = next(iter(profiles.items()))
+            reckoned[name] = DeviceTimes(get(device.device), graph_of(first, known))
+    return {**profiles, **reckoned}
+
+
+def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
+    """Returns the cluster with all-reduces that a profile holds, where it says nothing of its links."""
+    unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
+    if not unknown or fleet.ranks == 1:
+        return fleet
+    for profile in profiles.values():
+        for measured in getattr(profile, "collectives", ()):
+            table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
+            return replace(fleet, network=Network(all_reduce=table, ranks=measured.ranks))
+    return fleet

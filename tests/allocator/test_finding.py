@@ -1,0 +1,197 @@
+"""`find_plan`: from profiles, their files and the catalog to plans, for each objective, and errors that name what is missing."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiers
+import torch
+from allocation_problems import PlainTimes, drawn_sensitivity
+from predicted_models import graph_of
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, Sensitivity
+from qsync_fx.allocator import Answer, Note, NoteKind, judged
+from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.devices import get
+from qsync_fx.plan import ClusterPlan
+from qsync_fx.predictor.memory import ADAM, OptimizerMemory
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.replay.cluster import Device, Network
+from qsync_fx.predictor.times import Times
+from qsync_fx.profiling.profile import Profile
+
+
+class Known:
+    """What stands in for a profile."""
+
+    optimizer_memory: OptimizerMemory | None = ADAM
+
+    def __init__(self, name: str, seed: int, sensitivity: Sensitivity | None = None) -> None:
+        self.graph: ModelGraph = graph_of(name)
+        self.precisions = ["fp32", "bf16", "int8"]
+        self.sensitivity, self._seed = sensitivity, seed
+
+    def times(self) -> Times:
+        return PlainTimes(self._seed)
+
+
+MLP = Known("mlp", 0, drawn_sensitivity(graph_of("mlp")))
+OTHER = Known("mlp", 1)
+FLEET = Cluster({"fast": Device(count=2), "slow": Device(count=2, slowdown=3.0)}, Network(1e7, 1e-5))
+
+
+def kinds(answer: Answer) -> dict[NoteKind, list[Note]]:
+    found: dict[NoteKind, list[Note]] = {}
+    for note in answer.notes:
+        found.setdefault(note.kind, []).append(note)
+    return found
+
+
+def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None:
+    answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
+    assert set(answer.plans["fast"].values()) == {"fp32"}
+    assert [note.device for note in kinds(answer)[NoteKind.KEEPS]] == ["fast"]
+    lowest = judged(answer.problem, answer.problem.uniform())
+    assert answer.problem.seconds == lowest.seconds >= answer.judged.seconds * (1 - 1e-9)
+    assert answer.judged.variance <= lowest.variance
+    assert answer.gap is not None
+    assert answer.gap < 1e-3
+    # The same with other limits: the seconds of a uniform plan, and seconds themselves.
+    bf16 = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target="bf16")
+    assert bf16.problem.seconds == judged(answer.problem, answer.problem.uniform("bf16")).seconds
+    ample = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target=1.0)
+    assert ample.judged.variance == 0
+    assert NoteKind.BINDS not in kinds(ample)
+
+
+def test_fastest_stays_within_the_variance_of_a_format() -> None:
+    answer = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
+    bf16 = judged(answer.problem, answer.problem.uniform("bf16"))
+    assert answer.judged.variance <= bf16.variance * (1 + 1e-9)
+    assert answer.judged.seconds <= bf16.seconds
+    assert qsync_fx.find_plan(MLP, objective="fastest") == answer
+    free = qsync_fx.find_plan(MLP, objective="fastest", budget=float("inf"))
+    assert free.judged.seconds <= answer.judged.seconds
+    assert isinstance(answer.as_plan(), Plan)
+
+
+def test_recovery_is_open_on_all_classes() -> None:
+    answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, objective="recover")
+    assert answer.problem.open == ("fast", "slow")
+    mixed = judged(answer.problem, answer.problem.uniform("bf16"))
+    assert answer.judged.seconds <= mixed.seconds * (1 + 1e-9)
+    assert answer.judged.variance <= mixed.variance
+    with pytest.raises(PlanError, match="recovered from is a format"):
+        qsync_fx.find_plan(MLP, objective="recover", budget=0.5)
+
+
+def test_memory_is_a_limit() -> None:
+    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    free = qsync_fx.find_plan(known, target=1.0)
+    peak = free.judged.classes["t4"].peak_bytes
+    assert peak
+    tight = qsync_fx.find_plan(known, target=1.0, memory={"t4": peak * 0.9})
+    assert (tight.judged.classes["t4"].peak_bytes or 0) <= peak * 0.9
+    assert tight.judged.variance > free.judged.variance
+    percent = qsync_fx.find_plan(known, Cluster({"t4": Device(memory=2.0 * peak)}), target=1.0, memory="50%")
+    assert percent.problem.classes["t4"].memory == peak
+    assert qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory == 1.5 * 2**30
+    for memory, what in (("all", "is no memory"), ("30%", "is not known"), ({"gpu": 1}, "no devices 'gpu'")):
+        with pytest.raises(PlanError, match=what):
+            qsync_fx.find_plan(MLP, memory=memory)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"takes .* MB at least, .* MB more than allowed"):
+        qsync_fx.find_plan(MLP, memory=100)
+
+
+def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> None:
+    both = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
+    both.save(tmp_path / "cluster.json")
+    found = ClusterPlan.load(tmp_path / "cluster.json")
+    assert {name: found.classes[name] for name in found.classes} == both.to_plans()
+    qsync_fx.find_plan(MLP).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == qsync_fx.find_plan(MLP).plan()
+
+
+def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
+    crawling = Cluster({"fast": Device(), "slow": Device(slowdown=100.0)}, Network(1e7, 1e-5))
+    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, crawling))[NoteKind.DOES_NOT_HELP]
+    assert note.device == "slow"
+    assert note.numbers["samples a second"] < note.numbers["without it"]
+    linked = Cluster({"fast": Device(count=2), "slow": Device(count=2, slowdown=1.1)}, Network(1e12))
+    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": MLP}, linked))[NoteKind.JOINS]
+    assert note.numbers["samples a second"] > note.numbers["without it"]
+
+
+def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
+    answer = qsync_fx.find_plan(MLP, target="fp32")
+    notes = kinds(answer)[NoteKind.NOT_FASTER]
+    for note in notes:
+        wide = dict(answer.plans["cpu"])
+        for fmt in answer.problem.classes["cpu"].choices[note.operator]:
+            if fmt != wide[note.operator]:
+                changed = {"cpu": {**wide, note.operator: fmt}}
+                assert judged(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ProfileError, match="no profile says how much"):
+        qsync_fx.find_plan(OTHER)
+    given = drawn_sensitivity(graph_of("mlp"))
+    assert qsync_fx.find_plan(OTHER, sensitivity=given).plans
+    poor = replace(given, variance={op: {"int8": by["int8"]} for op, by in given.variance.items()})
+    answer = qsync_fx.find_plan(OTHER, sensitivity=poor)
+    assert [note.formats for note in kinds(answer)[NoteKind.LEFT_OUT]] == [("bf16",)]
+    with pytest.raises(ProfileError, match="'bf16' disturbs gradients is not known"):
+        qsync_fx.find_plan(OTHER, sensitivity=poor, precisions=["fp32", "bf16"])
+    with pytest.raises(PlanError, match="no objective 'fast'"):
+        qsync_fx.find_plan(MLP, objective="fast")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="no allocator 'exakt'"):
+        qsync_fx.find_plan(MLP, allocator="exakt")
+    with pytest.raises(ProfileError, match="no cluster"):
+        qsync_fx.find_plan({"fast": MLP, "slow": OTHER})
+    assert qsync_fx.find_plan(MLP, allocator=Exact()) == qsync_fx.find_plan(MLP)
+
+
+@tiers.ALL
+def test_blocks_are_tied() -> None:
+    bert = Known("bert2", 0, drawn_sensitivity(graph_of("bert2")))
+    answer = qsync_fx.find_plan(bert, tie_blocks=True)
+    (asked,) = answer.plans.values()
+    layers = [{op.split(".layer.")[1][1:]: fmt for op, fmt in asked.items() if f".layer.{n}." in op} for n in (0, 1)]
+    assert layers[0] == layers[1]
+    assert len(layers[0]) > 4
+
+
+@functools.cache
+def reckoned(device: str) -> Profile:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        result: Tensor = model(batch).square().mean()
+        return result
+
+    optimizer = torch.optim.Adam(model.parameters())
+    return get(device).profile(model, step, torch.randn(4096, 64), optimizer=optimizer)
+
+
+def test_profiles_of_the_catalog_and_their_files(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        '[devices.v100]\ncount = 16\n[devices.t4]\ncount = 16\nprofile = "t4.json"\n'
+        "[network]\nbandwidth = 12.5e9\nlatency = 30e-6\n"
+    )
+    reckoned("t4").save(tmp_path / "t4.json")
+    reckoned("v100").save(tmp_path / "v100.json")
+    sensitivity = drawn_sensitivity(reckoned("t4").graph)
+    answer = qsync_fx.find_plan(
+        {"v100": str(tmp_path / "v100.json")}, tmp_path / "cluster.toml", memory={"t4": "30%"}, sensitivity=sensitivity
+    )
+    assert answer.fits
+    assert set(answer.plans["v100"].values()) == {"fp32"}
+    assert answer.problem.classes["t4"].memory == pytest.approx(0.3 * get("t4").memory.bytes)
+    assert answer.problem.classes["t4"].formats == ("fp32", "fp16", "int8")
