@@ -24,6 +24,7 @@ class NoteKind(StrEnum):
     NOT_FASTER = "a narrower format is not faster"
     STOPPED = "the search was stopped before it was done"
     UNFIT = "the plan exceeds a limit"
+    BATCH = "trains with a batch in proportion to its speed"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a limit keeps the plan from being better; allow more, and it will be"

@@ -38,7 +38,11 @@ def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
     return ResNetForImageClassification(config), {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.arange(4)}
 
 
-MODELS: dict[str, Any] = {"bert": bert, "resnet": resnet}
+def perceptron() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), {"input": torch.randn(4, 1024)}
+
+
+MODELS: dict[str, Any] = {"perceptron": perceptron, "bert": bert, "resnet": resnet}
 
 
 @functools.cache

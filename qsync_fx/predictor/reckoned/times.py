@@ -59,6 +59,10 @@ class DeviceTimes:
         self._known: dict[tuple[str, StateNames], Seconds] = {}
         self._sides: dict[str, Product | Window | None] = {}
 
+    def of(self, graph: ModelGraph) -> DeviceTimes:
+        """Returns the times of another model, or of the same one with other sizes."""
+        return DeviceTimes(self.device, graph, self._optimizer_bytes)
+
     def operator(self, operator: str, state: State, around: Sequence[State | None] = ()) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
         names = state.names

@@ -1,0 +1,107 @@
+"""What allocators are compared with: each answers as the contract says, and says it where a limit is exceeded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from allocation_problems import alone, drawn_sensitivity, fleet
+from catalog_fleets import sized
+
+from qsync_fx import PlanError, Sensitivity
+from qsync_fx.allocator import Allocator, NoteKind, Problem, judged
+from qsync_fx.allocator.baselines import FullPrecision, Hessian, Random, Uniform
+from qsync_fx.allocator.paper import Greedy
+from qsync_fx.predictor.replay.cluster import Cluster, Device
+
+
+def hybrid(name: str, seed: int = 0) -> Problem:
+    problem = fleet(name, seed=seed)
+    return replace(problem, seconds=judged(problem, problem.uniform()).seconds * 1.01)
+
+
+def allocators(problem: Problem) -> list[Allocator]:
+    graph = next(iter(problem.classes.values())).graph
+    return [Uniform(), Uniform("int8"), FullPrecision(), Random(), Random(1), Hessian(drawn_sensitivity(graph, 5))]
+
+
+@pytest.mark.parametrize("name", ["mlp", "checkpointed"])
+def test_answers_are_what_the_judge_says(name: str) -> None:
+    problem = hybrid(name)
+    for allocator in allocators(problem):
+        answer = allocator.allocate(problem)
+        assert answer.judged == judged(problem, answer.plans)
+        assert answer.plans["fast"] == problem.classes["fast"].kept
+        assert answer.allocator == allocator.name in str(answer)
+        assert answer == allocator.allocate(problem)
+        assert answer.fits == (NoteKind.UNFIT not in {note.kind for note in answer.notes})
+
+
+def test_a_plan_that_exceeds_limits_says_so() -> None:
+    problem = fleet("mlp")
+    problem = replace(problem, seconds=0.9 * FullPrecision().allocate(problem).judged.seconds)
+    answer = FullPrecision().allocate(problem)
+    assert set(answer.plans["slow"].values()) == {"fp32"}
+    assert answer.judged.variance == 0
+    (note,) = (note for note in answer.notes if note.kind is NoteKind.UNFIT)
+    assert note.numbers == answer.judged.exceeds(problem)
+    assert note.numbers["seconds"] > 0
+    impossible = replace(problem, seconds=1e-9)
+    for allocator in allocators(impossible):
+        assert not allocator.allocate(impossible).fits, allocator.name
+
+
+def test_uniform_is_the_best_that_fits() -> None:
+    problem = fleet("mlp")
+    assert Uniform().allocate(problem).judged.variance == 0
+    problem = hybrid("mlp")
+    answer = Uniform().allocate(problem)
+    for fmt in ("int8", "bf16", "fp32"):
+        other = Uniform(fmt).allocate(problem)
+        assert {fmt} == set(other.plans["slow"].values())
+        assert not other.fits or answer.value <= other.value
+    with pytest.raises(PlanError, match="not all devices") as caught:
+        Uniform("fp8").allocate(problem)
+    assert "int8" in str(caught.value)
+
+
+def test_orders_decide_what_is_widened() -> None:
+    """With the numbers of the paper's own indicator, halved as others are, the Hessian's order is that."""
+    problem = hybrid("odd")
+    part = problem.classes["slow"]
+    halving = {
+        op: {part.runs(op, fmt): 0.5**at for at, fmt in enumerate(known) if part.runs(op, fmt) != "fp32"}
+        for op, known in part.choices.items()
+    }
+    base = {op: part.omega(op, known[0]) for op, known in part.choices.items()}
+    like = {op: {fmt: base[op] * share for fmt, share in shares.items()} for op, shares in halving.items()}
+    same = replace(
+        problem,
+        classes={n: replace(p, sensitivity=Sensitivity("halved", "", like)) for n, p in problem.classes.items()},
+    )
+    assert Hessian(same.classes["slow"].sensitivity).allocate(problem).plans == Greedy().allocate(same).plans
+
+
+def test_what_is_drawn_decides() -> None:
+    """One of two equal layers can be in FP32."""
+    problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": Device()}))
+    narrow, wide = (judged(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32"))
+    problem = replace(problem, seconds=narrow + 0.7 * (wide - narrow))
+    plans = [Random(seed).allocate(problem).plans["t4"] for seed in range(6)]
+    assert {plan["0/linear"] for plan in plans} == {plan["2/linear"] for plan in plans}
+    assert len({tuple(plan.items()) for plan in plans}) > 1
+
+
+def test_a_better_order_is_no_worse_on_the_whole() -> None:
+    ours, drawn = [], []
+    for seed in range(6):
+        problem = hybrid("mlp", seed)
+        ours.append(Greedy().allocate(problem).value)
+        drawn.append(Random(seed).allocate(problem).value)
+    assert sum(ours) <= sum(drawn)
+
+
+def test_one_device_is_a_cluster_too() -> None:
+    problem = replace(alone("mlp"), least="seconds", variance=1e3)
+    assert Random().allocate(problem).fits
+    assert Uniform().allocate(problem).fits

@@ -1,0 +1,119 @@
+"""Batches in proportion to speed: of one global batch, within memory, with weights and a learning rate that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from catalog_fleets import of_catalog, sized, symbolic
+
+from qsync_fx import PlanError, ProfileError
+from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
+from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
+from qsync_fx.allocator.resizing import Scaled, resized
+from qsync_fx.predictor.replay.cluster import Cluster, Device
+
+
+def part(device: str, batch: int) -> DeviceClass:
+    return sized("perceptron", device, batch)
+
+
+def fleet(batch: int = 1024, v100: int = 2, t4: int = 2) -> Problem:
+    problem = of_catalog("perceptron", batch, bandwidth=1e11)
+    counts = {"v100": v100, "t4": t4}
+    devices = {name: replace(device, count=counts[name]) for name, device in problem.cluster.devices.items()}
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+def allocated(problem: Problem) -> Answer:
+    return DynamicBatches(
+        lambda name, batch: resized(problem.classes[name], symbolic("perceptron", name), batch)
+    ).allocate(problem)
+
+
+def batches(answer: Answer) -> dict[str, int]:
+    return {name: device.batch or 0 for name, device in answer.problem.cluster.devices.items()}
+
+
+def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
+    problem = fleet()
+    answer = allocated(problem)
+    found = batches(answer)
+    assert found["v100"] + found["t4"] == 2048
+    assert found["v100"] > 1024
+    computing = [figures.computing for figures in answer.judged.classes.values()]
+    assert max(computing) < min(computing) * 1.05
+    assert answer.judged.seconds < FullPrecision().allocate(problem).judged.seconds
+    assert answer.judged.variance == 0
+    assert answer.judged == judged(answer.problem, answer.plans)
+    assert {note.kind for note in answer.notes} == {NoteKind.BATCH}
+    for note in answer.notes:
+        assert note.numbers["learning rate"] == 1
+        assert note.numbers["weight of its loss"] == pytest.approx(found[note.device] / 1024)
+
+
+def test_counts_that_do_not_divide_it_come_near() -> None:
+    found = batches(allocated(fleet(64, v100=3, t4=5)))
+    assert abs(3 * found["v100"] + 5 * found["t4"] - 8 * 64) <= 1
+
+
+def test_memory_takes_samples_from_a_class() -> None:
+    problem = fleet()
+    free = allocated(problem)
+    limit = free.judged.classes["v100"].peak_bytes or 0
+    classes = {**problem.classes, "v100": replace(problem.classes["v100"], memory=0.8 * limit)}
+    tight = replace(problem, classes=classes)
+    answer = allocated(tight)
+    found = batches(answer)
+    assert answer.fits
+    assert found["v100"] < batches(free)["v100"]
+    assert found["v100"] + found["t4"] == 2048
+    more = judged(
+        replace(answer.problem, classes={**answer.problem.classes, "v100": part("v100", found["v100"] + 1)}),
+        answer.plans,
+    )
+    assert (more.classes["v100"].peak_bytes or 0) > 0.8 * limit, "it trains with as many samples as it holds"
+
+
+def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
+    problem = fleet()
+    small = {name: judged(problem, problem.uniform("fp32")).classes[name].peak_bytes or 0 for name in problem.classes}
+    classes = {name: replace(found, memory=0.8 * small[name]) for name, found in problem.classes.items()}
+    answer = allocated(replace(problem, classes=classes))
+    samples = sum(batches(answer).values())
+    assert answer.fits
+    assert samples < 2048
+    assert {note.numbers["learning rate"] for note in answer.notes} == {samples / 2048}
+    hopeless = {name: replace(found, memory=1.0) for name, found in problem.classes.items()}
+    assert not allocated(replace(problem, classes=hopeless)).fits
+
+
+def test_what_was_measured_is_scaled() -> None:
+    """As far as a device of the catalog takes as much longer as there is more to do."""
+    measured = part("t4", 1024)
+    same = resized(
+        replace(measured, times=Scaled(measured.times, measured.graph, measured.graph)),
+        symbolic("perceptron", "t4"),
+        1024,
+    )
+    assert isinstance(same.times, Scaled)
+    problem = Problem({"t4": measured}, Cluster({"t4": Device(batch=1024)}))
+    other = replace(problem, classes={"t4": same})
+    assert judged(other, problem.uniform("fp32")) == judged(problem, problem.uniform("fp32"))
+    double = replace(
+        measured, times=Scaled(measured.times, measured.graph, symbolic("perceptron", "t4").at(batch=2048))
+    )
+    once, twice = (
+        judged(replace(problem, classes={"t4": found}), problem.uniform("fp32")).seconds for found in (measured, double)
+    )
+    assert once * 1.7 < twice < once * 2
+
+
+def test_what_is_missing_is_said() -> None:
+    problem = fleet()
+    devices = {name: replace(device, batch=None) for name, device in problem.cluster.devices.items()}
+    with pytest.raises(PlanError, match="how many samples"):
+        allocated(replace(problem, cluster=replace(problem.cluster, devices=devices)))
+    with pytest.raises(ProfileError, match="one symbolic size") as caught:
+        resized(problem.classes["t4"], problem.classes["t4"].graph, 8)
+    assert "mark_dynamic" in str(caught.value)
