@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx import devices as devices
+    from qsync_fx import devices as devices, distributed as distributed
     from qsync_fx.allocator.finding import find_plan as find_plan
     from qsync_fx.errors import (
         DeviceError as DeviceError,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PrecisionError as PrecisionError,
         ProfileError as ProfileError,
         QSyncError as QSyncError,
+        RankError as RankError,
     )
     from qsync_fx.explanation import Explanation as Explanation, explain as explain
     from qsync_fx.explanation.applied_plan import Applied as Applied, applied as applied
@@ -57,6 +58,7 @@ _HOMES = {
             "PassError",
             "DeviceError",
             "ProfileError",
+            "RankError",
         ),
         "qsync_fx.errors",
     ),
@@ -82,7 +84,7 @@ _HOMES = {
     "Timeline": "qsync_fx.timeline.timeline",
 }
 
-_MODULES = ("devices",)
+_MODULES = ("devices", "distributed")
 """Modules that users name by way of the package: `qsync_fx.devices.get("t4")`."""
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -81,6 +81,16 @@ class ProfileError(QSyncError):
     """A profile, trace or cluster that cannot be read, or that does not fit the model or the machine."""
 
 
+class RankError(QSyncError):
+    """Ranks that train together do not agree, or one of them has failed; every rank is told which.
+
+    Attributes:
+        rank: the one that failed or that differs; None where that is not known.
+    """
+
+    rank: int | None = None
+
+
 class KernelError(QSyncError):
     """A CUDA kernel that cannot be compiled, loaded or run."""
 

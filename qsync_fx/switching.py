@@ -61,6 +61,11 @@ def switch(model: Model, plan: Plan | ClusterPlan | Path | None) -> Model:
     return model
 
 
+def options_of(model: Callable[..., Any]) -> list[Options]:
+    """Returns the options in force for what is compiled in a model, or is the model; none where nothing is."""
+    return [_in_force(context) for context in _contexts(model)]
+
+
 @dataclass(frozen=True)
 class _RoomForPlans:
     """Gives every plan that was in force Dynamo's limit of versions; Dynamo calls it around each call of the compiled model.
@@ -103,12 +108,17 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
 
 def _part(context: Any, plan: Plan | ClusterPlan | None) -> Plan | None:
     """Returns the plan for this rank, by the class that the model was compiled with."""
-    from torch._dynamo.eval_frame import innermost_backend
-
     if not isinstance(plan, ClusterPlan):
         return Options.parse({} if plan is None else {"plan": plan}).plan
+    return part_of_this_process(plan, _in_force(context).device_class)
+
+
+def _in_force(context: Any) -> Options:
+    from torch._dynamo.eval_frame import innermost_backend
+
     backend: Any = innermost_backend(context.callback)
-    return part_of_this_process(plan, backend.kwargs["options"].device_class)
+    found: Options = backend.kwargs["options"]
+    return found
 
 
 def _options(first: Options, plan: Plan | None) -> Options:

@@ -27,6 +27,11 @@ def this_process() -> AtHand:
     return AtHand(rank, world, device)
 
 
+def named_class() -> str | None:
+    """Returns the class of this process's device that its environment names; None where it names none."""
+    return os.environ.get(DEVICE_CLASS) or None
+
+
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
     """Returns the plan that a rank trains under, of one for it or for a cluster.
 
@@ -46,7 +51,7 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
         return plan
     if device_class is not None:
         return plan.for_class(device_class, 'the option "device_class"')
-    if named := os.environ.get(DEVICE_CLASS):
+    if named := named_class():
         return plan.for_class(named, f"the environment variable {DEVICE_CLASS}")
     return plan.for_process(this_process())
 

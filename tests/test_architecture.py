@@ -101,6 +101,7 @@ LAYERS = (
     "passes",
     "backend",
     "allocator explanation profiling report switching timeline",
+    "distributed",
     "cli",
 )
 """From the bottom to the top: a module imports from its own layer and from those before it."""

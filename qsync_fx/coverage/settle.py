@@ -2,8 +2,9 @@
 
 Invariant: every model that torch.compile was given is checked once for each set of options, at the end of the first step of an optimizer
 that holds its parameters. Where something planned is not applied, that raises with the option "strict", and warns else, once. The hook on
-optimizers is there only as long as a model waits for it. A model that is not trained is checked as its forward pass starts for the second
-time, for what is known then: that an operator is not there in modules that are in graphs. What is in none may be there for training.
+optimizers is there only as long as a model waits for it, or a later hook of someone else's stands behind it. A model that is not trained is
+checked as its forward pass starts for the second time, for what is known then: that an operator is not there in modules that are in graphs.
+What is in none may be there for training.
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 log.settled.add(root)
                 settle(root, log)
     if not any(root not in log.settled for log in known for root in models(log)) and _hook.handle is not None:
-        _hook.handle.remove()
+        _leave(_hook.handle)
+
+
+def _leave(handle: RemovableHandle) -> None:
+    """Takes the hook away, unless there are later ones: torch goes through them at this moment, and would miss them."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is None or next(reversed(hooks), None) == handle.id:
+        handle.remove()
         _hook.handle = None
 
 

@@ -9,6 +9,7 @@ that is an error: no rank trains under the plan of another.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from qsync_fx.plan.plan_file import CLUSTER_PLAN, Fields, block, notes_of, texts
 
 CHOSEN_BY = "chosen by"
 """The note of a part that says how a rank came by it."""
+CLUSTER = "cluster plan"
+"""The note of a part that tells its plan for a cluster from others: a hash of what that says."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ class ClusterPlan:
             given = shown(name) if isinstance(name, str) else kind(name)
             raise PlanError(f"the plan has no class {given}", do=nearest(str(name)[:40], self.classes))
         part = self.classes[name]
-        notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by}
+        said = ClusterPlan({key: plan.without_notes() for key, plan in self.classes.items()}, self.devices, self.ranks)
+        digest = hashlib.sha256(said.to_json().encode()).hexdigest()[:16]
+        notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
         return Plan(part.default, part.patterns, part.operators, notes)
 
     def for_process(self, process: AtHand) -> Plan:
@@ -89,7 +94,7 @@ class ClusterPlan:
             return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
         if len(self.classes) == 1:
             return self.for_class(next(iter(self.classes)), "it is the only one")
-        fit = [name for name in self.classes if _is_called(process.device, self.devices.get(name, name))]
+        fit = [name for name in self.classes if is_called(process.device, self.devices.get(name, name))]
         if len(fit) == 1:
             return self.for_class(fit[0], f"the device is called {process.device!r}")
         who = f"rank {rank} of {process.world}" if rank is not None else "this process is no rank of several"
@@ -155,7 +160,10 @@ class ClusterPlan:
             who = f", {_spans(ranks)}" if ranks else ""
             called = f", called {self.devices[name]!r}" if name in self.devices else ""
             lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
-        lines += [f"note {shown(name)}  {shown(text)}" for name, text in sorted(self.notes.items())]
+        for name, text in sorted(self.notes.items()):
+            several = "\n" in text and all(line.isprintable() for line in text.splitlines())
+            told = ["", *(f"  {line}" for line in text.splitlines())] if several else [f"  {shown(text)}"]
+            lines += [f"note {shown(name)}{told[0]}", *told[1:]]
         return "\n".join(lines)
 
 
@@ -216,7 +224,7 @@ def _mapping(where: str, given: object) -> dict[str, Any]:
     return dict(given)
 
 
-def _is_called(device: str, name: str) -> bool:
+def is_called(device: str, name: str) -> bool:
     """Whether the words of a name stand in a device's: "t4" in "Tesla T4"."""
     return bool(_words(name)) and _words(name) <= _words(device)
 

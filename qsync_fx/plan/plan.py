@@ -96,6 +96,10 @@ class Plan:
         kept = {op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(which)}
         return Plan(self.default, (*others, (which, precision)), kept, self.notes)
 
+    def without_notes(self) -> Plan:
+        """Returns an equal plan that does not say where it came from."""
+        return Plan(self.default, self.patterns, self.operators)
+
     def precision_for(self, op_id: OpId) -> Choice | None:
         """Returns what the plan says of an operator, None if nothing: by its id, else the last pattern, else the default."""
         if op_id in self.operators:

@@ -65,6 +65,7 @@ def measure(
     sensitivity: str | None = "exact",
     path: Path | None = None,
     options: Mapping[str, object] | None = None,
+    all_reduce: bool = True,
     progress: bool = True,
 ) -> Profile:
     """Measures a model on the device that it lies on: how long each operator takes in each format, and how much memory a step needs.
@@ -84,6 +85,7 @@ def measure(
         path: where the profile is written. What is measured is kept beside it, in a file that ends with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
         options: of the backend, for all plans.
+        all_reduce: whether to measure all-reduces too, where torch.distributed is up: all ranks wait for one another then.
         progress: whether to show it.
 
     Raises:
@@ -121,6 +123,8 @@ def measure(
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
     profile = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
+    if all_reduce:
+        profile = replace(profile, collectives=collectives())
     if sensitivity is not None:
         found = find_sensitivity(model, step, batches, sensitivity, formats, options=dict(options or {}))
         profile = replace(profile, sensitivity=found)
@@ -159,7 +163,6 @@ def _profile(
         [fmt.name for fmt in formats],
         runs,
         samples.optimizer,
-        collectives(),
     )
 
 

@@ -103,8 +103,12 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Writes the profile to `path` in one step; raises `ProfileError` if it cannot."""
+        PROFILE.write(path, self.to_json())
+
+    def to_json(self) -> str:
+        """Returns what a file holds."""
         finite = None if self.sensitivity is None else self.sensitivity.finite()
-        PROFILE.write(path, PROFILE.encode(replace(self, sensitivity=finite)))
+        return PROFILE.encode(replace(self, sensitivity=finite))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:

@@ -9,7 +9,7 @@ import tiers
 import torch
 from applied_steps import Breaking, Outer, Plain, compiled, step, uncovered
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 import qsync_fx
 from qsync_fx import Plan, PlanError
@@ -37,6 +37,20 @@ def test_what_decides_on_nothing_is_known_after_a_step(wrong: dict[str, Any], to
     assert f"nearest: {near}" in text
     assert told in str(qsync_fx.applied(model))
     assert not qsync_fx.applied(model).complete
+
+
+def test_hooks_of_others_on_optimizers_run_too() -> None:
+    """The check takes its hook away after the first step, in the middle of torch going through all hooks."""
+    calls = []
+    model = Plain()
+    fast = compiled(model)
+    handle = register_optimizer_step_post_hook(lambda *args: calls.append(args[0]))
+    try:
+        for _ in range(2):
+            step(model, lambda: fast(torch.randn(4, 16)))
+    finally:
+        handle.remove()
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(("wrong", "told", "near"), WRONG)

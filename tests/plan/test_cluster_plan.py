@@ -181,3 +181,10 @@ def test_text_names_ranks_and_classes() -> None:
     assert "v100, ranks 1 to 3:" in text
     assert "t4, ranks 0, 4:" in text
     assert 'pattern "head"' in text
+
+
+def test_notes_of_several_lines_are_printed_as_they_are() -> None:
+    told = str(ClusterPlan({"t4": T4}, notes={"answer": "30 ms a step\nvariance 2", "from": "a\x1b[2J"}))
+    assert "note 'answer'\n  30 ms a step\n  variance 2" in told
+    assert "\x1b" not in told
+    assert "\x1b" not in str(ClusterPlan({"t4": T4}, notes={"answer": "a\nb\x1b[2J"}))

@@ -1,0 +1,12 @@
+"""Training of ranks that differ: that they agree before they start, that the failure of one is told on all, that replicas stay equal.
+
+`guard` stands around training: `agreement` has the ranks compare what they are about to do, `watcher` has each of them see at any time how
+the others fare, and `channel` is how they tell, apart from the collectives, in which a rank may be stuck. `replicas` compares parameters to
+the last bit, `averaging` weighs gradients by the batches of the ranks.
+"""
+
+from qsync_fx.distributed.averaging import average_by_batch
+from qsync_fx.distributed.guarding import Guard, guard
+from qsync_fx.distributed.replicas import check_replicas
+
+__all__ = ["Guard", "average_by_batch", "check_replicas", "guard"]

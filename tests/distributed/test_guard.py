@@ -1,0 +1,79 @@
+"""Real processes over gloo: what differs between ranks, and what fails on one, is named on all of them, and none waits for ever."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import ranks
+import tiers
+
+
+def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="agreement")
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    ours, theirs = first.result, second.result
+    for name, section, where in (
+        ("model", "model", "rank 1: 0.weight float32[17, 8], 0.bias float32[17], 1.weight float32[4, 17]; rank 0: 0.weight float32[16, 8]"),
+        ("version", "version", "rank 1: torch "),
+        ("DDP", "DDP", "rank 1: gradient_as_bucket_view=True; rank 0: gradient_as_bucket_view=False"),
+        ("plan", "plan for the cluster", "rank 1: "),
+        ("batch", "batch", "float32 of 2 dimensions, 3 samples; rank 0:"),
+    ):  # fmt: skip
+        assert ours[name]["rank"] == 1
+        assert ours[name]["what"] == f"rank 1 has another {section} than rank 0"
+        assert where in ours[name]["where"]
+        assert ours[name]["do"]
+        assert theirs[name] == ours[name], "every rank is told the same"
+    assert ours["trained"] == theirs["trained"], "to the last bit"
+    assert (ours["classes"], theirs["classes"]) == (["fp32"], ["bf16", "int8"])
+    assert ours["replicas"] == theirs["replicas"]
+    assert ours["replicas"]["where"] == "1.bias"
+    assert "the parameters of rank 1 are not those of rank 0" in ours["replicas"]["what"]
+    assert "rank 1 has not come to where the ranks compare" in ours["absent"]["what"]
+
+
+def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="averaging")
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    assert first.result["compiled"]
+    assert max(first.result["errors"]) < 1e-6
+    assert first.result == second.result
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("plan", "rank 1 has failed: PlanError: the pattern 'nowhere' selects none"),
+        pytest.param("limit", "rank 1 has failed: PlanError: Dynamo has reached torch._dynamo.config", marks=tiers.ALL),
+        pytest.param("memory", "rank 1 has failed: OutOfMemoryError: out of memory", marks=tiers.ALL),
+        pytest.param("kill", "rank 1 has said nothing for", marks=tiers.ALL),
+        pytest.param("stop", "rank 1 has said nothing for", marks=tiers.ALL),
+    ],
+)
+def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, tmp_path: Path) -> None:
+    limit = 6 if how == "stop" else 600
+    first, second = ranks.run("guarded_rank.py", 2, tmp_path, seconds=120, name="fails", how=how, limit=limit)
+    assert what in first.log, first.log + second.log
+    if how == "stop":
+        # Gloo cannot be interrupted: a process that does not come back ends itself, once the group's limit has passed.
+        assert first.code == 1
+        assert second.code is None
+    else:
+        assert first.code == 0
+        assert what in first.result["what"]
+        assert first.result["rank"] == 1
+    if how == "kill":
+        assert second.code == -signal.SIGKILL
+    elif how != "stop":
+        assert second.code == 1
+        assert second.result is None
+
+
+@tiers.ALL
+def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="patience", limit=5, slow=12)
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    assert first.result["weights"] == second.result["weights"]
+    assert first.result["compiled"]

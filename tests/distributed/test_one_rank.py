@@ -1,0 +1,100 @@
+"""One rank, or none: what is about several does nothing or says why it cannot; and what of torch it stands on is there."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from qsync_fx import OptionError, Plan
+from qsync_fx.distributed import average_by_batch, check_replicas, guard
+from qsync_fx.distributed.channel import Channel, Failure, StoreLost
+from qsync_fx.distributed.replicas import digests
+from qsync_fx.distributed.timeouts import at_least, limit_of_group
+from qsync_fx.errors import PlanError
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    limit = datetime.timedelta(seconds=7)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1, timeout=limit
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def train(model: nn.Module) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with guard(model, check_every=1):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
+def test_a_guard_without_other_ranks_does_nothing(group: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    fast = torch.compile(model, backend="qsync", options={"plan": Plan.uniform("fp32"), "inner": "aot_eager"})
+    assert train(fast) < float(model.weight.new_tensor(10))
+    assert not fast._forward_pre_hooks
+    check_replicas(model)
+
+
+def test_limits_of_groups_are_changed_and_put_back(group: None) -> None:
+    assert limit_of_group() == 7
+    with at_least(60):
+        assert limit_of_group() == 60
+        with at_least(30):
+            assert limit_of_group() == 60
+    assert limit_of_group() == 7
+
+
+def test_a_channel_holds_texts_and_failures(group: None) -> None:
+    first, second = Channel(), Channel()
+    first.put("a", "text of é\n" * 1000)
+    assert first.get("a") == "text of é\n" * 1000
+    assert second.get("a") is None, "conversations are apart"
+    assert first.told() is None
+    first.tell(Failure.of(0, PlanError("what", where="where", do="do")))
+    first.tell(Failure(1, "later"))
+    told = first.told()
+    assert told == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
+    assert str(told.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(OptionError, match="guard takes a module"):
+        guard(torch.relu)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="compiling is a number of seconds above 0, not 0"):
+        guard(nn.Linear(1, 1), compiling=0)
+    with pytest.raises(OptionError, match="check_every is a number of steps, not -1"):
+        guard(nn.Linear(1, 1), check_every=-1)
+    with pytest.raises(OptionError, match="takes a DistributedDataParallel, not Linear"):
+        average_by_batch(nn.Linear(1, 1))
+    assert issubclass(StoreLost, Exception)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_digests_tell_every_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(700, 1000, dtype=dtype)
+    before = digests(model)
+    assert digests(model) == before
+    for at in (0, 349_999, 699_999):
+        with torch.no_grad():
+            bits = model.weight.view(-1).view(torch.uint8)
+            bits[at] ^= 1
+            assert digests(model)["weight"] != before["weight"]
+            assert digests(model)["bias"] == before["bias"]
+            bits[at] ^= 1
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(0))
+    assert digests(model)["weight"] != before["weight"]

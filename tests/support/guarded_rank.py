@@ -1,0 +1,177 @@
+"""One rank of the tests of guards; run by tests/distributed as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx import ClusterPlan, Plan
+from qsync_fx.distributed import average_by_batch, check_replicas, guard
+
+PLAN = ClusterPlan({"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"])
+
+
+def network(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Linear(width, 4))
+
+
+def compiled(model: nn.Module, plan: Any = PLAN, **options: Any) -> nn.Module:
+    fast: nn.Module = torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager", **options})
+    return fast
+
+
+def data(rank: int, samples: int = 4) -> Tensor:
+    return torch.randn(samples, 8, generator=torch.Generator().manual_seed(rank))
+
+
+def train(model: nn.Module, rank: int, steps: int, **how: Any) -> Iterator[int]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data(rank, **how)).square().mean().backward()
+        optimizer.step()
+        yield step
+
+
+def weights(model: nn.Module) -> str:
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex()
+
+
+def said(error: qsync_fx.RankError) -> dict[str, Any]:
+    return {"rank": error.rank, "what": error.what, "where": error.where, "do": error.do}
+
+
+def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What differs, one thing after the other, and then nothing."""
+    odd = rank == 1
+    found = {}
+
+    def tries(name: str, model: nn.Module, **how: Any) -> None:
+        try:
+            with guard(model):
+                list(train(model, rank, 1, **how))
+        except qsync_fx.RankError as error:
+            found[name] = said(error)
+
+    tries("model", network(17 if odd else 16))
+    torch.__version__ = torch.__version__ + "x" * odd  # type: ignore[assignment]
+    tries("version", network())
+    torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
+    parallel = DistributedDataParallel(network(), gradient_as_bucket_view=odd)
+    tries("DDP", compiled(parallel))
+    other = ClusterPlan({**PLAN.classes, "slow": Plan.uniform("int8")}, ranks=PLAN.ranks)
+    tries("plan", DistributedDataParallel(compiled(network(), other if odd else PLAN)))
+    tries("batch", DistributedDataParallel(compiled(network())), samples=2 + rank)
+    model = DistributedDataParallel(compiled(network()))
+    with guard(model, check_every=1):
+        list(train(model, rank, 2))
+    found["trained"] = weights(model)
+    found["classes"] = sorted({str(ran.precision) for ran in qsync_fx.applied(model).operators})
+    with torch.no_grad():
+        if odd:
+            model.module.get_parameter("1.bias")[2] = -model.module.get_parameter("1.bias")[2]
+    try:
+        check_replicas(model)
+    except qsync_fx.RankError as error:
+        found["replicas"] = said(error)
+    try:
+        if not odd:
+            with guard(model, silence=2):
+                pass
+        else:
+            time.sleep(3)
+    except qsync_fx.RankError as error:
+        found["absent"] = said(error)
+    return found
+
+
+def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Batches of 2 and 6 samples in two steps, against one process with all 8; then as many passes under no_sync."""
+    model, alone = network(), network()
+    parallel = DistributedDataParallel(compiled(model, Plan.uniform("fp32")))
+    average_by_batch(parallel)
+    sizes = [[2, 6], [4, 4]]
+    with guard(parallel):
+        for size in sizes:
+            whole = torch.cat([data(at, samples) for at, samples in enumerate(size)]).sign()
+            parallel.zero_grad()
+            alone.zero_grad()
+            parallel(data(rank, size[rank]).sign()).sum(1).mean().backward()
+            alone(whole).sum(1).mean().backward()
+            gradients = [
+                float((p.grad - q.grad).abs().max() / q.grad.abs().max())
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+                if p.grad is not None and q.grad is not None
+            ]
+    parallel.zero_grad()
+    alone.zero_grad()
+    with parallel.no_sync():
+        parallel(data(rank, 1 + 2 * rank)).sum().backward()
+    parallel(data(rank, 1 + 2 * rank)).sum().backward()
+    return {"errors": gradients, "weights": weights(model), "compiled": len(qsync_fx.applied(parallel).operators)}
+
+
+def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """One rank fails in its second step, or as it compiles; the others are in a collective by then."""
+    how, odd = job["how"], rank == world - 1
+    plan = Plan("fp32", [("nowhere", "int8")]) if how == "plan" and odd else Plan.uniform("fp32")
+    if how == "limit" and odd:
+        torch._dynamo.config.recompile_limit = 1
+        torch._dynamo.config.automatic_dynamic_shapes = False
+    model = DistributedDataParallel(compiled(network(), plan))
+    try:
+        with guard(model, same_batch=False):
+            for step in train(model, rank, 2):
+                if step == 0:
+                    pass
+            if odd and how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if odd and how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if odd and how == "memory":
+                raise torch.OutOfMemoryError("out of memory: tried to allocate 99 GiB")
+            list(train(model, rank, 2, samples=5 if how == "limit" and odd else 4))
+    except qsync_fx.RankError as error:
+        return said(error)
+    return {}
+
+
+def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A pass that takes longer than the group's limit, and a rank that is stopped for less than it."""
+
+    @qsync_fx.graph_pass(after="lower")
+    def slow(graph: qsync_fx.PrecisionGraph) -> None:
+        time.sleep(job["slow"] if rank == 1 else 0)
+
+    model = DistributedDataParallel(compiled(network(), passes=[slow]))
+    with guard(model, check_every=2):
+        for step in train(model, rank, 4):
+            if step == 1 and rank == 1:
+                with subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"]):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+    return {"weights": weights(model), "compiled": len(qsync_fx.applied(model).operators)}
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world, folder, job = ranks.join(arguments)
+    found = globals()[job["name"]](rank, world, job)
+    ranks.write(Path(folder), rank, found)
+    os._exit(0)  # a rank that is gone would be waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,249 @@
+"""One rank that trains in each of the ways that torch has for several ranks; run by tests/distributed as a process of its own.
+
+Rank 0 trains in FP32 and the others in low precision, and what comes of each way says what was compiled and which parameters it ends with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.distributed import average_by_batch, guard
+
+LOW = Plan("int8", [("layers.1", "bf16")])
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    """A few layers, one of which only some inputs reach."""
+
+    def __init__(self, norm: bool = False, saves: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
+        self.side = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+        self.saves = saves
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.saves else layer(x)
+        x = self.norm(x)
+        if side:
+            x = x + self.side(x)
+        return self.head(x)
+
+
+def build(**how: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**how)
+
+
+def compiled(model: nn.Module) -> Any:
+    plan = LOW if distributed.get_rank() else Plan.uniform("fp32")
+    return torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+
+
+def batches(count: int = STEPS, samples: int = 8) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(100 + distributed.get_rank())
+    for _ in range(count):
+        yield torch.randn(samples, 16, generator=generator)
+
+
+def train(called: Any, data: Iterator[Tensor] | None = None, optimizer: Any = None, **inputs: Any) -> None:
+    optimizer = optimizer or torch.optim.SGD(called.parameters(), lr=0.05, momentum=0.9)
+    for x in data or batches():
+        optimizer.zero_grad()
+        called(x, **inputs).square().mean().backward()
+        optimizer.step()
+
+
+def parallel(model: nn.Module | None = None, inside: bool = True, several: bool = False, **how: Any) -> Any:
+    """A model in DistributedDataParallel that is compiled inside of it, or outside."""
+    model = model or build()
+    # No bucket may be smaller than the first, which is one MiB else. PowerSGD over gloo crashes where there are several.
+    distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
+    how = {"bucket_cap_mb": 0.001, **how} if several else how
+    return (
+        DistributedDataParallel(compiled(model), **how) if inside else compiled(DistributedDataParallel(model, **how))
+    )
+
+
+def trained(called: Any, **how: Any) -> Any:
+    with guard(called, check_every=1):
+        train(called, **how)
+    return called
+
+
+def optimize_ddp_off() -> Any:
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return trained(parallel(inside=False))
+
+
+def branches() -> Any:
+    return trained(parallel(find_unused_parameters=True), side=distributed.get_rank() == 0)
+
+
+def no_sync() -> Any:
+    called = parallel()
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.05)
+    with guard(called, check_every=1):
+        for x in batches():
+            optimizer.zero_grad()
+            with called.no_sync():
+                called(x).square().mean().backward()
+            called(-x).square().mean().backward()
+            optimizer.step()
+    return called
+
+
+def joined(weighted: bool = False) -> Any:
+    called = parallel()
+    if weighted:
+        average_by_batch(called)
+    rank = distributed.get_rank()
+    with guard(called), called.join():
+        train(called, batches(2 + rank, 4 + 2 * rank if weighted else 8))
+    return called
+
+
+def zero() -> Any:
+    called = parallel()
+    optimizer = ZeroRedundancyOptimizer(called.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+    return trained(called, optimizer=optimizer)
+
+
+def hooked(hook: Callable[[], tuple[Any, Any]]) -> Any:
+    called = parallel()
+    called.register_comm_hook(*hook())
+    return trained(called)
+
+
+def sharded(shape: tuple[int, ...]) -> Any:
+    model = build()
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return trained(compiled(model))
+
+
+def not_a_number() -> Any:
+    called = parallel()
+    with guard(called, check_every=1):
+        train(called, (x * (float("nan") if distributed.get_rank() == 1 else 1) for x in batches()))
+    return called
+
+
+def cases(world: int) -> dict[str, Callable[[], Any]]:
+    power = lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)  # noqa: E731
+    return {
+        "DDP(compile)": lambda: trained(parallel()),
+        "compile(DDP), several buckets": lambda: trained(parallel(inside=False, several=True)),
+        "DDP(compile), several buckets": lambda: trained(parallel(several=True)),
+        "compile(DDP)": lambda: trained(parallel(inside=False)),
+        "compile(DDP), optimize_ddp off": optimize_ddp_off,
+        "bucket view": lambda: trained(parallel(gradient_as_bucket_view=True)),
+        "static graph": lambda: trained(parallel(static_graph=True)),
+        "different branches": branches,
+        "no_sync": no_sync,
+        "join": joined,
+        "join, weighted": lambda: joined(weighted=True),
+        "ZeRO": zero,
+        "checkpointing": lambda: trained(parallel(build(saves=True))),
+        "fp16 hook": lambda: hooked(lambda: (None, default_hooks.fp16_compress_hook)),
+        "PowerSGD": lambda: hooked(power),
+        "batch norm": lambda: trained(parallel(build(norm=True))),
+        "FSDP2": lambda: sharded((world,)),
+        "HSDP": lambda: sharded((world, 1)),
+        "NaN on one rank": not_a_number,
+    }
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def outcome(called: Any) -> dict[str, Any]:
+    found = [whole(p) for p in called.parameters()]
+    start = list(build().parameters())
+    applied = qsync_fx.applied(called)
+    return {
+        "weights": hashlib.sha256(b"".join(p.numpy().tobytes() for p in found)).hexdigest(),
+        "moved": len(found) == len(start) and any(not torch.equal(p, q) for p, q in zip(found, start, strict=True)),
+        "finite": all(bool(p.isfinite().all()) for p in found),
+        "precisions": sorted({str(ran.precision) for ran in applied.operators if ran.kind == "adjustable"}),
+        "uncovered": len(applied.uncovered),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world, folder, job = ranks.join(arguments)
+    if job.get("checkpoint"):
+        found = checkpointed(world, Path(job["checkpoint"]))
+    else:
+        found = {}
+        ways = cases(world)
+        for name in job["cases"] or ways:
+            torch.compiler.reset()
+            found[name] = outcome(ways[name]())
+    ranks.write(folder, rank, found)
+    with contextlib.suppress(RuntimeError):
+        distributed.barrier()
+    os._exit(0)
+
+
+def checkpointed(world: int, folder: Path) -> dict[str, Any]:
+    """Three ranks train and save, two load and train on; a plan is each world's own."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = build()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    called = compiled(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(called, optimizer=optimizer)
+    if world == 3:
+        state, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)
+        return {"saved": outcome(called)}
+    state, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
+    loaded = outcome(called)
+    qsync_fx.switch(called, Plan.uniform("bf16" if distributed.get_rank() else "int8"))
+    train(called, optimizer=optimizer)
+    return {"loaded": loaded, "trained": outcome(called), "steps": int(next(iter(optimizer.state.values()))["step"])}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

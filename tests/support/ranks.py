@@ -1,0 +1,100 @@
+"""Starts the ranks of a test as processes of their own, each with a log, a result and an end. None outlives the call.
+
+The store of their process group lives in the test's process, as in the launcher's under torchrun: no rank takes it along when it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank.
+
+    Attributes:
+        code: its exit status; None for one that had to be ended after the others.
+        log: what it printed.
+        result: what it wrote; None where it did not come so far.
+    """
+
+    code: int | None
+    log: str
+    result: Any
+
+
+def run(script: str, world: int, folder: Path, seconds: float = 150, after: float = 60, **job: Any) -> list[Ended]:
+    """Runs a script of tests/support on all ranks; returns what became of each.
+
+    Waits until all have ended, and, where one has not, so many seconds `after` the others.
+    """
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    path = Path(__file__).with_name(script)
+    logs = [folder / f"{rank}.log" for rank in range(world)]
+    started = []
+    try:
+        for rank in range(world):
+            with open(logs[rank], "w") as log:
+                command = [
+                    sys.executable,
+                    str(path),
+                    str(rank),
+                    str(world),
+                    str(store.port),
+                    str(folder),
+                    json.dumps(job),
+                ]
+                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        until = time.monotonic() + seconds
+        while (alive := sum(process.poll() is None for process in started)) and time.monotonic() < until:
+            until = min(until, time.monotonic() + after) if alive == 1 and after else until
+            after = 0 if alive == 1 else after
+            time.sleep(0.05)
+        codes = [process.poll() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    results = [folder / f"{rank}.json" for rank in range(world)]
+    return [
+        Ended(
+            codes[rank],
+            logs[rank].read_text(),
+            json.loads(found.read_text()) if (found := results[rank]).exists() else None,
+        )
+        for rank in range(world)
+    ]
+
+
+def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[str, Any]]:
+    """Joins the process group as a rank that `run` has started; returns the rank, how many there are, the folder and the job."""
+    import datetime
+
+    rank, world, port, folder, job = arguments
+    store = distributed.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    found = json.loads(job)
+    timeout = datetime.timedelta(seconds=found.get("limit", limit))
+    distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timeout)
+    return int(rank), int(world), Path(folder), found
+
+
+def write(folder: Path, rank: int, result: Any) -> None:
+    """Writes what a rank has to say."""
+    part = folder / f"{rank}.part"
+    part.write_text(json.dumps(result))
+    part.rename(folder / f"{rank}.json")
