@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from qsync_fx.backend import relu, tuned
 from qsync_fx.backend.operators.gradients.gate import gate
 from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
+from qsync_fx.profiling.peak import measured_peak
 
 aten = torch.ops.aten
 CHECKS = ("test_schema", "test_faketensor")
@@ -85,6 +86,18 @@ def test_the_gradient_of_max_pooling_needs_no_input(dtype: torch.dtype, channels
     torch.library.opcheck(
         torch.ops.qsync.max_pool2d_gradient.default, (incoming, indices, x.shape, *window), test_utils=CHECKS
     )
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_gradient_of_max_pooling_allocates_its_result_alone(channels_last: bool) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, 8, 16, 16).contiguous(memory_format=memory_format)
+    window = [2, 2], [2, 2], [0, 0], [1, 1], False
+    y, indices = aten.max_pool2d_with_indices.default(x, *window)
+
+    held = measured_peak(lambda: max_pool2d_gradient(y, indices, x.shape, *window))
+
+    assert held == x.nbytes
 
 
 def test_a_closed_gate_lets_nothing_through() -> None:

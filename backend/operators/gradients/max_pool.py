@@ -49,9 +49,9 @@ def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _kernel(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
-    # Memory that nothing touches is never mapped: this stand-in for the input costs nothing.
-    stand_in = _like(gradient, size)
-    found: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(gradient, stand_in, *window, indices)
+    found = _like(gradient, size)
+    # Nothing is read of the input but its shape and memory format, which the result has, too: it stands in, and no more is allocated.
+    torch.ops.aten.max_pool2d_with_indices_backward.grad_input(gradient, found, *window, indices, grad_input=found)
     return found
 
 

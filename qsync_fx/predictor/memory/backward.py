@@ -11,20 +11,25 @@ import dataclasses
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
 from qsync_fx.predictor.memory.forward import Forward, Sources, convolves, pools, whole
-from qsync_fx.predictor.model.value import Name, Operator
+from qsync_fx.predictor.model.value import Name, Operator, Read
 
 _INDEX = 8
 """Bytes of an index."""
+_OF_ROWS = ("layer_norm", "rms_norm")
+_READS = 12
+"""What takes more reads than this to compute where it is read, Inductor has computed once, into memory (on a CPU)."""
 
 
 class Backward:
     """
     Attributes:
-        tasks: in order; those that only widen a gradient follow the product that made it.
+        incoming: what writes the gradients that the step begins the backward pass with.
+        tasks: behind that, as the pass is written: what widens a gradient follows the product that made it.
     """
 
     def __init__(self, forward: Forward) -> None:
         self.forward, self.graph = forward, forward.graph
+        self.incoming: list[Task] = []
         self.tasks: list[Task] = []
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
@@ -35,7 +40,7 @@ class Backward:
             value = self.graph.values[read.value]
             if value.differentiated:
                 tangent = Buffer(_of(value.name), value.own, forward.bytes(read.value, value.own))
-                self._task("", True, frozenset(), tangent)
+                self.incoming.append(Task("", True, True, writes=(tangent,)))
                 self._arrive(read.value, frozenset({tangent}))
         for at in reversed(range(len(self.graph.operators))):
             operator = self.graph.operators[at]
@@ -43,10 +48,8 @@ class Backward:
                 self._repeat(at)
                 self._operator(at, operator)
 
-    def _task(
-        self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0, over: bool = True
-    ) -> None:
-        self.tasks.append(Task(operator, True, library, reads, writes, workspace, over))
+    def _task(self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0) -> None:
+        self.tasks.append(Task(operator, True, library, reads, writes, workspace))
 
     def _arrive(self, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
@@ -71,7 +74,8 @@ class Backward:
         return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)
 
     def _operator(self, at: int, operator: Operator) -> None:
-        incoming = self._gradients[operator.result]
+        names = self.forward.states.names[at]
+        incoming = self._bounded(operator.id, operator.result, self._gradients[operator.result], names[1])
         if self.forward.multiplies(operator):
             self._product(at, operator, incoming)
             return
@@ -79,13 +83,21 @@ class Backward:
         outgoing = incoming | kept
         if pools(operator) and operator.reads[0].gradient:
             outgoing = self._pooled(at, operator, incoming, kept)
-        elif "norm" in operator.row and operator.reads[0].gradient and self._joins(operator):
-            incoming, outgoing = self._normed(operator, incoming, kept)
+        elif "norm" in operator.row:
+            outgoing = self._normed(operator, incoming, kept)
         for read in operator.reads:
             if read.gradient and self._is_parameter(read.value):
                 self._parameter(operator, read.value, incoming | kept)
             elif read.gradient:
                 self._arrive(read.value, outgoing)
+
+    def _bounded(self, operator: str, value: int, sources: Sources, fmt: Name) -> Sources:
+        """What a gradient is computed from: itself, in memory, where that would be too much."""
+        if len(sources) <= _READS:
+            return sources
+        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
+        self._task(operator, False, sources, buffer)
+        return frozenset({buffer})
 
     def _is_parameter(self, value: int) -> bool:
         return self.graph.values[self.forward.root(value)].source == "parameter"
@@ -93,19 +105,34 @@ class Backward:
     def _name(self, value: int) -> str:
         return _of(self.graph.values[self.forward.root(value)].name)
 
-    def _joins(self, operator: Operator) -> bool:
-        """Whether what a norm reads is no product's result, but a sum of branches that its gradient goes back to."""
-        maker = self.forward.made_by(operator.reads[0].value)
-        return maker is not None and not self.forward.multiplies(maker)
+    def _normed(self, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
+        """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
+        operand, weights = operator.reads[0].value, [read for read in operator.reads[1:] if read.gradient]
+        by_channel = not operator.row.startswith(_OF_ROWS)
+        weighed = incoming
+        if not by_channel:
+            scale = frozenset[Buffer]().union(*(self.forward.read_of(read.value) for read in weights))
+            weighed = self._wide(operator, operand, incoming | scale)
+        extras = self.forward.extras(self.graph.places[operator.id])
+        sums = Buffer(f"sums of {self._name(operand)}", None, sum(buffer.bytes for buffer in extras))
+        of_sums = self._wide(operator, operand, weighed | kept)
+        gradients = self._of_parameters(weights)
+        if by_channel:
+            self._task(operator.id, False, weighed | of_sums, sums, *gradients)
+            return self._wide(operator, operand, weighed | kept | {sums})
+        self._task(operator.id, False, weighed | of_sums, sums)
+        found = self._wide(operator, operand, weighed | kept | {sums})
+        if gradients:
+            self._task(operator.id, False, incoming | self._wide(operator, operand, incoming | kept), *gradients)
+        return found
 
-    def _normed(self, operator: Operator, incoming: Sources, kept: Sources) -> tuple[Sources, Sources]:
-        """The gradients that come in and go out, each read several times, and so in memory, in FP32."""
-        size = whole(self.graph.values[operator.result].numel) * FP32.dtype.itemsize
-        first = Buffer(self._name(operator.result), None, size)
-        self._task(operator.id, False, incoming, first, over=False)
-        second = Buffer(self._name(operator.reads[0].value), None, size)
-        self._task(operator.id, False, kept | {first}, second, over=False)
-        return frozenset({first}), frozenset({second})
+    def _wide(self, operator: Operator, value: int, sources: Sources) -> Sources:
+        return self._bounded(operator.id, value, sources, FP32.name)
+
+    def _of_parameters(self, reads: list[Read]) -> list[Buffer]:
+        """The gradients of parameters that have none yet."""
+        roots = dict.fromkeys(self.forward.root(read.value) for read in reads if self._is_parameter(read.value))
+        return [self._gradient(root) for root in roots if root not in self._arrived]
 
     def _pooled(self, at: int, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
         fmt, value = self.forward.states.names[at][1], operator.reads[0].value
@@ -132,7 +159,8 @@ class Backward:
     def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
         narrow, carrier = _computed_in(self.forward.states.names[at][0])
         gradient = self._lying(operator, incoming, narrow)
-        places = [place for place, read in enumerate(operator.reads) if place < 2 and read.gradient]
+        last = 3 if convolves(operator) else 2  # a convolution's kernel gives the gradient of the bias, too
+        places = [place for place, read in enumerate(operator.reads) if place < last and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
         if convolves(operator):
             factors = [self._factor(at, operator, place, carrier) for place in (0, 1)]
@@ -140,6 +168,9 @@ class Backward:
             # oneDNN lays weights out anew, and sums their gradient in FP32.
             workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
             self._task(operator.id, True, reads, *made.values(), workspace=workspace)
+            results = tuple(made.values())
+            # What it gives is several results, each taken out by a task of its own; until the last is, all are held.
+            self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
         for place, buffer in made.items():
             if not convolves(operator):
                 other = self._factor(at, operator, 1 - place, carrier)
@@ -147,11 +178,10 @@ class Backward:
             if not self._is_parameter(operator.reads[place].value):
                 self._arrive(operator.reads[place].value, frozenset({buffer}))
             elif not buffer.stays:
-                self._parameter(operator, operator.reads[place].value, frozenset({buffer}), widens=True)
-        for read in operator.reads[2:]:
+                self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
+        for read in operator.reads[last:]:
             if read.gradient and self._is_parameter(read.value):
-                # A convolution's kernel gives the gradient of the bias, too.
-                self._parameter(operator, read.value, frozenset() if convolves(operator) else frozenset({gradient}))
+                self._parameter(operator, read.value, frozenset({gradient}))
 
     def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
@@ -180,10 +210,10 @@ class Backward:
         own = self.graph.values[root].own
         return Buffer(self._name(root), own, self.forward.bytes(root, own), Category.GRADIENTS, stays=True)
 
-    def _parameter(self, operator: Operator, value: int, sources: Sources, widens: bool = False) -> None:
+    def _parameter(self, operator: Operator, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
         if root not in self._arrived:  # the gradient of another reader is added to what is there
-            self.tasks.append(Task(operator.id, True, False, sources, (self._gradient(root),), widens=widens))
+            self.tasks.append(Task(operator.id, True, False, sources, (self._gradient(root),)))
 
 
 def _of(name: str) -> str:

@@ -52,10 +52,9 @@ class Task:
         backward: whether it belongs to the backward pass.
         library: whether a library's kernel does it. What a compiler makes of others between two of those is one kernel: it allocates all
             that it writes before it runs, and releases nothing before it has.
-        reads, writes: buffers.
+        reads, writes: buffers; what was written before is not allocated again.
         workspace: bytes that it takes while it runs.
-        over: whether it may write over what it reads for the last time, element by element.
-        widens: whether it only converts a gradient that is there to the wider format of its parameter, and can wait.
+        holds: what is not released before it has run, though a compiler reckons that it were.
     """
 
     operator: str
@@ -64,8 +63,7 @@ class Task:
     reads: frozenset[Buffer] = frozenset()
     writes: tuple[Buffer, ...] = ()
     workspace: int = 0
-    over: bool = True
-    widens: bool = False
+    holds: tuple[Buffer, ...] = ()
 
 
 Kind = tuple[Category, Name]
@@ -99,7 +97,7 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
         kind: what a buffer counts as.
         workspace: what bytes count as that are taken while a task runs.
     """
-    ends = {buffer: at for at, task in enumerate(tasks) for buffer in (*task.reads, *task.writes)}
+    ends = {buffer: at for at, task in enumerate(tasks) for buffer in (*task.reads, *task.writes, *task.holds)}
     dying: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer, at in ends.items():
         if not buffer.stays:
@@ -137,6 +135,6 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
 
 def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], held: set[Buffer]) -> Buffer | None:
     """What a task writes a buffer over: something as large that nothing else reads any more."""
-    if task.library or not task.over:
+    if task.library:
         return None
     return next((b for b in gone if b in held and b in task.reads and b.bytes == buffer.bytes), None)

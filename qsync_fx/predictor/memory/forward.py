@@ -33,6 +33,7 @@ class Forward:
     """
     Attributes:
         kept: by the place of an operator, what its backward pass reads of it, factors of products apart.
+        outputs: what the model returns.
         factors: by the places of a product and of its reading, the buffer that it has read; None for a parameter as it is.
     """
 
@@ -42,14 +43,24 @@ class Forward:
         self.factors: dict[tuple[int, int], Buffer | None] = {}
         self._products = frozenset(row.name for row in table().values() if row.products)
         self._tasks: list[list[Task]] = [[] for _ in range(len(self.graph.operators) + 1)]
-        self._sources: dict[int, Sources] = {}
+        # What is there before the step takes nothing more, but counts as read.
+        self._sources: dict[int, Sources] = {
+            at: frozenset({Buffer(value.name, value.own, 0)})
+            for at, value in enumerate(self.graph.values)
+            if value.source != "operator" and value.tensor == at
+        }
+        self._extras: dict[int, list[Buffer]] = {}
+        self._made_at: dict[Buffer, int] = {}
         self._there: dict[tuple[int, Name], Buffer] = {}
         self._by_name = {value.name: at for at, value in enumerate(self.graph.values)}
         for at, operator in enumerate(self.graph.operators):
             if self.root(operator.result) == operator.result:
                 self._operator(at, operator)
-        for read in self.graph.outputs:
+        given = [
             self._lie(read.value, self.graph.values[read.value].own, len(self.graph.operators))
+            for read in self.graph.outputs
+        ]
+        self.outputs = frozenset(buffer for buffer in given if buffer is not None)
         self._keep()
 
     @property
@@ -75,6 +86,14 @@ class Forward:
         """Whether it is a product, which a kernel of a library computes."""
         return operator.row in self._products
 
+    def read_of(self, value: int) -> Sources:
+        """Returns what a value is computed from; of one that is there before the step, itself."""
+        return self._sources.get(self.root(value), frozenset())
+
+    def extras(self, at: int) -> Sources:
+        """Returns what the operator at a place keeps beside values: statistics, masks, places."""
+        return frozenset(self._extras.get(at, ()))
+
     def made_by(self, value: int) -> Operator | None:
         """Returns the operator that makes a value; None for what is there before the step."""
         maker = self.graph.values[self.root(value)].operator
@@ -89,8 +108,7 @@ class Forward:
     def _operator(self, at: int, operator: Operator) -> None:
         result, (precision, output) = operator.result, self.states.names[at]
         if not self.multiplies(operator):
-            sources = (self._sources.get(self.root(read.value), frozenset()) for read in operator.reads)
-            self._sources[result] = frozenset[Buffer]().union(*sources)
+            self._sources[result] = self._elementwise(at, operator, output)
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
@@ -107,10 +125,38 @@ class Forward:
             # oneDNN lays the weights out anew.
             workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
         buffer = Buffer(self.graph.values[result].name, output, size)
-        self._task(at, True, reads, buffer, workspace)
+        self._task(at, True, reads, buffer, workspace=workspace)
         self._sources[result] = frozenset({buffer})
         if size == self.bytes(result, output):
             self._there[result, output] = buffer
+
+    def _elementwise(self, at: int, operator: Operator, output: Name) -> Sources:
+        """Returns what the result of an operator that is no product is computed from, and has what it keeps beside it written."""
+        if pools(operator):
+            # What windows read lies in memory, and so does what they give.
+            self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), at)
+        sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
+        extras = self._extras[at] = [
+            Buffer(f"{name} {how}", None, self._extra_bytes(operator, whole(size)))
+            for (name, how), size in operator.costs[self.states.names[at]].saved.items()
+            if how.startswith("extra")
+        ]
+        if pools(operator):
+            pooled = Buffer(self.graph.values[operator.result].name, output, self.bytes(operator.result, output))
+            self._task(at, False, sources, pooled, *extras)
+            self._there[operator.result, output] = pooled
+            return frozenset({pooled})
+        if "dropout" in operator.row and extras:
+            drawn = Buffer(f"numbers of {extras[0].name}", output, self.bytes(operator.result, output))
+            self._task(at, True, (), drawn)
+            self._task(at, False, {drawn}, *extras)
+        elif extras:
+            self._task(at, False, sources, *extras)
+        return sources | frozenset(extras)
+
+    def _extra_bytes(self, operator: Operator, size: int) -> int:
+        # A place within a window takes a byte.
+        return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
     def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
         """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
@@ -120,7 +166,7 @@ class Forward:
             return None
         if (root, fmt) in self._there:
             return self._there[root, fmt]
-        reads = self._sources.get(root, frozenset())
+        reads = self.read_of(root)
         scaled = fmt is not None and FORMATS[fmt].scaled
         if scaled:
             # A quantizer reads twice what lies in memory.
@@ -134,9 +180,11 @@ class Forward:
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(self, at: int, library: bool, reads: Iterable[Buffer], write: Buffer, workspace: int = 0) -> None:
+    def _task(self, at: int, library: bool, reads: Iterable[Buffer], *writes: Buffer, workspace: int = 0) -> None:
         name = self.graph.operators[at].id if at < len(self.graph.operators) else ""
-        self._tasks[at].append(Task(name, False, library, frozenset(reads), (write,), workspace))
+        self._tasks[at].append(Task(name, False, library, frozenset(reads), writes, workspace))
+        for buffer in writes:
+            self._made_at[buffer] = at
 
     # What is kept.
 
@@ -144,10 +192,10 @@ class Forward:
         """Settles what is kept: factors and results of products, and of other values what is not computed again."""
         late: list[tuple[int, int, Name]] = []
         for at, operator in enumerate(self.graph.operators):
-            for (name, how), size in operator.costs[self.states.names[at]].saved.items():
-                if how.startswith("extra"):
-                    self._extra(at, operator, f"{name} {how}", whole(size))
-                    continue
+            self._add(at, self._extras.get(at, ()))
+            for name, how in operator.costs[self.states.names[at]].saved:
+                if how.startswith("extra") or pools(operator):
+                    continue  # the gradient of a pooling asks for places alone
                 root, fmt = self.root(self._by_name[name]), how or None
                 if self.multiplies(operator):
                     self._hold(at, root, fmt)
@@ -202,16 +250,9 @@ class Forward:
 
     def _gate(self, at: int, root: int) -> None:
         """What a ReLU keeps whose result nobody keeps: a byte an element."""
-        value = self.graph.values[root]
+        value, sources = self.graph.values[root], self.read_of(root)
         buffer = Buffer(value.name, None, whole(value.numel))
-        self._task(at, False, self._sources.get(root, ()), buffer)
-        self._add(at, (buffer,))
-
-    def _extra(self, at: int, operator: Operator, name: str, size: int) -> None:
-        if pools(operator):
-            size = whole(self.graph.values[operator.result].numel)  # places within windows, a byte each
-        buffer = Buffer(name, None, size)
-        self._task(at, False, (), buffer)
+        self._task(max([at, *(self._made_at.get(source, 0) for source in sources)]), False, sources, buffer)
         self._add(at, (buffer,))
 
 

@@ -5,7 +5,7 @@ Invariant: a pure function of the model graph and the states of its operators; n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -103,7 +103,23 @@ def step_memory(states: States, training: Training | None = None) -> Memory:
 def step_tasks(states: States) -> list[Task]:
     """Returns the tasks of both passes of a step, in the order in which they run."""
     forward = Forward(states)
-    return ordered(forward.tasks, Backward(forward).tasks)
+    backward = Backward(forward)
+    there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
+    kept, found = set[Buffer](), list[Task]()
+    for part in reversed([*there, backward.incoming, *back]):
+        found = [*ordered(part, kept | forward.outputs), *found]
+        kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
+    return found
+
+
+def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
+    """Returns the tasks of each of several graphs: a compiler sorts those of one."""
+    found: dict[int, list[Task]] = {}
+    at = -1
+    for task in tasks:
+        at = graph.operators[graph.places[task.operator]].graph if task.operator else at
+        found.setdefault(at, []).append(task)
+    return list(found.values())
 
 
 def peak_bytes(states: States, training: Training | None = None) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task, lives
-from qsync_fx.predictor.memory.order import ordered
 
 
 def buffer(size: int, stays: bool = False) -> Buffer:
     return Buffer("", None, size, Category.GRADIENTS if stays else Category.TEMPORARY, stays)
 
 
-def task(*writes: Buffer, reads: tuple[Buffer, ...] = (), library: bool = False, widens: bool = False) -> Task:
-    return Task("", True, library, frozenset(reads), writes, widens=widens)
+def task(*writes: Buffer, reads: tuple[Buffer, ...] = (), library: bool = False) -> Task:
+    return Task("", True, library, frozenset(reads), writes)
 
 
 def held(tasks: list[Task], grouped: bool = True) -> list[int]:
@@ -56,12 +55,8 @@ def test_a_workspace_is_held_while_its_task_runs() -> None:
     assert held([Task("", True, True, workspace=9), task(buffer(1), library=True)]) == [9, 1]
 
 
-def test_gradients_are_widened_last_where_less_is_expected_of_it() -> None:
-    saved, narrow, wide = buffer(100), buffer(10), buffer(20, stays=True)
-    forward = [task(saved, library=True)]
-    product = task(narrow, library=True)
-    widening = task(wide, reads=(narrow,), widens=True)
-    after = task(reads=(saved,), library=True)
-    assert ordered(forward, [product, widening, after]) == [*forward, product, after, widening]
-    # Where nothing is gained it stays where it was written.
-    assert ordered([], [product, widening]) == [product, widening]
+def test_results_of_one_kernel_are_held_until_the_last_is_taken_out() -> None:
+    a, b, c = buffer(1), buffer(10), buffer(100)
+    first, second = (Task("", True, True, writes=(one,), holds=(a, b)) for one in (a, b))
+    tasks = [task(a, b, library=True), first, task(c, reads=(a,), library=True), second, task(reads=(c,), library=True)]
+    assert held(tasks) == [11, 11, 111, 111, 100]

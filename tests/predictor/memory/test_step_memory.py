@@ -179,9 +179,6 @@ def real_and_foreseen(make: Callable[[], nn.Module], x: Tensor, plan: Plan) -> t
 
 ROWS = torch.randn(8192, 256)
 IMAGES = torch.randn(16, 3, 48, 48).to(memory_format=torch.channels_last)
-ANOTHER_ORDER = pytest.mark.xfail(
-    strict=True, reason="Inductor orders this backward pass in a way that predictor/memory/order.py does not know"
-)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +186,7 @@ ANOTHER_ORDER = pytest.mark.xfail(
     [
         (small, ROWS, "fp32"),
         *(pytest.param(perceptron, ROWS, fmt, marks=ALL) for fmt in ("bf16", "int8")),
-        pytest.param(Convolutions, IMAGES, "fp32", marks=ALL),
-        *(pytest.param(Convolutions, IMAGES, fmt, marks=[ALL, ANOTHER_ORDER]) for fmt in ("bf16", "int8")),
+        *(pytest.param(Convolutions, IMAGES, fmt, marks=ALL) for fmt in ("fp32", "bf16", "int8")),
     ],
 )
 def test_inductor_holds_what_is_foreseen(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:

@@ -1,0 +1,107 @@
+"""Tasks run in the order that Inductor would sort them into: its own sorts, on its own graphs, are the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.memory
+from tiers import ALL
+from torch import Tensor, nn
+
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.predictor.memory.order import ordered
+
+
+def buffer(size: int, stays: bool = False) -> Buffer:
+    return Buffer("", None, size, Category.GRADIENTS if stays else Category.TEMPORARY, stays)
+
+
+def task(*writes: Buffer, reads: tuple[Buffer, ...] = ()) -> Task:
+    return Task("", True, True, frozenset(reads), writes)
+
+
+def test_what_releases_more_than_it_takes_runs_first_where_less_is_expected_of_it() -> None:
+    saved, narrow, wide = buffer(100), buffer(10), buffer(20, stays=True)
+    product, widening, after = task(narrow), task(wide, reads=(narrow,)), task(reads=(saved,))
+    assert ordered([product, widening, after], frozenset()) == [after, product, widening]
+
+
+def test_what_is_no_better_stays_as_it_was_written() -> None:
+    narrow, wide = buffer(10), buffer(20, stays=True)
+    assert ordered([task(narrow), last := task(wide, reads=(narrow,))], frozenset())[-1] is last
+
+
+def test_what_is_written_again_waits_for_its_first_writer() -> None:
+    both = buffer(10), buffer(20, stays=True)
+    first, second, third = task(*both), task(both[0]), task(both[1])
+    assert ordered([first, second, third], frozenset())[0] is first
+
+
+@contextmanager
+def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[int]]]]:
+    """Notes of each graph that Inductor sorts: its nodes as tasks, what it returns, and the order that Inductor takes."""
+    found: list[tuple[list[Task], frozenset[Buffer], list[int]]] = []
+    original = torch._inductor.memory.reorder_for_peak_memory
+
+    def reorder(nodes: Any, *arguments: Any) -> Any:
+        chosen = original(nodes, *arguments)
+        outputs, places = arguments[-1], {node: at for at, node in enumerate(nodes)}
+        buffers: dict[str, Buffer] = {}
+
+        def of(one: Any) -> Buffer:
+            return buffers.setdefault(one.get_name(), buffer(one.mpi_buffer.size_free))
+
+        tasks = []
+        for node in nodes:
+            # A kernel of several results writes no buffer itself; those are taken out by nodes behind it.
+            several = [out for user in node.mpi_node.succ_nodes for out in user.get_outputs() if not user.mpi_node.size]
+            own = [of(out) for out in node.get_outputs() if out.mpi_buffer.size_free or not node.mpi_node.size]
+            late = [of(out) for out in several] if node.mpi_node.size and not own else []
+            reads = tuple(of(one) for one in node.mpi_node.pred_buffers if one.mpi_buffer.size_free)
+            tasks.append(task(*own, *late, reads=reads))
+        kept = frozenset(one for name, one in buffers.items() if name in outputs)
+        found.append((tasks, kept, [places[node] for node in chosen]))
+        return chosen
+
+    torch._inductor.memory.reorder_for_peak_memory = reorder
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            yield found
+    finally:
+        torch._inductor.memory.reorder_for_peak_memory = original
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128), nn.Linear(128, 32))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4)
+    )
+
+
+ROWS, IMAGES = torch.randn(96, 64), torch.randn(4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "fmt"),
+    [
+        (perceptron, ROWS, "bf16"),
+        pytest.param(perceptron, ROWS, "fp32", marks=ALL),
+        *(pytest.param(convolutions, IMAGES, fmt, marks=ALL) for fmt in ("fp32", "bf16")),
+    ],
+)
+def test_the_order_is_the_one_that_inductor_takes(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with sorted_graphs() as found:
+        model = torch.compile(make(), backend="qsync", options={"precision": fmt})  # type: ignore[call-overload]
+        model(x).sum().backward()
+    assert len(found) == 2
+    for tasks, kept, chosen in found:
+        assert ordered(tasks, kept) == [tasks[at] for at in chosen]
