@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -112,6 +112,13 @@ class Options:
         """Whether the user asked for neither a plan nor a precision."""
         return self.precision is None and self.plan is None
 
+    @property
+    def beside_plan(self) -> str:
+        """What is asked beside a plan and a precision, in words: options that are not as by default."""
+        asked = [f for f in fields(self) if f.compare and f.name not in ("precision", "plan")]
+        values = {f.name: getattr(self, f.name) for f in asked if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name}={_in_words(value)}" for name, value in values.items())
+
     @classmethod
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Returns the options in a mapping, as users write them.
@@ -153,6 +160,13 @@ def _converted(name: str, value: object) -> Any:
             return tuple(value)
         case _:
             return value
+
+
+def _in_words(value: object) -> str:
+    """Returns what a value is called in every process: passes have names."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_in_words, value))}]"
+    return str(value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__))
 
 
 def _one_of(name: str, value: object, known: Iterable[str]) -> None:

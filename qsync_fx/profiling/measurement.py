@@ -42,7 +42,7 @@ from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
-from qsync_fx.profiling.statistics.measured import sensitivity as find_sensitivity
+from qsync_fx.profiling.statistics.measured import several as sensitivities
 from qsync_fx.profiling.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 
@@ -82,7 +82,7 @@ def measure(
         rounds: how many turns each plan has.
         sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
             batches; None to leave it out.
-        path: where the profile is written. What is measured is kept beside it, in a file that ends with ".partial", until all is, so that a
+        path: where the profile is written. What is measured is kept beside it, in files that end with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
         options: of the backend, for all plans.
         all_reduce: whether to measure all-reduces too, where torch.distributed is up: all ranks wait for one another then.
@@ -97,6 +97,7 @@ def measure(
     formats = _formats(precisions)
     training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
     partial = None if path is None else pathlib.Path(f"{path}.partial")
+    found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
     with untouched(module, optimizer), watching() as files, compiling() as compile_under:
         seen = observed(module, training, options or {})
         plans = _plans(seen, formats, [plan] if isinstance(plan, Plan) else plan)
@@ -126,11 +127,15 @@ def measure(
     if all_reduce:
         profile = replace(profile, collectives=collectives())
     if sensitivity is not None:
-        found = find_sensitivity(model, step, batches, sensitivity, formats, options=dict(options or {}))
+        (found,) = sensitivities(
+            model, step, batches, [sensitivity], formats, options=dict(options or {}), partial=found_so_far
+        )
         profile = replace(profile, sensitivity=found)
-    if path is not None and partial is not None:
+    if path is not None:
         profile.save(path)
-        partial.unlink(missing_ok=True)
+        for kept in (partial, found_so_far):
+            if kept is not None:
+                kept.unlink(missing_ok=True)
     return profile
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qsync_fx.errors import ProfileError
 from qsync_fx.explanation import Explanation, explain
 from qsync_fx.graph.values import describe
+from qsync_fx.options import Options
 from qsync_fx.profiling.profile import Model
 from qsync_fx.profiling.steps import StepSeconds, Training
 
@@ -56,13 +57,15 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
             where="; ".join(explanation.breaks) or type(module).__name__,
             do="remove the graph break; qsync_fx.explain says more",
         )
-    return Observed(explanation, model_of(module, explanation), seconds)
+    return Observed(explanation, model_of(module, explanation, options), seconds)
 
 
-def model_of(module: nn.Module, explanation: Explanation) -> Model:
-    """Returns what tells a model, with inputs of these shapes, from others."""
+def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
+    """Returns what tells a model in its mode, with inputs of these shapes and under these options, from others."""
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
+    lines += [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
+    lines += [asked] if (asked := Options.parse(options).beside_plan) else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return Model(type(module).__name__, digest, sum(parameter.numel() for parameter in module.parameters()))
 

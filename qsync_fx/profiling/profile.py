@@ -31,7 +31,7 @@ class Model:
 
     Attributes:
         name: of the model's class.
-        digest: of its operators and of all shapes.
+        digest: of its operators and of all shapes, of the modules that are in the mode to evaluate, and of the backend's options.
         parameters: how many numbers it holds.
     """
 
@@ -44,7 +44,7 @@ class Model:
         if self != here:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {here}",
-                do="measure this model; its layers and the shapes of its inputs matter",
+                do="measure this model; its layers, the shapes of its inputs, its mode (train or eval) and options of the backend matter",
             )
 
     def __str__(self) -> str:

@@ -114,6 +114,10 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
     with pytest.raises(ProfileError, match="another model") as caught:
         quick(other, Counted(), path=path)
     assert str(tmp_path) in str(caught.value) and "remove" in (caught.value.do or "")
+    with pytest.raises(ProfileError, match="another model"):
+        quick(layer().eval(), Counted(), path=path)
+    with pytest.raises(ProfileError, match="another model"):
+        quick(layer(), Counted(), path=path, options={"rounding": "nearest"})
     with pytest.raises(ProfileError, match="another optimizer"):
         quick(layer(), Counted(), path=path, optimizer=torch.optim.SGD(layer().parameters()))
     Path(f"{path}.partial").write_text(Path(f"{path}.partial").read_text()[:-40])

@@ -7,28 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from qsync_fx.graph import PrecisionGraph, meta
-from qsync_fx.graph.nodes import argument_at
-from qsync_fx.ops import Kind, OperatorRow, Place
+from qsync_fx.ops import Kind, Place
 from qsync_fx.precision import precision
 from qsync_fx.predictor.sensitivity import paper
 from qsync_fx.predictor.sensitivity.depth import depths, omega
 from qsync_fx.predictor.sensitivity.product_noise import (
-    Product,
     input_gradient_noise,
     product_noise,
     weight_gradient_noise,
 )
+from qsync_fx.profiling.statistics.direct import factored
 from qsync_fx.profiling.statistics.local import Erring, erring
 from qsync_fx.profiling.statistics.roundings import Change
 from qsync_fx.profiling.statistics.step import Key, Step
 from qsync_fx.profiling.statistics.tapped import tapped
-from qsync_fx.profiling.statistics.taps import OUTPUT, Seen, Taps, put
+from qsync_fx.profiling.statistics.taps import OUTPUT, Seen, Taps
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,12 @@ class Looked:
 
     Attributes:
         seen: the call.
-        row: the operator's.
         gradients: of its tensors, by place.
         depth, deepest: its own, and the model's.
         gamma: the derivative of a mean over the batch.
     """
 
     seen: Seen
-    row: OperatorRow
     gradients: Mapping[Place, Tensor]
     depth: int
     deepest: int
@@ -76,12 +72,9 @@ class Formulas:
                 gradients.setdefault(at, {})[place] = g
         deep = model_depths(step)
         deepest = max(deep.values(), default=0)
-        rows = {str(op.id): op.row for op in step.captured.operators}
         sums: dict[Key, float] = {}
         for at, seen in enumerate(taps.seen):
-            row = rows[seen.operator]
-            assert row is not None
-            looked = Looked(seen, row, gradients.get(at, {}), deep[seen.operator], deepest, 1 / step.samples)
+            looked = Looked(seen, gradients.get(at, {}), deep[seen.operator], deepest, 1 / step.samples)
             for name, change in step.changes[seen.operator].items():
                 if change.places:
                     key = seen.operator, name
@@ -121,7 +114,7 @@ def of_paper(looked: Looked, name: str, change: Change) -> float:
     fmt = precision(name)
     values, gradient = looked.seen.tensors, looked.gradients.get(OUTPUT)
     of_gradient = paper.moments(gradient, paper.gradient_format(fmt)) if gradient is not None else paper.Moments(0, 0)
-    factors = [paper.moments(values[place].value, fmt) for place in looked.row.scaled if place in values]
+    factors = [paper.moments(values[place].value, fmt) for place in looked.seen.row.scaled if place in values]
     if len(factors) == 2:
         forward, backward = paper.forward(*factors), paper.backward(factors[0], of_gradient)
     else:
@@ -133,14 +126,14 @@ def of_paper(looked: Looked, name: str, change: Change) -> float:
 def by_depth(looked: Looked, name: str, change: Change) -> float:
     """The closed form with exact variances of each product."""
     errors = erring(looked.seen, change, looked.gradients)
-    x, weight = (_square(errors, place) for place in looked.row.scaled) if looked.row.scaled else (None, None)
+    x, weight = (_square(errors, place) for place in looked.seen.row.scaled) if looked.seen.row.scaled else (None, None)
     g = _square(errors, OUTPUT, gradient=True)
-    rest = sum(float(e.square.sum()) for e in errors if not e.gradient and e.place not in looked.row.scaled)
+    rest = sum(float(e.square.sum()) for e in errors if not e.gradient and e.place not in looked.seen.row.scaled)
     incoming = looked.gradients.get(OUTPUT)
     if x is None or weight is None or incoming is None:
         backward = sum(float(e.square.sum()) for e in errors if e.gradient)
         return omega(looked.gamma, looked.depth, looked.deepest, rest, 0.0, backward)
-    product, a, b = _product(looked)
+    product, a, b = factored(looked.seen)
     nothing = torch.zeros_like(incoming, dtype=torch.float64)
     forward = float(product_noise(product, a, b, x, weight).sum())
     to_weight = float(weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum())
@@ -160,24 +153,3 @@ def by_fisher(looked: Looked, name: str, change: Change) -> float:
 
 def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tensor | None:
     return next((e.square for e in errors if e.place == place and e.gradient is gradient), None)
-
-
-def _product(looked: Looked) -> tuple[Product, Tensor, Tensor]:
-    """Returns an operator as a product of its two factors, without what it adds, in FP64, and the factors."""
-    seen, row = looked.seen, looked.row
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        given: list[Any] = [
-            _wide(v) * 0 if at in row.added and isinstance(v, Tensor) else v for at, v in enumerate(seen.given)
-        ]
-        for place, value in zip(row.scaled, (a, b), strict=True):
-            put(given, place, _wide(value))
-        found: Tensor = seen.call(given)
-        return found
-
-    first, second = (argument_at(seen.given, place) for place in row.scaled)
-    return product, first, second
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value

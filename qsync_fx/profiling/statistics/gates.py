@@ -24,6 +24,7 @@ from qsync_fx.graph.nodes import filled
 
 _LOWEST, _BINS, _OCTAVE = -40, 256, 4
 
+Jump = tuple[Tensor, float, float]
 Kinks = Callable[[dict[str, Any]], list[tuple[float, float]]]
 
 
@@ -57,31 +58,36 @@ class Gate:
         entry: of the gradient of what it reads.
         exit: of the gradient of what it gives.
         numel: elements that noise in front of it may move.
-        places: for each jump, the bin of every element, and the jump's height.
+        places: for each jump, the bin of every element, the jump's height, and where it is.
         rivals: of a maximum, where the largest and the second largest of each window stand.
+        reads: the number of the call whose result it reads as it is; None where something is computed between.
     """
 
     name: str
     entry: GradientEdge
     exit: GradientEdge
     numel: int
-    places: list[tuple[Tensor, float]]
+    places: list[Jump]
     rivals: tuple[Tensor, Tensor] | None = None
+    reads: int | None = None
 
-    def histogram(self, slope: Tensor, incoming: Tensor) -> Tensor:
-        """Returns c by bins.
+    def weights(self, slope: Tensor, incoming: Tensor) -> Tensor:
+        """Returns what the flip of each element does, for a jump of height 1.
 
         Args:
             slope: what a gradient at `entry` does to the sum that gradients are probed with.
             incoming: the gradient at `exit`.
         """
-        found = torch.zeros(_BINS, dtype=torch.float64)
         if self.rivals is not None:
             first, second = (slope.flatten(-self._spread).gather(-1, at.flatten(-self._spread)) for at in self.rivals)
             slope = (first - second).view_as(incoming)
-        weight = (incoming.double() * slope.double()).square().flatten()
-        for bins, height in self.places:
-            found += torch.bincount(bins.flatten().long(), weight, _BINS).cpu() * height**2
+        return (incoming.double() * slope.double()).square()
+
+    def histogram(self, weights: Tensor) -> Tensor:
+        """Returns c by bins."""
+        found = torch.zeros(_BINS, dtype=torch.float64)
+        for bins, height, _ in self.places:
+            found += torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
         found[-1] = 0.0  # what noise does not reach
         return found
 
@@ -105,9 +111,7 @@ class Flips:
         return float((self.mass * torch.special.ndtr(-middle / deviation)).sum())
 
 
-def gate(
-    node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Tensor, list[tuple[Tensor, float]], Any] | None:
+def gate(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, list[Jump], Any] | None:
     """Returns what is to be known of a gate before it runs: what it reads, `Gate.places` and `Gate.rivals`; None for another operator."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -123,10 +127,10 @@ def gate(
     if name in _POOLS:
         places, rivals = _rivals(_POOLS[name], value, given)
         return x, places, rivals
-    return x, [(_bins(value - at), height) for at, height in _KINKS[name](given)], None
+    return x, [(_bins(value - at), height, at) for at, height in _KINKS[name](given)], None
 
 
-def _rivals(pool: Any, x: Tensor, given: dict[str, Any]) -> tuple[list[tuple[Tensor, float]], tuple[Tensor, Tensor]]:
+def _rivals(pool: Any, x: Tensor, given: dict[str, Any]) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
     """Of each window the distance of its two largest values, in units of one's noise, and where they are."""
     how = {name: given[name] for name in _POOLING}
     how["stride"] = how["stride"] or None
@@ -137,7 +141,7 @@ def _rivals(pool: Any, x: Tensor, given: dict[str, Any]) -> tuple[list[tuple[Ten
     gap = (largest - next_largest) / math.sqrt(2)
     # What is equal is so by what stands before, as where gates have closed both: noise moves neither.
     bins = torch.where((gap > 0) & gap.isfinite(), _bins(gap), _BINS - 1).to(torch.uint8)
-    return [(bins, 1.0)], (first, second)
+    return [(bins, 1.0, 0.0)], (first, second)
 
 
 def _bins(distance: Tensor) -> Tensor:

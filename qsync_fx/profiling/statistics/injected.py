@@ -6,7 +6,7 @@ rounding's own is; errors that are not random are put in as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qsync_fx.graph import Operator
 from qsync_fx.graph.nodes import argument_at
+from qsync_fx.precision import Precision
 from qsync_fx.predictor.sensitivity.rounding_noise import error, noise
 from qsync_fx.profiling.statistics.roundings import Change, Rounded
 from qsync_fx.profiling.statistics.step import Key, Step, square_distance
@@ -40,7 +41,7 @@ class Injected:
         found: dict[Key, float] = {}
         for name, precision in keys:
             change = step.changes[name][precision]
-            run = tapped(injecting(name, change, step.generator))
+            run = tapped(injecting(name, change, step.generator), also={one.operator for one in change.following})
             draws = self.draws if change.random else 1
             total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
             found[name, precision] = total / draws
@@ -50,11 +51,16 @@ class Injected:
 def injecting(name: str, change: Change, generator: torch.Generator) -> Tap:
     """Returns a tap that lets an operator err as it does where `change` is true of it."""
 
+    following = {one.operator: one.fmt for one in change.following}
+
     def tap(operator: Operator, given: list[Any], call: Call) -> Any:
+        if (fmt := following.get(str(operator.id))) is not None:
+            return _inside(fmt, range(len(given)), given, call)
         if str(operator.id) != name:
             return call(given)
         if change.inside is not None:
-            return _inside(operator, change, given, call)
+            assert operator.row is not None
+            return _inside(change.inside, operator.row.converted(given), given, call)
         changed = list(given)
         back: dict[Any, list[Rounded]] = {}
         for one in change.rounded:
@@ -85,15 +91,28 @@ def _hook(value: Tensor, every: list[Rounded], generator: torch.Generator) -> No
         value.register_hook(lambda g, one=one: g + _drawn(one, g, generator))  # type: ignore[no-untyped-call]
 
 
-def _inside(operator: Operator, change: Change, given: list[Any], call: Call) -> Any:
-    """Runs an operator in a narrow format, as a plan would."""
-    assert change.inside is not None and operator.row is not None
+def _inside(fmt: Precision, places: Iterable[int], given: list[Any], call: Call) -> Any:
+    """Runs an operator in a narrow format, as a plan would; `places` are the arguments that are converted."""
     narrow = list(given)
-    for at in operator.row.converted(given):
+    for at in places:
         value = narrow[at]
-        narrow[at] = value.to(change.inside.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        narrow[at] = [_narrow(one, fmt) for one in value] if isinstance(value, (list, tuple)) else _narrow(value, fmt)
     result = call(narrow)
-    return result.to(given[0].dtype) if isinstance(result, Tensor) else result
+    wide = next(one.dtype for one in _flat(given) if _is_float(one))
+    return result.to(wide) if isinstance(result, Tensor) else result
+
+
+def _narrow(value: Any, fmt: Precision) -> Any:
+    return value.to(fmt.dtype) if _is_float(value) else value
+
+
+def _flat(given: Iterable[Any]) -> Iterator[Any]:
+    for value in given:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _drawn(one: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,12 +1,14 @@
 """`sensitivity`: runs a model for some steps and says what each operator in each precision adds to the variance of its gradients.
 
 Invariant: as it was before, whatever happens, are the model's parameters, gradients, buffers and training mode, and the random generators.
+What was found before an interruption is not looked for again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qsync_fx.codec import Path
 from qsync_fx.devices import support
 from qsync_fx.errors import ProfileError
 from qsync_fx.module_tree import unwrapped
@@ -24,6 +27,7 @@ from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.kept import Kept
 from qsync_fx.profiling.statistics.methods import method as method_called
 from qsync_fx.profiling.statistics.roundings import Change, changes
 from qsync_fx.profiling.statistics.step import Key, Method, Step
@@ -46,6 +50,7 @@ def sensitivity(
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
     say: Say | None = None,
+    path: Path | None = None,
 ) -> Sensitivity:
     """Finds what each operator in each precision adds to the variance of a model's gradients.
 
@@ -62,11 +67,20 @@ def sensitivity(
         options: of the backend: how values are rounded and scaled.
         seed: of all that is drawn.
         say: is told what it will cost, and how far it is; by default a terminal's standard error is.
+        path: where it is written. What is found is kept beside it after each step, in a file that ends with ".partial", until all is, so
+            that what was interrupted goes on from there when it is called again, with the same weights and batches.
 
     Raises:
-        ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, or there is no batch.
+        ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, there is no batch, or
+            something else was interrupted at `path`.
     """
-    (found,) = several(model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say)
+    partial = None if path is None else pathlib.Path(f"{path}.partial")
+    (found,) = several(
+        model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say, partial
+    )
+    if path is not None and partial is not None:
+        found.save(path)
+        partial.unlink(missing_ok=True)
     return found
 
 
@@ -82,39 +96,49 @@ def several(
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
     say: Say | None = None,
+    partial: Path | None = None,
 ) -> list[Sensitivity]:
-    """Finds it by several methods on the same steps; see `sensitivity`."""
+    """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`."""
     known = {name: method_called(name) for name in methods}
     made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
     root = unwrapped(model)
     _check(root, fraction)
     names = _names(precisions, root)
     captured = Captured(root, Options.parse(options))
-    traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
-    seconds = dict.fromkeys(methods, 0.0)
+    about = f"{type(root).__name__} in {', '.join(names)}, {steps} steps of {fraction} of a batch, seed {seed}"
+    about = ", ".join(
+        filter(None, (about, captured.options.beside_plan, "" if optimizer is None else "trained between"))
+    )
+    kept = Kept(partial, made, about, root)
     with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
+            if at == 0:
+                kept.resume(batch)
             with looking.at(at, batch) as now:
                 if at == 0:
                     many = len({name for name, _ in now().keys})
                     for name, entry in known.items():
                         passes = entry.passes(many, len(names))
-                        cost = f"{name}: {steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
+                        cost = f"{name}: {steps - kept.steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
                         (say or _on_a_terminal)(cost)
-                for name in methods:
-                    begin = time.perf_counter()
-                    traces[name].append(looking.settled(made[name], now))
-                    seconds[name] += time.perf_counter() - begin
+                if at < kept.steps:
+                    looking.through(now)
+                else:
+                    kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
                 if trainer is not None:
                     _train(trainer, now())
-            left = sum(seconds.values()) / (at + 1) * (steps - at - 1)
             done(f"step {at + 1}")
             if say is not None:
-                say(f"step {at + 1} of {steps}, about {left:.0f} s left")
+                say(f"step {at + 1} of {steps}, about {kept.seconds_left(steps, at + 1):.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
-    return [_value(name, root, order, looking.changes, traces[name], seconds[name]) for name in methods]
+    return [_value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name]) for name in methods]
+
+
+def _timed(look: Callable[[], dict[Key, float]]) -> tuple[dict[Key, float], float]:
+    begin = time.perf_counter()
+    return look(), time.perf_counter() - begin
 
 
 def _on_a_terminal(text: str) -> None:
@@ -150,6 +174,14 @@ class _Looking:
                 return Step(self.captured, loss, again, self.changes, generator, samples(batch))
 
             yield now
+
+    def through(self, now: Callable[[], Step]) -> None:
+        """Sees the graphs of a step, and no more."""
+        step = now()
+        step.again(0)
+        with self.captured.running(as_it_is):
+            step.loss()
+        self.learn()
 
     def settled(self, method: Method, now: Callable[[], Step]) -> dict[Key, float]:
         """Returns what a method finds once no graph is new."""

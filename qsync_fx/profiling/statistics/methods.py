@@ -38,7 +38,7 @@ METHODS: Final[dict[str, Known]] = {
     "exact": Known(
         SecondOrder,
         "exact variances, carried to the gradients by second derivatives, and the gates that flip",
-        lambda operators, precisions: 12,
+        lambda operators, precisions: 20,
     ),
     "injected": Known(
         Injected,

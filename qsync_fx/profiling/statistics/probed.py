@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qsync_fx.errors import ProfileError
+from qsync_fx.ops import Place
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Probed:
 
     gradients: Sequence[Tensor | None]
     probes: Sequence[Probe]
+
+    def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
+        """Returns the gradients of a call's tensors, those that have one, by place."""
+        return {place: g for place, number in numbers.items() if (g := self.gradients[number]) is not None}
 
 
 def probed(

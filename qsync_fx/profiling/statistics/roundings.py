@@ -1,7 +1,8 @@
 """What an operator does otherwise in a precision than in FP32: which tensors it rounds, to what and how, as data.
 
-Invariant: it follows from the operator's note under the uniform plan of that precision, so that what a device or an operator makes of the
-plan is in it. Sums are rounded where a result is, and nowhere else; operators that compute in a narrow format inside are told apart.
+Invariant: it follows from the notes under the plan that gives this operator alone that precision, so that what a device, an operator or
+the cascade makes of the plan is in it. Sums are rounded where a result is, and nowhere else; operators that compute in a narrow format
+inside are told apart.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
-
 from qsync_fx.devices import row_on
 from qsync_fx.explanation.explanation import Explained
 from qsync_fx.explanation.replan import Replanned
 from qsync_fx.graph import Operator
 from qsync_fx.graph.nodes import arguments
-from qsync_fx.graph.values import is_float
 from qsync_fx.ops import Kind, Place
 from qsync_fx.options import Options
 from qsync_fx.passes.lowering import Role
 from qsync_fx.plan import Plan
 from qsync_fx.precision import Precision
+from qsync_fx.profiling.statistics.following import Follower, Narrow, floats, followers, leaves, narrowed
 from qsync_fx.profiling.statistics.taps import OUTPUT
 from qsync_fx.rounding.mode import Rounding
 
@@ -57,11 +56,15 @@ class Change:
         rounded: the tensors that are rounded.
         inside: the format that it computes in throughout, where rounding its tensors is not all that happens.
         places: of the tensors that are not what they were.
+        following: the operators that compute in another format because this one does.
+        handed: what the gradient of the result is in already when it gets there; None where it is FP32.
     """
 
     rounded: tuple[Rounded, ...] = ()
     inside: Precision | None = None
     places: frozenset[Place] = frozenset()
+    following: tuple[Follower, ...] = ()
+    handed: Precision | None = None
 
     @property
     def random(self) -> bool:
@@ -74,28 +77,35 @@ Changes = Mapping[str, Mapping[str, Change]]
 
 
 def changes(part: Explained, precisions: Sequence[str], options: Options) -> dict[str, dict[str, Change]]:
-    """Returns what each adjustable operator of a graph does otherwise in each precision."""
+    """Returns what each adjustable operator of a graph does otherwise in each precision, where all others compute in FP32."""
     found: dict[str, dict[str, Change]] = {}
+    before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
     with part.context.there():
-        for name in precisions:
-            for operator in Replanned(part.snapshots, part.costing, Plan.uniform(name)).operators:
-                if operator.kind is Kind.ADJUSTABLE and operator.row is not None:
-                    found.setdefault(str(operator.id), {})[name] = _change(operator, options)
+        for one in part.operators:
+            if one.kind is not Kind.ADJUSTABLE or one.row is None:
+                continue
+            for name in precisions:
+                plan = Plan("fp32", operators={str(one.id): name})
+                operators = Replanned(part.snapshots, part.costing, plan).operators
+                own = next(op for op in operators if op.id == one.id)
+                found.setdefault(str(one.id), {})[name] = _change(own, narrowed(operators, before), options)
     return found
 
 
-def _change(operator: Operator, options: Options) -> Change:
+def _change(operator: Operator, narrow: Narrow, options: Options) -> Change:
     row, fmt, out = operator.row, operator.precision, operator.output
     assert row is not None
     if fmt is None or out is None or (fmt.plain and fmt.bits >= 32):
         return Change()
+    following = followers(narrow)
+    handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
     if fmt.plain and not row.products and not row.output_only:
         places = [
-            p for at, given in enumerate(_given(operator)) if at not in row.writes for p in _floats(operator, at, given)
+            p for at, given in enumerate(_given(operator)) if at not in row.writes for p in floats(operator, at, given)
         ]
-        return Change(inside=fmt, places=frozenset([*places, OUTPUT]))
+        return Change(inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed)
     rounded = tuple(_plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options))
-    return Change(rounded, places=frozenset(one.place for one in rounded))
+    return Change(rounded, None, frozenset(one.place for one in rounded), following, handed)
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
@@ -106,7 +116,7 @@ def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options)
     if row.output_only:
         return found
     for at in row.converted(given):
-        for place in _floats(operator, at, given[at]):
+        for place in floats(operator, at, given[at]):
             found += [Rounded(place, fmt, "nearest"), Rounded(place, fmt, back, gradient=True)]
     return found
 
@@ -134,13 +144,3 @@ def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options
 
 def _given(operator: Operator) -> tuple[Any, ...]:
     return tuple(arguments(operator.node).values())
-
-
-def _floats(operator: Operator, at: int, given: Any) -> list[Place]:
-    """Returns the places of the floating-point tensors in an argument."""
-    value = operator.graph.value
-    if isinstance(given, fx.Node):
-        return [at] if is_float(value(given)) else []
-    if isinstance(given, (list, tuple)):
-        return [(at, item) for item, used in enumerate(given) if isinstance(used, fx.Node) and is_float(value(used))]
-    return []

@@ -4,8 +4,9 @@ A tensor of an operator that is rounded errs by e, which changes the gradients b
 operator's own part in the backward pass; `probed` gives |H e|**2. Errors that are random have no products in the mean: of them
 sum_i E[e_i**2] |H_i|**2 is taken. Those of roundings to nearest are known, belong together, and may add up.
 
-Gates flip beside that (see `gates`). How much noise gets in front of a gate is asked of all gates once and then of a few a step, those
-that were asked least, each by one backward pass from there.
+Gates flip beside that (see `gates`). Of an operator right in front of one it is known which elements its errors move past the jump (see
+`direct`). How much noise of others gets there is asked of all gates once and then of a few a step, those that were asked least, each by one
+backward pass from there.
 
 Operators that run where the model records no gradients are left to "injected".
 
@@ -24,14 +25,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.ops import Place
+from qsync_fx.profiling.statistics.direct import flipping
 from qsync_fx.profiling.statistics.gates import Flips, Gate
 from qsync_fx.profiling.statistics.injected import Injected
-from qsync_fx.profiling.statistics.local import Erring, erring
+from qsync_fx.profiling.statistics.interrupted import Values, by_key, by_operator
+from qsync_fx.profiling.statistics.local import Erring, erring, erring_behind
 from qsync_fx.profiling.statistics.probed import Probed, probed, signs
 from qsync_fx.profiling.statistics.roundings import Change
 from qsync_fx.profiling.statistics.step import Key, Step
 from qsync_fx.profiling.statistics.tapped import tapped
-from qsync_fx.profiling.statistics.taps import Taps
+from qsync_fx.profiling.statistics.taps import Seen, Taps
 from qsync_fx.profiling.statistics.undisturbed import trained
 
 
@@ -71,14 +74,26 @@ class SecondOrder:
         reach: what all steps so far have said of that.
     """
 
-    draws: int = 4
+    draws: int = 8
     gates: int = 4
     reach: Reach = field(default_factory=Reach)
 
+    @property
+    def learned(self) -> dict[str, Values]:
+        """What the steps so far have said, as files hold it."""
+        runs = {"runs": {gate: {"": float(count)} for gate, count in self.reach.runs.items()}}
+        return {gate: by_operator(sums) for gate, sums in self.reach.sums.items()} | runs
+
+    def learn(self, learned: Mapping[str, Values]) -> None:
+        """Takes up what the steps before an interruption have said."""
+        self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
+        self.reach.sums = {gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned}
+
     def look(self, step: Step) -> dict[Key, float]:
-        taps = Taps(step.places)
+        following = step.following
+        taps = Taps(step.places, following)
         step.again(0)
-        with step.captured.running(tapped(taps.tap, taps.watch)), sdpa_kernel(SDPBackend.MATH):
+        with step.captured.running(tapped(taps.tap, taps.watch, following)), sdpa_kernel(SDPBackend.MATH):
             loss = step.loss()
         numbers = {place: number for number, place in enumerate(taps.edges)}
         edges = list(taps.edges.values())
@@ -91,22 +106,38 @@ class SecondOrder:
         )
         for at, seen in enumerate(taps.seen):
             mine = {place: numbers[at, place] for place in seen.tensors}
-            gradients = {place: g for place, number in mine.items() if (g := found.gradients[number]) is not None}
-            alike: dict[Change, list[Key]] = {}
-            for name, change in step.changes[seen.operator].items():
-                alike.setdefault(change, []).append((seen.operator, name))  # several precisions may come to the same
-            for change, keys in alike.items():
-                sums.add(keys, mine, erring(seen, change, gradients))
+            gradients = found.of(mine)
+            for change, keys in _alike(step, seen).items():
+                sums.add(keys, at, mine, erring(seen, change, gradients, change.handed))
+            for follower, keys in following.get(seen.operator, {}).items():
+                sums.add(keys, at, mine, erring_behind(seen, follower, gradients))
         for one in sums.asked:
             self.reach.add(one.gate, one.squares)
         result = sums.smooth()
         for gate, number in before.items():
-            flips = _flips(gate, found, number)
-            for key, deviation in self.reach.deviations(gate.name).items():
-                result[key] = result.get(key, 0.0) + flips.at(deviation)
+            weights = _weights(gate, found, number)
+            if weights is not None:
+                for key, square in self._flipped(step, taps, found, gate, weights).items():
+                    result[key] = result.get(key, 0.0) + square
         if taps.unrecorded:
             # What a model computes under torch.no_grad errs all the same, and no derivative leads there.
             result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
+        return result
+
+    def _flipped(self, step: Step, taps: Taps, found: Probed, gate: Gate, weights: Tensor) -> dict[Key, float]:
+        """Returns what operators add by the flips of one gate."""
+        flips = Flips(gate.histogram(weights))
+        result = {key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()}
+        if gate.reads is None:
+            return result
+        seen = taps.seen[gate.reads]
+        gradients = found.of({place: at for at, (call, place) in enumerate(taps.edges) if call == gate.reads})
+        for change, keys in _alike(step, seen).items():
+            chance = flipping(seen, erring(seen, change, gradients, change.handed))
+            jumps = [(height, chance(place).view_as(weights)) for _, height, place in gate.places]
+            square = sum(height**2 * float((weights * moved).sum()) for height, moved in jumps)
+            for key in keys:
+                result[key] = result.get(key, 0.0) + square
         return result
 
     def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:
@@ -135,8 +166,8 @@ class _Sums:
     random: dict[Key, float] = field(default_factory=dict)
     fixed: dict[Key, list[float]] = field(default_factory=dict)
 
-    def add(self, keys: Sequence[Key], numbers: Mapping[Place, int], errors: Sequence[Erring]) -> None:
-        """Takes in what errs in one call of an operator, in precisions that come to the same."""
+    def add(self, keys: Sequence[Key], call: int, numbers: Mapping[Place, int], errors: Sequence[Erring]) -> None:
+        """Takes in what errs in one call of an operator, by its number, for operators and precisions that come to the same."""
         probes = self.found.probes
         random, fixed = 0.0, [0.0] * len(probes)
         reached = [0.0] * len(self.asked)
@@ -151,7 +182,7 @@ class _Sums:
                 else:
                     fixed[at] += float((one.values * weight.double()).sum())
             for at, asked in enumerate(self.asked):
-                gain = asked.gains[number]
+                gain = None if asked.gate.reads == call else asked.gains[number]
                 if gain is not None and not one.gradient:
                     reached[at] += float((one.square * gain.double().square()).sum())
         for key in keys:
@@ -167,11 +198,16 @@ class _Sums:
         return {key: value + sum(one**2 for one in self.fixed[key]) / draws for key, value in self.random.items()}
 
 
-def _flips(gate: Gate, found: Probed, number: int) -> Flips:
-    """Returns what a gate passes on; `number` is of its entry, and its exit follows."""
-    flips, incoming = Flips(), found.gradients[number + 1]
-    for probe in found.probes:
-        slope = probe.by_gradient.get(number)
-        if slope is not None and incoming is not None:
-            flips.mass += gate.histogram(slope, incoming) / len(found.probes)
-    return flips
+def _alike(step: Step, seen: Seen) -> dict[Change, list[Key]]:
+    """Returns the precisions of a call by what changes in it: several may come to the same."""
+    found: dict[Change, list[Key]] = {}
+    for name, change in step.changes.get(seen.operator, {}).items():
+        found.setdefault(change, []).append((seen.operator, name))
+    return found
+
+
+def _weights(gate: Gate, found: Probed, number: int) -> Tensor | None:
+    """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
+    incoming, slopes = found.gradients[number + 1], [probe.by_gradient.get(number) for probe in found.probes]
+    weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None and incoming is not None]
+    return sum(weights[1:], weights[0]) / len(slopes) if weights else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.captured import Captured, Run, as_it_is
+from qsync_fx.profiling.statistics.following import Follower
 from qsync_fx.profiling.statistics.roundings import Changes
 from qsync_fx.profiling.statistics.undisturbed import Again, trained
 
@@ -48,6 +49,15 @@ class Step:
     def places(self) -> dict[str, set[Place]]:
         """Of each operator the places of the tensors that change in some precision."""
         return {op: {p for change in by.values() for p in change.places} for op, by in self.changes.items()}
+
+    @property
+    def following(self) -> dict[str, dict[Follower, list[Key]]]:
+        """Of each operator that follows others, how, and whom in which precisions."""
+        found: dict[str, dict[Follower, list[Key]]] = {}
+        for op, name in self.keys:
+            for one in self.changes[op][name].following:
+                found.setdefault(one.operator, {}).setdefault(one, []).append((op, name))
+        return found
 
     def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
         """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""

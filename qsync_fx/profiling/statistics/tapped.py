@@ -1,4 +1,4 @@
-"""Runs a graph node by node and hands each adjustable operator to whoever wants to look at it, or to change it.
+"""Runs a graph node by node and hands operators to whoever wants to look at them, or to change them: adjustable ones, others by name.
 
 Invariant: without a change it computes what the graph computes, to the bit. Bodies of higher-order operators (activation checkpointing) are
 run in their place, once: what a backward pass would compute again is kept.
@@ -6,13 +6,14 @@ run in their place, once: what a backward pass would compute again is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import fx
 
 from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.nodes import filled
+from qsync_fx.graph.notes import Note
 from qsync_fx.ops import Kind
 from qsync_fx.profiling.statistics.captured import Run
 
@@ -25,22 +26,22 @@ Watch = Callable[[fx.Node, Sequence[Any], dict[str, Any], Callable[[], Any]], An
 """Called with any other node, its arguments, and what computes it; returns its result."""
 
 
-def tapped(tap: Tap, watch: Watch | None = None) -> Run:
-    """Returns what runs a graph with `tap` at its adjustable operators and `watch` at all other nodes that call something."""
-    return lambda part, inputs: _Tapped(part.graph, tap, watch).run(*inputs)
+def tapped(tap: Tap, watch: Watch | None = None, also: Container[str] = ()) -> Run:
+    """Returns what runs a graph with `tap` at its adjustable operators and those with the ids `also`, and `watch` at all other calls."""
+    return lambda part, inputs: _Tapped(part.graph, tap, watch, also).run(*inputs)
 
 
 class _Tapped(fx.Interpreter):
-    def __init__(self, graph: PrecisionGraph, tap: Tap, watch: Watch | None) -> None:
+    def __init__(self, graph: PrecisionGraph, tap: Tap, watch: Watch | None, also: Container[str]) -> None:
         super().__init__(graph.module)
-        self._precision_graph, self._tap, self._watch = graph, tap, watch
+        self._precision_graph, self._tap, self._watch, self._also = graph, tap, watch, also
 
     def run_node(self, n: fx.Node) -> Any:
         if bodies := meta.bodies(n):
             args, _ = self.fetch_args_kwargs_from_env(n)
-            return _Tapped(bodies[0], self._tap, self._watch).run(*args[1:])
+            return _Tapped(bodies[0], self._tap, self._watch, self._also).run(*args[1:])
         note = meta.NOTE.get(n)
-        if note is None or note.kind is not Kind.ADJUSTABLE or note.row is None or note.precision is None:
+        if note is None or note.row is None or note.precision is None or not self._taps(note):
             if self._watch is None or n.op != "call_function":
                 return super().run_node(n)
             args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -57,3 +58,6 @@ class _Tapped(fx.Interpreter):
             return target(*(v for k, v in pairs if k not in by_name), **{k: v for k, v in pairs if k in by_name})
 
         return self._tap(Operator(self._precision_graph, n), list(given.values()), call)
+
+    def _taps(self, note: Note) -> bool:
+        return note.kind is Kind.ADJUSTABLE or str(note.id) in self._also

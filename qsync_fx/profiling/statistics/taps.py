@@ -6,7 +6,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from qsync_fx.graph import Operator, PrecisionGraph
+from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.effects.memory import Memory
 from qsync_fx.graph.nodes import argument_at
-from qsync_fx.ops import Place
+from qsync_fx.ops import OperatorRow, Place
 from qsync_fx.profiling.statistics.gates import Gate, gate
 from qsync_fx.profiling.statistics.tapped import Call
 
@@ -39,13 +39,15 @@ class Seen:
 
     Attributes:
         operator: its id.
-        tensors: what it may round, by place.
+        row: what the operator table says of it.
+        tensors: what it may round, by place; of one that follows another all that it reads and gives.
         given: its arguments, without their history.
         call: computes it.
         converted: the positions of the arguments that a plan converts.
     """
 
     operator: str
+    row: OperatorRow
     tensors: Mapping[Place, Tapped]
     given: Sequence[Any]
     call: Call
@@ -57,6 +59,7 @@ class Taps:
     """
     Args:
         wanted: the places to note, by operator.
+        following: the operators to note whole.
 
     Attributes:
         seen: the calls of operators.
@@ -65,10 +68,12 @@ class Taps:
     """
 
     wanted: Mapping[str, set[Place]]
+    following: Container[str] = ()
     seen: list[Seen] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
     unrecorded: set[str] = field(default_factory=set)
     _memory: dict[PrecisionGraph, Memory] = field(default_factory=dict)
+    _given: dict[fx.Node, int] = field(default_factory=dict)
 
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
@@ -78,11 +83,13 @@ class Taps:
     def tap(self, operator: Operator, given: list[Any], call: Call) -> Any:
         """Computes an operator, as `tapped.Tap` says, on views of what it reads: gradients of these are of this reader alone."""
         name = str(operator.id)
-        places = self.wanted.get(name, set())
+        follows = name in self.following
+        places = {OUTPUT, *_floats(given)} if follows else self.wanted.get(name, set())
         if not places:
             return call(given)
         if not torch.is_grad_enabled():
-            self.unrecorded.add(name)
+            if not follows:
+                self.unrecorded.add(name)
             return call(given)
         written = self._written(operator)
         branched, tensors = list(given), {}
@@ -91,13 +98,16 @@ class Taps:
             branch = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
             put(branched, place, branch)
             tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
-        result = call(branched)
+        result = self.watch(operator.node, branched, {}, lambda: call(branched)) if follows else call(branched)
         if OUTPUT in places and isinstance(result, Tensor):
+            # Behind a view: some operators differentiate by their own result, and what that errs by there is found by running them.
+            result = result if written else result.view_as(result)
             tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
         plain = [_plain(value, written) for value in given]
         row = operator.row
         assert row is not None
-        self.seen.append(Seen(name, tensors, plain, call, row.converted(plain)))
+        self._given[operator.node] = len(self.seen)
+        self.seen.append(Seen(name, row, tensors, plain, call, row.converted(plain)))
         if OUTPUT in tensors and not written:
             # A sum hands one gradient to all that it adds up: behind a view the operator's own is a tensor of its own.
             result = result.view_as(result)
@@ -105,17 +115,35 @@ class Taps:
 
     def watch(self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Computes any other node, as `tapped.Watch` says."""
+        read = self._handed_on(node)
         found = gate(node, args, kwargs)
         if found is None:
             return call()
         x, places, rivals = found
+        reads = read if read is not None and rivals is None and self._is_result(x, read) else None
         entry = get_gradient_edge(x)
         numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
         result = call()
-        self.gates.append(
-            Gate(f"{id(node.graph)} {node.name}", entry, get_gradient_edge(result), numel, places, rivals)
-        )
+        name = f"{len(self.gates)} {node.name}"  # the same in every process
+        self.gates.append(Gate(name, entry, get_gradient_edge(result), numel, places, rivals, reads))
         return result
+
+    def _handed_on(self, node: fx.Node) -> int | None:
+        """Returns the number of the call whose result a node reads, or what has only moved its values."""
+        read = self._given.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        note = meta.NOTE.get(node)
+        if read is not None and note is not None and note.row is not None and note.row.moves:
+            self._given[node] = read
+        return read
+
+    def _is_result(self, x: Tensor, call: int) -> bool:
+        """Whether a tensor has the values of a call's result in their order."""
+        noted = self.seen[call].tensors.get(OUTPUT)
+        return (
+            noted is not None
+            and noted.value.numel() == x.numel()
+            and torch.equal(noted.value.flatten(), x.detach().flatten())
+        )
 
     def _written(self, operator: Operator) -> bool:
         """Whether the model writes to something that the operator reads or gives."""
@@ -131,6 +159,19 @@ def put(given: list[Any], place: Place, value: Tensor) -> None:
     else:
         given[place[0]] = list(given[place[0]])
         given[place[0]][place[1]] = value
+
+
+def _floats(given: Sequence[Any]) -> list[Place]:
+    found: list[Place] = []
+    for at, value in enumerate(given):
+        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+        found += [(at, item) for item, one in items if _is_float(one)]
+        found += [at] if _is_float(value) else []
+    return found
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _kept(value: Tensor, written: bool) -> Tensor:

@@ -32,7 +32,8 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     assert found is not None
     _, places, rivals = found
     x = x.detach()
-    flips = Flips(Gate("a", None, None, x.numel(), places, rivals).histogram(slope, incoming))  # type: ignore[arg-type]
+    made = Gate("a", None, None, x.numel(), places, rivals)  # type: ignore[arg-type]
+    flips = Flips(made.histogram(made.weights(slope, incoming)))
     exact = passed(x)
     for deviation in (0.3, 0.03):
         noisy = [passed(x + deviation * torch.randn(x.shape, generator=generator)) - exact for _ in range(60)]

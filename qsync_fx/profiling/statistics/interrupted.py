@@ -1,0 +1,144 @@
+"""What has been found so far of a sensitivity, in a file, so that one that was interrupted goes on from there.
+
+Invariant: what is in the file are whole steps, which all methods have looked at, and what methods have learned in these; it is replaced
+whole after each. It goes on for the same model, weights, batches' shapes and questions, and is refused for others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pathlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from qsync_fx.codec import Path, Schema
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.values import describe
+from qsync_fx.profiling.statistics.step import Key
+
+Values = dict[str, dict[str, float]]
+"""By operator and precision."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one method has found.
+
+    Attributes:
+        trace: of each step.
+        seconds: that it took.
+        learned: what it keeps from step to step, by name.
+    """
+
+    trace: list[Values] = field(default_factory=list)
+    seconds: float = 0.0
+    learned: dict[str, Values] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """
+    Attributes:
+        about: what is asked, and of what model, in words.
+        weights: a digest of the model's tensors.
+        methods: what each has found.
+    """
+
+    about: str
+    weights: str
+    methods: dict[str, Found]
+
+    @property
+    def steps(self) -> int:
+        """How many steps all methods have looked at."""
+        return min((len(found.trace) for found in self.methods.values()), default=0)
+
+
+def _wrong(found: Found) -> str | None:
+    numbers = [v for table in (*found.trace, *found.learned.values()) for by in table.values() for v in by.values()]
+    if not all(v >= 0 and math.isfinite(v) for v in (*numbers, found.seconds)):
+        return " holds a number that is negative"
+    return None
+
+
+INTERRUPTED = Schema(
+    Interrupted,
+    noun="interrupted sensitivity",
+    error=ProfileError,
+    remedy="remove it to start anew",
+    name="qsync-interrupted-sensitivity",
+    largest=256 * 2**20,
+    smaller="ask for fewer steps",
+    checks={Found: _wrong},
+)
+
+
+def resumed(path: Path, empty: Interrupted) -> Interrupted:
+    """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+
+    Raises:
+        ProfileError: the file is none, or one of something else.
+    """
+    if not pathlib.Path(path).exists():
+        return empty
+    found = INTERRUPTED.load(path)
+    what = None
+    if found.about != empty.about or found.methods.keys() != empty.methods.keys():
+        what = f"it was asked of {found.about}; this is {empty.about}"
+    elif found.weights != empty.weights:
+        what = "the model had other weights or another mode (train or eval)"
+    if what is not None:
+        raise ProfileError(
+            f"an interrupted sensitivity is in the way: {what}", where=str(path), do="remove it to start anew"
+        )
+    return found
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A method whose numbers depend on the steps before."""
+
+    @property
+    def learned(self) -> dict[str, Values]:
+        """What it keeps of these, by name."""
+
+    def learn(self, learned: Mapping[str, Values]) -> None:
+        """Takes that up again."""
+
+
+def weights_of(model: nn.Module) -> str:
+    """Returns a digest of a model's parameters and buffers, names and training modes included."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {describe(tensor)} {tensor.requires_grad}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(" ".join(name for name, module in model.named_modules() if module.training).encode())
+    return digest.hexdigest()[:16]
+
+
+def shapes_of(batch: Any) -> str:
+    """Returns the shapes of a batch in words."""
+    if isinstance(batch, torch.Tensor):
+        return describe(batch)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return f"({', '.join(map(shapes_of, items))})"
+
+
+def by_operator(values: Mapping[Key, float]) -> Values:
+    """Returns values by operator and precision as files hold them: what overflows is the largest float there."""
+    found: Values = {}
+    for (operator, name), value in values.items():
+        found.setdefault(operator, {})[name] = min(value, sys.float_info.max)
+    return found
+
+
+def by_key(values: Values) -> dict[Key, float]:
+    """Returns the same by key."""
+    return {(operator, name): value for operator, by in values.items() for name, value in by.items()}
