@@ -11,8 +11,14 @@ from typing import Final
 from qsync_fx.allocator.answer import Allocator
 from qsync_fx.errors import OptionError, nearest
 
-HOMES: Final[dict[str, tuple[str, str]]] = {"exact": ("qsync_fx.allocator.exact.exact", "Exact")}
-"""By name, the module and the class."""
+HOMES: Final[dict[str, tuple[str, str]]] = {
+    "exact": ("qsync_fx.allocator.exact.exact", "Exact"),
+    "paper": ("qsync_fx.allocator.paper", "Greedy"),
+    "uniform": ("qsync_fx.allocator.baselines", "Uniform"),
+    "full-precision": ("qsync_fx.allocator.baselines", "FullPrecision"),
+    "random": ("qsync_fx.allocator.baselines", "Random"),
+}
+"""By name, the module and the class. Allocators that take something more to be made are not among them."""
 
 
 def allocator_of(which: str | Allocator) -> Allocator:
@@ -22,5 +28,14 @@ def allocator_of(which: str | Allocator) -> Allocator:
     if which not in HOMES:
         raise OptionError(f"there is no allocator {which[:40]!r}", where="allocator", do=nearest(which[:40], HOMES))
     module, name = HOMES[which]
+    return _made(module, name)
+
+
+def allocators() -> dict[str, Allocator]:
+    """Returns the allocators that take any problem, by name."""
+    return {which: _made(*home) for which, home in HOMES.items()}
+
+
+def _made(module: str, name: str) -> Allocator:
     found: Allocator = getattr(importlib.import_module(module), name)()
     return found

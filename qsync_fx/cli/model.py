@@ -52,16 +52,19 @@ _METAVARS = {
 }
 
 
-def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = False) -> None:
+def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = False, needed: bool = True) -> None:
     """Adds the arguments.
 
     Args:
         parser: of a command.
         name: of the argument that names the model; with "--model" it may be left out.
         looks: also adds --train, --eval and --target, for commands that only look at a model.
+        needed: whether there has to be a model.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
-    reference.add_argument(name, metavar="MODULE:CALLABLE", help="what returns (model, args) or (model, args, kwargs)")
+    how: dict[str, Any] = {} if needed else {"nargs": "?"}
+    text = "what returns (model, args) or (model, args, kwargs)"
+    reference.add_argument(name, metavar="MODULE:CALLABLE", help=text, **how)
     parser.set_defaults(mode=None)
     if looks:
         mode = reference.add_mutually_exclusive_group()

@@ -13,6 +13,7 @@ from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from qsync_fx.cli.model import Given
 
@@ -38,9 +39,9 @@ class Trained:
     precisions: list[str] | None
 
 
-def add(parser: argparse.ArgumentParser, title: str, precisions: str) -> argparse._ArgumentGroup:
+def add(parser: argparse.ArgumentParser, title: str, precisions: str, needed: bool = True) -> argparse._ArgumentGroup:
     """Adds the model's arguments and a group with --precisions, whose help is given; returns the group."""
-    model.add(parser)
+    model.add(parser, needed=needed)
     group = parser.add_argument_group(title)
     group.add_argument("--precisions", metavar="NAMES", help=precisions)
     return group
@@ -95,3 +96,28 @@ def loss_of(result: Any, reference: str) -> Tensor:
     if len(found) == 1 and not found[0].dim():
         return found[0]
     return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+def add_optimizer(group: argparse._ArgumentGroup) -> None:
+    """Adds --optimizer."""
+    text = "a class of torch.optim, or none; adamw by default"
+    group.add_argument("--optimizer", metavar="NAME", default="adamw", help=text)
+
+
+def optimizer(name: str, module: Any) -> Optimizer | None:
+    """Returns the optimizer that --optimizer names; raises `OptionError` where torch has none of this name."""
+    import torch
+
+    from qsync_fx.errors import nearest
+
+    classes: dict[str, Any] = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if name == "none":
+        return None
+    if name not in classes:
+        raise OptionError(f"torch.optim has no {name!r}", where="--optimizer", do=nearest(name, ["none", *classes]))
+    made: Optimizer = classes[name](module.parameters(), lr=1e-3)
+    return made

@@ -38,7 +38,7 @@ class DynamicBatches:
 
     @property
     def name(self) -> str:
-        return "dynamic batches"
+        return "dynamic-batches"
 
     def allocate(self, problem: Problem) -> Answer:
         """Returns plans in full precision on devices with other batches; raises `PlanError` where batches are not known."""

@@ -25,7 +25,7 @@ class Uniform:
 
     @property
     def name(self) -> str:
-        return "uniform" if self.fmt is None else f"uniform {self.fmt}"
+        return "uniform" if self.fmt is None else f"uniform-{self.fmt}"
 
     def allocate(self, problem: Problem) -> Answer:
         """Returns the plan, which may exceed limits; raises `PlanError` where the format is not one of all classes'."""
@@ -45,7 +45,7 @@ class FullPrecision:
 
     @property
     def name(self) -> str:
-        return "full precision"
+        return "full-precision"
 
     def allocate(self, problem: Problem) -> Answer:
         """Returns the plan, which may exceed limits."""

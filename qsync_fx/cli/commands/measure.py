@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
-from qsync_fx.errors import OptionError
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
@@ -33,9 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "what to measure, and how",
         "formats with commas between them; by default what the device computes itself",
     )
-    measured.add_argument(
-        "--optimizer", metavar="NAME", default="adamw", help="a class of torch.optim, or none; adamw by default"
-    )
+    training.add_optimizer(measured)
     measured.add_argument(
         "--sensitivity",
         metavar="METHOD",
@@ -61,7 +54,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         trained.step,
         trained.batches,
         trained.precisions,
-        optimizer=_optimizer(arguments.optimizer, trained.module),
+        optimizer=training.optimizer(arguments.optimizer, trained.module),
         plan=() if given.options.plan is None else given.options.plan,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
         sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity,
@@ -74,24 +67,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         output.as_json(PROFILE.plain(profile))
     else:
         output.show(profile_table(profile))
-
-
-def _optimizer(name: str, module: Any) -> Optimizer | None:
-    import torch
-
-    from qsync_fx.errors import nearest
-
-    classes: dict[str, Any] = {
-        key.lower(): kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    if name == "none":
-        return None
-    if name not in classes:
-        raise OptionError(f"torch.optim has no {name!r}", where="--optimizer", do=nearest(name, ["none", *classes]))
-    made: Optimizer = classes[name](module.parameters(), lr=1e-3)
-    return made
 
 
 COMMAND = Command("how long operators take here, in each format", _measure, _arguments, _ABOUT, _EXAMPLES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from qsync_fx.cli import output
 from qsync_fx.cli.command import Command
-from qsync_fx.errors import OptionError, shown
+from qsync_fx.cli.naming import named
+from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
     from qsync_fx.timeline.known import Known
@@ -71,9 +72,9 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
 
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
-    plans = {name: Plan.load(path) for name, path in _named(arguments.plan, "PLAN").items()}
+    plans = {name: Plan.load(path) for name, path in named(arguments.plan, "PLAN").items()}
     # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
-    paths = _named(arguments.profile, "--profile")
+    paths = named(arguments.profile, "--profile")
     profiles = {name: cast("Known", Profile.load(path, any_machine=True)) for name, path in paths.items()}
     return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
 
@@ -83,28 +84,12 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
 
     if arguments.plan or arguments.profile:
         raise OptionError("a trace is of the plan that ran", where="--trace", do="leave plans and profiles out")
-    traces = _named(arguments.trace, "--trace", "rank {}")
+    traces = named(arguments.trace, "--trace", "rank {}")
     executions = arguments.execution_trace
     if executions and len(executions) != len(traces):
         what = f"{len(executions)} execution traces for {len(traces)} traces"
         raise OptionError(what, where="--execution-trace", do="give one for each trace, in the same order")
     return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=arguments.cluster)
-
-
-def _named(given: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
-    """Returns paths by the names before them; those without by `unnamed` and their number."""
-    found: dict[str, str] = {}
-    for at, text in enumerate(given):
-        name, equals, path = text.partition("=")
-        # A path may hold the sign, too: then what stands before it is no plain name.
-        name, path = (name, path) if equals and "/" not in name else (unnamed.format(at), text)
-        if name in found:
-            what = f"{shown(name)} is given twice" if name else "there are several without a name"
-            raise OptionError(what, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
-        found[name] = path
-    if "" in found and len(found) > 1:
-        raise OptionError("some have a name and one has none", where=where, do="name all of them, or give one for all")
-    return found
 
 
 def as_json(timeline: Timeline) -> Mapping[str, Any]:

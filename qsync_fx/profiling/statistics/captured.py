@@ -55,6 +55,7 @@ class Captured:
             exact=given.exact,
             passes=given.passes,
             root=given.root,
+            target=given.target,
         )
         self.model = model
         self.graphs: list[Explained] = []

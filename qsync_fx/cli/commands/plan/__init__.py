@@ -1,0 +1,115 @@
+"""`qsync plan`: which operator computes in which format on which device, how others would have chosen, and why.
+
+`known` is what is known of devices and the model, `asked` what is asked of the plan that was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from qsync_fx.cli import training
+from qsync_fx.cli.command import Command
+
+_ABOUT = f"""\
+Chooses the format of each operator on each class of devices, so that a step of
+the cluster takes no longer than in low precision and gradients are disturbed
+least, or what else --objective asks for. Nothing is trained.
+
+What is known of devices comes from profiles (qsync measure), or is reckoned by
+the catalog for those that the cluster's file gives a device of. One model alone
+is measured here first, which takes minutes. As to the loss,
+{training.LOSS}."""
+
+_EXAMPLES = """\
+examples:
+  qsync plan bert:small --cluster cluster.toml -o plan.json
+  qsync plan --profile v100=a.json --profile t4=b.json --cluster cluster.toml --memory t4=30%
+  qsync plan --profile cpu.json --objective fastest --budget bf16
+  qsync plan bert:small --cluster cluster.toml --compare          all allocators and baselines
+  qsync plan --profile cpu.json --explain encoder.0/linear        why it has its format
+  qsync plan --profile cpu.json --set encoder.0/linear=fp32       what if it had another one
+  qsync plan --profile cpu.json --pareto front.svg                time against variance"""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    asked = training.add(parser, "what to plan for", "formats that plans may ask for, with commas between them", False)
+    asked.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
+    asked.add_argument(
+        "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
+    )
+    asked.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
+    training.add_optimizer(asked)
+    asked.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
+    asked.add_argument(
+        "--budget", metavar="VARIANCE", help="for fastest and recover: a number, or the format of a uniform plan"
+    )
+    asked.add_argument(
+        "--target", metavar="SECONDS", help="what a step may take: a number, or the format of a uniform plan"
+    )
+    asked.add_argument(
+        "--memory",
+        metavar="SIZE",
+        action="append",
+        default=[],
+        help='"30%%", "4 GB" or bytes, or NAME=SIZE; repeatable',
+    )
+    asked.add_argument("--allocator", metavar="NAME", default="exact", help="what chooses; %(default)s by default")
+    asked.add_argument(
+        "--tie-blocks", action="store_true", help="operators at one place of equal blocks get one format"
+    )
+    looked = parser.add_argument_group("what to ask of the plan")
+    looked.add_argument(
+        "--compare", action="store_true", help="what all allocators and baselines make of it, side by side"
+    )
+    looked.add_argument(
+        "--hessian",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="compare with HAWQ's order, too: found here, or from a file",
+    )
+    looked.add_argument("--explain", metavar="OP", action="append", default=[], help="why an operator has its format")
+    looked.add_argument(
+        "--set", metavar="OP=FORMAT", action="append", default=[], help="what if it had another; repeatable"
+    )
+    looked.add_argument(
+        "--device", metavar="NAME", help="of which class --explain and --set speak, where there are several"
+    )
+    looked.add_argument(
+        "--pareto",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="time against variance; FILE.svg or FILE.html gets a picture",
+    )
+    looked.add_argument("--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default")
+    kept = parser.add_argument_group("what to write")
+    kept.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="the plan, for all ranks; with --set as changed"
+    )
+    kept.add_argument("--json", action="store_true", help="all of it as one JSON object")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from qsync_fx.allocator.finding import find_plan
+    from qsync_fx.cli.commands.plan import asked, known as knowing
+
+    changes = asked.changes(arguments)
+    known = knowing.read(arguments)
+    answer = find_plan(
+        known.profiles.get("", known.profiles),
+        known.cluster,
+        objective=knowing.objective(arguments, known),  # type: ignore[arg-type]
+        budget=knowing.limit(arguments.budget),
+        target=knowing.limit(arguments.target),
+        memory=knowing.memory(arguments),
+        allocator=asked.allocator(arguments, known),
+        precisions=None if arguments.precisions is None else arguments.precisions.split(","),
+        sensitivity=known.sensitivity,
+        tie_blocks=arguments.tie_blocks,
+    )
+    asked.Asked(arguments, known, answer, changes).show()
+
+
+COMMAND = Command("which operator computes in which format", _plan, _arguments, _ABOUT, _EXAMPLES)

@@ -1,0 +1,217 @@
+"""What `qsync plan` knows of devices and of the model: from files, reckoned by the catalog, or measured here.
+
+Invariant: what files say is not found out again, and what takes long is told while it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import model, training
+from qsync_fx.cli.naming import named
+from qsync_fx.cli.output import progress
+from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.problem import DeviceClass, Problem
+    from qsync_fx.cli.training import Trained
+    from qsync_fx.predictor.model import ModelGraph
+    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+STEPS = 8
+"""Steps that sensitivities are a mean over, where they are found here."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """
+    Attributes:
+        profiles: by class of devices; "" for all.
+        cluster: None for one device.
+        sensitivity: of the model, or of each class; None where profiles hold it.
+        trained: the model; None where there are files alone.
+    """
+
+    profiles: Mapping[str, Any]
+    cluster: Cluster | None
+    sensitivity: Sensitivity | Mapping[str, Sensitivity] | None
+    trained: Trained | None
+
+
+def read(arguments: argparse.Namespace) -> Known:
+    """Returns what a command line says, and finds out what it does not; raises `QSyncError` where something is missing."""
+    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.predictor.sensitivity.value import Sensitivity
+    from qsync_fx.profiling.profile import Profile
+
+    if arguments.plan is not None:
+        raise OptionError(
+            "a plan is what is looked for", where="--plan", do="leave it out; see qsync replay for one that is there"
+        )
+    cluster = None if arguments.cluster is None else Cluster.load(arguments.cluster)
+    paths = named(arguments.profile, "--profile")
+    profiles: dict[str, Any] = {name: Profile.load(path, any_machine=True) for name, path in paths.items()}
+    given = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
+    if arguments.model is None:
+        if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
+            do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
+            raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
+        return Known(profiles, cluster, given, None)
+    trained = training.read(arguments, "a plan")
+    profiles = {**_files(cluster, profiles), **profiles}
+    profiles.update(_of_catalog(cluster, profiles, trained, arguments))
+    if not profiles:
+        profiles[""] = _measured(trained, arguments, given is None)
+    found = Known(profiles, cluster, given, trained)
+    if given is None and any(profile.sensitivity is None for profile in profiles.values()):
+        return replace(found, sensitivity=sensitivities(found, "exact"))
+    return found
+
+
+def sensitivities(known: Known, method: str) -> Sensitivity | dict[str, Sensitivity]:
+    """Returns what a method finds here for the narrow formats of each profile; of "exact", where the profile holds none."""
+    from qsync_fx.precision import FORMATS
+    from qsync_fx.profiling.statistics.measured import sensitivity
+
+    trained = known.trained
+    if trained is None:
+        raise OptionError(
+            "sensitivities are found by running the model", where="MODULE:CALLABLE", do="name it, or give a file"
+        )
+    found: dict[str, Sensitivity] = {}
+    for name, profile in known.profiles.items():
+        if method == "exact" and profile.sensitivity is not None:
+            found[name] = profile.sensitivity
+            continue
+        narrow = [fmt for fmt in profile.precisions if FORMATS[fmt].bits < 32]
+        found[name] = sensitivity(
+            trained.module,
+            trained.step,
+            trained.batches,
+            method,
+            narrow,
+            STEPS,
+            options=replace(trained.given.options, target=_target(profile.graph.device)),
+        )
+    return found.get("", found)
+
+
+def _target(device: str) -> str | None:
+    """Returns the GPU that a profile is of, where it is one of the catalog."""
+    from qsync_fx.devices import TARGETS
+
+    return device if device in TARGETS else None
+
+
+def resizer(known: Known, problem: Problem) -> Callable[[str, int], DeviceClass]:
+    """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
+    from qsync_fx.allocator.resizing import resized
+
+    trained = known.trained
+    if trained is None:
+        do = "name MODULE:CALLABLE"
+        raise OptionError("a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do)
+
+    @functools.cache
+    def symbolic(device: str, formats: tuple[str, ...]) -> ModelGraph:
+        return _of_any_batch(trained, device, formats)
+
+    def other(name: str, batch: int) -> DeviceClass:
+        part = problem.classes[name]
+        return resized(part, symbolic(part.graph.device, part.graph.formats), batch)
+
+    return other
+
+
+def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> ModelGraph:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from qsync_fx.explanation import explain
+    from qsync_fx.predictor.model import model_graph
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    for tensor in tensors:
+        if tensor.shape[0] == tensors[0].shape[0]:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.reset()
+    options = {"target": _target(device)}
+    return model_graph(explain(trained.module, *args, options=options, **kwargs), formats)
+
+
+def _files(cluster: Cluster | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    from qsync_fx.profiling.profile import Profile
+
+    devices = {} if cluster is None or "" in given else cluster.devices
+    paths = {name: device.profile for name, device in devices.items() if name not in given}
+    return {name: Profile.load(path, any_machine=True) for name, path in paths.items() if path is not None}
+
+
+def _of_catalog(
+    cluster: Cluster | None, profiles: Mapping[str, Any], trained: Trained, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from qsync_fx.devices import get
+
+    devices = {} if cluster is None or "" in profiles else cluster.devices
+    missing = {name: one.device for name, one in devices.items() if name not in profiles and one.device is not None}
+    found = {}
+    with progress("profiles from the catalog", len(missing)) as done:
+        for name, called in missing.items():
+            device = get(called)
+            formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
+            optimizer = training.optimizer(arguments.optimizer, trained.module)
+            found[name] = device.profile(
+                trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
+            )
+            done(name)
+    return found
+
+
+def _at_most_32(formats: list[str]) -> list[str]:
+    from qsync_fx.precision import FORMATS
+
+    return [name for name in formats if FORMATS[name].bits <= 32]
+
+
+def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool) -> Any:
+    from qsync_fx.profiling.measurement import measure
+
+    return measure(
+        trained.module,
+        trained.step,
+        trained.batches,
+        trained.precisions,
+        optimizer=training.optimizer(arguments.optimizer, trained.module),
+        sensitivity="exact" if sensitivity else None,
+        options=model.given(arguments),
+    )
+
+
+def memory(arguments: argparse.Namespace) -> Any:
+    """Returns the memory that --memory allows, as `find_plan` takes it."""
+    found = named(arguments.memory, "--memory")
+    if not found:
+        return None
+    return found.get("", found)
+
+
+def objective(arguments: argparse.Namespace, known: Known) -> str:
+    """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
+    if arguments.objective is not None:
+        return str(arguments.objective)
+    several = len(known.profiles) > 1 or (known.cluster is not None and len(known.cluster.devices) > 1)
+    return "hybrid" if several else "fastest"
+
+
+def limit(text: str | None) -> str | float | None:
+    """Returns a limit that is a number, or the name of a format."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,163 @@
+"""`qsync plan`: plans from files and models, what it says of them, and of arguments that do not go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiers
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx import ClusterPlan, Plan
+from qsync_fx.cli import main
+
+MODEL = """
+import torch
+
+def small():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1024))
+    return model, (torch.randn(512, 1024),)
+"""
+FLEET = "[devices.v100]\ndevice = 'v100'\nbatch = 512\n[devices.t4]\ndevice = 't4'\nbatch = 512\n[network]\nbandwidth = 1e11\n"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the profile of a model on a T4, a cluster of it and of one that is half as fast, and the sensitivity."""
+    folder = tmp_path_factory.mktemp("plans")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    x, formats = torch.randn(512, 1024), ("fp32", "fp16")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    qsync_fx.devices.get("t4").profile(model, step, x, formats, optimizer).save(folder / "t4.json")
+    found = qsync_fx.sensitivity(model, step, [x], precisions=["fp16"], steps=2, options={"target": "t4"})
+    found.save(folder / "sensitivity.json")
+    links = "[network]\nbandwidth = 1e10\nlatency = 1e-5\n"
+    both = (
+        "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\nslowdown = 2\nbatch = 512\n"
+    )
+    (folder / "fleet.toml").write_text(both + links)
+    return folder
+
+
+def planned(files: Path, *more: str) -> list[str]:
+    return ["plan", "--cluster", f"{files}/fleet.toml", "--sensitivity", f"{files}/sensitivity.json", *more]
+
+
+def formats(plan: Plan) -> set[str]:
+    return {str(fmt) for fmt in plan.operators.values()}
+
+
+def test_a_plan_for_a_cluster(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(planned(files, "-o", str(out))) == 0
+    printed = capsys.readouterr()
+    assert "a step of" in printed.out and "exact" in printed.out and f"wrote {out}" in printed.err
+    plan = ClusterPlan.load(out)
+    assert set(plan.classes) == {"a", "b"}
+    assert main(planned(files, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["plans"]["a"].values()) == {"fp32"}
+    assert "fp16" in found["plans"]["b"].values()
+    assert found["fits"] and found["classes"]["b"]["computing"] > 0
+
+
+def test_what_is_asked_of_it(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "front.svg"
+    asked = [
+        "--compare",
+        "--explain",
+        "0/linear",
+        "--set",
+        "0/linear=fp32",
+        "--set",
+        "2/linear=fp32",
+        "--pareto",
+        str(picture),
+    ]
+    assert main(planned(files, *asked, "--points", "3", "-o", str(out))) == 0
+    printed = capsys.readouterr()
+    for part in ("paper", "uniform-fp16", "full-precision", "random", "why not", "before", "uniform fp32"):
+        assert part in printed.out, part
+    assert "without dynamic batches" in printed.err
+    assert picture.read_text().startswith("<svg")
+    assert formats(ClusterPlan.load(out).classes["b"]) == {"fp32"}
+    assert main(planned(files, *asked, "--points", "3", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {step["format"] for step in found["explain"][0]} == {"fp16", "fp32"}
+    assert found["changed"]["exceeds"]["seconds"] > 0
+    assert {one["allocator"] for one in found["compared"]} >= {"exact", "paper", "uniform-fp16", "random"}
+    assert len(found["pareto"]["points"]) >= 2
+
+
+@pytest.mark.parametrize("name", ["paper", "uniform", "random"])
+def test_other_allocators(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(planned(files, "--allocator", name, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["allocator"] == name and found["fits"]
+
+
+def test_one_device(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    base = ["plan", "--profile", f"{files}/t4.json", "--sensitivity", f"{files}/sensitivity.json", "-o", str(out)]
+    assert main([*base, "--budget", "0"]) == 0
+    assert formats(Plan.load(out)) == {"fp32"}
+    assert main([*base, "--budget", "fp16", "--memory", "1 GB"]) == 0
+    assert "fp16" in formats(Plan.load(out))
+    capsys.readouterr()
+    assert main([*base, "--memory", "1 MB"]) == 2
+    assert "MB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "neither a model nor a profile"),
+        (["--profile", "a=x.json", "--profile", "a=y.json"], "given twice"),
+        (["--set", "0/linear"], "says no format"),
+        (["--plan", "plan.json"], "a plan is what is looked for"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, what in (
+        (["--allocator", "exakt"], "no allocator"),
+        (["--objective", "hybird"], "no objective"),
+        (["--explain", "0/linaer"], "did you mean"),
+        (["--hessian"], "running the model"),
+    ):
+        assert main(planned(files, *more)) == 2
+        assert what in capsys.readouterr().err
+
+
+@tiers.ALL
+def test_a_model_on_devices_of_the_catalog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nets_to_plan.py").write_text(MODEL)
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "nets_to_plan:small", "--cluster", "fleet.toml", "--compare", "--hessian", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert set(found["plans"]) == {"v100", "t4"}
+    compared = {one["allocator"]: one for one in found["compared"]}
+    assert {"exact", "paper", "dynamic-batches", "hessian", "uniform-fp16", "full-precision"} <= compared.keys()
+    assert compared["dynamic-batches"]["seconds"] < compared["full-precision"]["seconds"]
+    assert compared["exact"]["variance"] <= compared["paper"]["variance"] * 1.0001
+    assert compared["exact"]["fits"] and compared["paper"]["fits"]
