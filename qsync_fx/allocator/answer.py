@@ -28,6 +28,7 @@ class NoteKind(StrEnum):
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a limit keeps the plan from being better; allow more, and it will be"
+    RECKONED = "the bound is that of a linear program, which takes memory, and times beside other neighbours, from plans like the one found"
     KEEPS = "trains in its widest format alone, as the quickest class"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
 

@@ -1,4 +1,4 @@
-"""The program of one class of devices: choices, what they take until each bucket can be sent, and what they keep.
+"""The program of one class of devices: choices, what they take until each bucket can be sent, and what is held.
 
 The backward pass is cut into stretches, one until each bucket is ready and one behind the last. When a bucket is ready is a variable: the
 one before it and its stretch. So a step of T seconds is a bound on each of them, the bucket's and all later ones' travelling subtracted:
@@ -16,7 +16,7 @@ import numpy as np
 
 from qsync_fx.allocator.exact.casting import Casting
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.memory import kept_bytes
+from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total
 from qsync_fx.allocator.judge import Judge
@@ -73,18 +73,18 @@ class DeviceProgram:
         formats: what its operators compute in, as expressions.
         variance: as an expression, weighed as the mean gradient weighs it.
         ends: by stretch, the variable of when it ends, and what of the step follows, both in thousandths of the unit.
-        kept: bytes that are kept for the backward pass; None where memory is not limited.
+        held: bytes that a step holds at each moment at which it may hold most; none where memory does not matter.
     """
 
     name: str
     formats: Formats
     variance: Expression
     ends: list[tuple[int, float]]
-    kept: Expression | None
+    held: tuple[Expression, ...]
 
 
 def device_program(
-    program: Program, problem: Problem, judge: Judge, name: str, prices: Prices, unit: float, limits_memory: bool
+    program: Program, problem: Problem, judge: Judge, name: str, prices: Prices, unit: float, held: Held | None
 ) -> DeviceProgram:
     """Adds a class of devices to a program."""
     part, sends = problem.classes[name], stretches(problem, judge, name)
@@ -120,5 +120,5 @@ def device_program(
     for operator, known in formats.choices.items():
         for fmt, variable in known.items():
             variance[variable] = variance.get(variable, 0.0) + weight * part.omega(operator, fmt)
-    kept = kept_bytes(program, formats) if limits_memory else None
-    return DeviceProgram(name, formats, variance, ends, kept)
+    at_peaks = tuple(held.expressions(formats)) if held is not None else ()
+    return DeviceProgram(name, formats, variance, ends, at_peaks)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from qsync_fx.allocator.answer import Answer
+from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.problem import Problem
@@ -38,9 +38,13 @@ class Exact:
         began = time.perf_counter()
         search = Search(problem, self.gap, self.seconds)
         search.run(self.rounds)
+        certain = search.every() or not search.approximate
+        if not certain:
+            search.widen()
         if search.best is None:
             raise why_not(search)
         plans, judged = search.best
         bound = min(search.bound, judged.value(problem))
         took = time.perf_counter() - began
-        return Answer(problem, plans, judged, self.name, bound, took, tuple(search.rounds), tuple(search.notes))
+        notes = () if certain else (Note(NoteKind.RECKONED),)
+        return Answer(problem, plans, judged, self.name, bound, took, tuple(search.rounds), (*search.notes, *notes))

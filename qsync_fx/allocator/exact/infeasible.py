@@ -23,7 +23,7 @@ def why_not(search: Search) -> PlanError:
         limit = problem.classes[name].memory
         if limit is None:
             continue
-        _judged(search, free, "kept", name)
+        _judged(search, free, "memory", name)
         peak = search.smallest[name]
         if beyond(peak, limit):
             do = f"allow {_bytes(peak)}, or give it a smaller batch"
@@ -52,7 +52,7 @@ def why_not(search: Search) -> PlanError:
     for name in problem.open:
         if problem.classes[name].memory is not None:
             parts.append(
-                f"{_bytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'kept', name), name))} on {shown(name)}"
+                f"{_bytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
             )
     limits = [where] if problem.seconds is not None else []
     limits += [f"memory of {shown(name)}" for name in problem.open if problem.classes[name].memory is not None]
@@ -68,6 +68,7 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
         search.problem,
         search.judge,
         search.prices,
+        search.held,
         limits,
         least,
         names,

@@ -22,12 +22,16 @@ class Prices:
     """
     Args:
         part: the class of devices.
+
+    Attributes:
+        differ: whether a state was seen to take other times beside other neighbours.
     """
 
     def __init__(self, part: DeviceClass) -> None:
         self.part, self.times = part, part.times
         uniform = {fmt: states(part.graph, part.uniform(fmt)).names for fmt in part.formats}
         self._references = [list(names) for names in uniform.values()]
+        self.differ = False
         self._learned: dict[tuple[int, StateNames], Seconds] = {}
 
     def operator(self, at: int, state: StateNames) -> Seconds:
@@ -43,6 +47,7 @@ class Prices:
         """Takes from a plan what its states take there; returns whether anything is new."""
         found = {(at, state): self._ask(at, state, names) for at, state in enumerate(names)}
         new = any(self.operator(*key) != seconds for key, seconds in found.items())
+        self.differ |= new
         self._learned |= found
         return new
 

@@ -1,8 +1,8 @@
 """Programs that are solved and judged in turns.
 
-A program knows one time for each state, and takes a step to hold what is kept for the backward pass and something that no plan changes.
-What the judge says of its plan is learned, and the program solved again, until there is nothing to learn: then the plan is as near to the
-best as the gap says. Where times do not depend on neighbours and memory is not limited, there is nothing to learn from the start.
+A program knows one time for each state, and what each operator in it holds. What the judge says of its plan is learned, and the program
+solved again, until there is nothing to learn: then the plan is as near to the best as the gap says. Where times do not depend on neighbours
+and memory is not limited, there is nothing to learn from the start.
 
 Invariant: the best plan keeps all limits by the judge. The bound is that of the program that was solved last, of whose prices and memory
 the last plan is exact.
@@ -10,15 +10,27 @@ the last plan is exact.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
+from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
 from qsync_fx.allocator.problem import Asked, Plans, Problem
-from qsync_fx.predictor.memory.forward import whole
+
+NEAR: Final = 2e-3
+"""How far off, of it, memory may be reckoned before that is worth another round."""
+FEW: Final = 300
+"""Plans, of which each is looked at where a program would be less sure."""
+_BEYOND: Final = 0.05
+"""By how much, of a limit, memory is let go beyond it once."""
+_LOOKS: Final = 6000
+"""Operators that are looked at in all when single ones are widened."""
 
 
 class Search:
@@ -26,7 +38,7 @@ class Search:
     Attributes:
         problem: what is asked.
         judge: of the plans that were looked at last.
-        prices: of each open class.
+        prices, held: what states of each open class take and hold.
         limits: that the next program is held to.
         best: the best plans that keep all limits, None where none were found.
         closest: the plans that exceed limits least, where none were found that keep them.
@@ -47,33 +59,105 @@ class Search:
         self.bound = 0.0
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
-        self._offsets: dict[str, float] = {}
+        self.held = {name: Held() for name in problem.open}
         start = self._uniform()
         self.look(start)
         self.learn()
-        self.limits = Limits(problem.seconds, self._kept(), problem.variance, self._floor())
+        memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
+        self.limits = Limits(problem.seconds, memory, problem.variance, self._floor())
 
     def run(self, rounds: int) -> None:
         """Solves and judges until there is nothing to learn, so many times at most."""
+        self._settle(rounds)
+        if self.limits.memory and self.best is not None:
+            # Plans that are reckoned to hold a little too much may not: they are looked at before they are ruled out.
+            within = self.limits
+            self.limits = replace(within, memory={name: most * (1 + _BEYOND) for name, most in within.memory.items()})
+            self._solve()
+            self.limits = within
+            self._settle(rounds)
+
+    def _settle(self, rounds: int) -> None:
         seen: list[Plans] = []
         for _ in range(rounds):
-            found = self._found(self.best[0] if self.best else self.judge.plans)
-            if found.stopped:
-                self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
-            if found.plans is None:
+            if (solved := self._solve()) is None:
                 return
-            plans = self.problem.completed(found.plans)
-            judged = self.look(plans)
-            excess = judged.exceeds(self.problem)
-            new = self.learn()
-            self.bound = found.bound
-            self.rounds.append(Round(judged, found.bound, not excess, new))
+            plans, excess, new = solved
             if plans in seen or (not excess and not new):
                 if not excess:
                     return
                 self._tighten(excess)
             seen.append(plans)
-            self.limits = replace(self.limits, kept=self._kept())
+
+    def _solve(self) -> tuple[Plans, dict[str, float], bool] | None:
+        """Solves once; returns the plans, what of the limits they exceed, and whether anything was learned."""
+        found = self._found(self.best[0] if self.best else self.judge.plans)
+        if found.infeasible and self.best is not None:
+            # What was learned of other plans may hide one that is known to keep the limits.
+            self.look(self.best[0])
+            self.learn()
+            found = self._found(self.best[0])
+        if found.stopped:
+            self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
+        if found.plans is None:
+            return None
+        plans = self.problem.completed(found.plans)
+        judged = self.look(plans)
+        excess, new = judged.exceeds(self.problem), self.learn()
+        self.bound = found.bound
+        self.rounds.append(Round(judged, found.bound, not excess, new))
+        return plans, excess, new
+
+    def widen(self) -> None:
+        """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
+        problem = self.problem
+        if self.best is None or not self.approximate or problem.tied or problem.least != "variance":
+            return
+        plans = self.best[0]
+        self.judge.become(plans)
+        wins = [
+            (
+                self.problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),
+                name,
+                operator,
+                wider,
+            )
+            for name in self.problem.open
+            for part in (self.problem.classes[name],)
+            for operator, fmt in plans[name].items()
+            for wider in part.choices[operator]
+        ]
+        tries = _LOOKS // max(1, sum(len(plans[name]) for name in self.problem.open))
+        for _, name, operator, wider in sorted((win for win in wins if win[0] > 0), key=lambda win: -win[0])[:tries]:
+            part = self.problem.classes[name]
+            if part.omega(operator, wider) < part.omega(operator, self.judge.plans[name][operator]):
+                self.judge.set(name, operator, wider)
+                if not self.judge.fits():
+                    self.judge.undo()
+        self.look(self.judge.plans)
+
+    def every(self) -> bool:
+        """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
+        choices = {
+            (name, operator): known
+            for name in self.problem.open
+            for operator, known in self.problem.classes[name].choices.items()
+        }
+        if self.problem.tied or not self.approximate or math.prod(map(len, choices.values())) > FEW:
+            return False
+        for picked in itertools.product(*choices.values()):
+            plans: dict[str, dict[str, str]] = {name: {} for name in self.problem.open}
+            for (name, operator), fmt in zip(choices, picked, strict=True):
+                plans[name][operator] = fmt
+            self.look(plans)
+        self.bound = self.best[1].value(self.problem) if self.best is not None else self.bound
+        return True
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the program only takes after the judge: where memory is limited, or times depend on neighbours."""
+        limited = any(self.problem.classes[name].memory is not None for name in self.problem.open)
+        return limited or any(prices.differ for prices in self.prices.values())
 
     def look(self, plans: Plans) -> Judged:
         """Has plans judged, and keeps them if none better are known."""
@@ -92,9 +176,7 @@ class Search:
             states = self.judge.states(name)
             new |= self.prices[name].learn(states.names)
             if self.problem.classes[name].memory is not None:
-                offset = self._passes(name) - sum(map(whole, states.saved().values()))
-                new |= offset != self._offsets.get(name)
-                self._offsets[name] = offset
+                new |= self.held[name].learn(states, self._passes(name)) > NEAR
         return new
 
     def _better(self, one: Judged, other: Judged) -> bool:
@@ -114,6 +196,7 @@ class Search:
         ]
         for fmt in shared:
             self.look(self.problem.uniform(fmt))
+            self.learn()
         return self.best[0] if self.best is not None else self.problem.uniform()
 
     def _found(self, start: Plans) -> Found:
@@ -143,10 +226,9 @@ class Search:
         return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
 
     def _solved(self, limits: Limits, least: str, names: Sequence[str], start: Plans) -> Found:
-        return find(self.problem, self.judge, self.prices, limits, least, names, start, self.gap, self.seconds)
-
-    def _kept(self) -> dict[str, float]:
-        return {name: (self.problem.classes[name].memory or 0.0) - offset for name, offset in self._offsets.items()}
+        return find(
+            self.problem, self.judge, self.prices, self.held, limits, least, names, start, self.gap, self.seconds
+        )
 
     def _passes(self, name: str) -> float:
         """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""

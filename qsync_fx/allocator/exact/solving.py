@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
+from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
-from qsync_fx.allocator.exact.program import INFINITY, ONE, Program, Solved, total
+from qsync_fx.allocator.exact.program import INFINITY, Program, Solved, total
 from qsync_fx.allocator.judge import TOLERANCE, Judge
 from qsync_fx.allocator.problem import Asked, Plans, Problem, width
 
@@ -29,13 +30,13 @@ class Limits:
 
     Attributes:
         seconds: of a step; None for any.
-        kept: by class, bytes that may be kept for the backward pass.
+        memory: by class, bytes that a step may hold.
         variance: of the mean gradient; None for any.
         floor: seconds that a step takes whatever is chosen, for other classes.
     """
 
     seconds: float | None = None
-    kept: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
     variance: float | None = None
     floor: float = 0.0
 
@@ -62,6 +63,7 @@ def find(
     problem: Problem,
     judge: Judge,
     prices: Mapping[str, Prices],
+    held: Mapping[str, Held],
     limits: Limits,
     least: str,
     names: Sequence[str],
@@ -69,7 +71,7 @@ def find(
     gap: float,
     seconds: float,
 ) -> Found:
-    """Returns the plans of some classes for which something is least: "variance", "seconds", or "kept", bytes of the one class.
+    """Returns the plans of some classes for which something is least: "variance", "seconds", or the "memory" of the one class.
 
     Args:
         start: plans that the search starts from where they keep the limits.
@@ -78,8 +80,8 @@ def find(
     """
     unit = max(judge.seconds, 1e-12)
     program = Program()
-    memory = least == "kept" or bool(limits.kept)
-    devices = [device_program(program, problem, judge, name, prices[name], unit, memory) for name in names]
+    memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
+    devices = [device_program(program, problem, judge, name, prices[name], unit, memory.get(name)) for name in names]
     _limited(program, devices, limits, unit)
     scale = _minimised(program, devices, limits, least, unit)
     found = _solved(program, devices, start, gap, seconds)
@@ -95,9 +97,9 @@ def _limited(program: Program, devices: Sequence[DeviceProgram], limits: Limits,
             most = THOUSANDTHS * limits.seconds / unit * (1 + TOLERANCE / 2)
             for variable, rest in device.ends:
                 program.row({variable: 1.0}, most=most - rest)
-        if device.kept is not None and device.name in limits.kept:
-            limit = limits.kept[device.name]
-            program.row(total((THOUSANDTHS / max(limit, 1.0), device.kept)), most=THOUSANDTHS if limit >= 0 else -1.0)
+        if (limit := limits.memory.get(device.name)) is not None:
+            for held in device.held:
+                program.row(total((THOUSANDTHS / limit, held)), most=THOUSANDTHS * (1 + TOLERANCE / 2))
     if limits.variance is not None:
         variance = total(*((1.0, device.variance) for device in devices))
         size = max([limits.variance, *variance.values()])
@@ -115,8 +117,14 @@ def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limit
                 program.row({variable: 1.0, step: -1.0}, most=-rest)
         program.row({step: 1.0}, least=THOUSANDTHS * limits.floor / unit)
         return THOUSANDTHS / unit
-    what = [device.kept or ONE if least == "kept" else device.variance for device in devices]
-    costs = total(*((1.0, expression) for expression in what))
+    if least == "memory":
+        peak = program.variable(1.0, INFINITY)
+        size = max((sum(map(abs, held.values())) for device in devices for held in device.held), default=1.0) or 1.0
+        for device in devices:
+            for held in device.held:
+                program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
+        return THOUSANDTHS / size
+    costs = total(*((1.0, device.variance) for device in devices))
     size = max(costs.values(), default=0.0) or 1.0
     scale = THOUSANDTHS / size
     for variable, factor in costs.items():

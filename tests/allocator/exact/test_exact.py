@@ -19,6 +19,7 @@ import qsync_fx
 from qsync_fx import PlanError
 from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
 from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.exact.search import FEW, Search
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph, model_graph
 from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
@@ -100,22 +101,35 @@ def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ..
         with pytest.raises(PlanError, match=r"more than allowed|at once"):
             Exact().allocate(problem)
         return
-    try:
-        answer = Exact().allocate(problem)
-    except PlanError:
-        # What a step holds is not linear in what it keeps.
-        assert memory is not None
+    if memory is not None and len(known) > FEW:
         return
+    answer = Exact().allocate(problem)
     assert answer.fits
     assert answer.judged == Judge(problem, answer.plans).judged()
-    if memory is None:
-        assert answer.judged.variance == pytest.approx(min(fitting), rel=1.1e-4)
-        assert answer.bound is not None
-        assert answer.bound <= min(fitting) * (1 + 1e-6)
-        assert answer.gap is not None
-        assert answer.gap <= 1.1e-4
-    else:
-        assert answer.judged.variance >= min(fitting) * (1 - 1e-9)
+    assert answer.judged.variance == pytest.approx(min(fitting), rel=1.1e-4)
+    assert answer.bound is not None
+    assert answer.bound <= min(fitting) * (1 + 1e-6)
+    assert answer.gap is not None
+    assert answer.gap <= 1.1e-4
+
+
+def test_memory_of_many_plans_is_near_that_of_brute_force() -> None:
+    """What is held is not linear in what is chosen, so that a plan may be missed; none is taken that does not fit."""
+    best = 0
+    for seed in range(examples(6)):
+        part = replace(device(seed, SETS[2 * (seed % 2)]), training=Training())
+        problem = Problem({"a": part}, Cluster({"a": Device()}))
+        known = every(problem, "a")
+        peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)
+        problem = replace(problem, classes={"a": replace(part, memory=peaks[len(peaks) // 3])})
+        search = Search(problem, 1e-4, 60.0)
+        search.run(6)
+        search.widen()
+        assert search.best is not None
+        assert not search.best[1].exceeds(problem)
+        least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
+        best += search.best[1].variance <= least * (1 + 2e-4)
+    assert best >= examples(6) * 0.8
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -170,19 +184,24 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
 
 
 def test_times_that_follow_neighbours_are_learned() -> None:
-    fitting = 0
-    for seed in range(6):
-        part = device(seed, SETS[0], DrawnTimes)
+    near = 0
+    for seed in range(4):
+        part = device(2 * seed, SETS[0], DrawnTimes)
         problem = Problem({"a": part}, Cluster({"a": Device()}))
         known = every(problem, "a")
         seconds = sorted(judged.seconds for _, judged in known)
         problem = replace(problem, seconds=seconds[len(seconds) // 2])
-        answer = Exact().allocate(problem)
-        assert answer.fits
-        assert answer.rounds
         best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
-        fitting += answer.judged.variance <= best * 1.5
-    assert fitting >= 3
+        search = Search(problem, 1e-4, 60.0)
+        search.run(6)
+        search.widen()
+        assert search.best is not None
+        assert not search.best[1].exceeds(problem)
+        assert search.approximate
+        near += search.best[1].variance <= best * 1.5
+        if len(known) <= FEW:
+            assert Exact().allocate(problem).judged.variance == pytest.approx(best)
+    assert near >= 2
 
 
 def test_one_problem_has_one_answer() -> None:

@@ -12,10 +12,12 @@ from tiers import ALL
 from qsync_fx import Plan
 from qsync_fx.allocator import Judge, Problem
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
+from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.program import INFINITY, Program, value
 from qsync_fx.explanation import Explanation
-from qsync_fx.predictor.memory.forward import whole
+from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.memory import step_memory
 
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
@@ -30,13 +32,13 @@ def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
 
 
 def solved(
-    problem: Problem, asked: dict[str, str]
+    problem: Problem, asked: dict[str, str], held: Held | None = None
 ) -> tuple[float, Judge, list[dict[tuple[str | None, str | None], float]], float]:
-    """Returns the least seconds with all choices given, the judge of them, states, and bytes that are kept."""
+    """Returns the least seconds with all choices given, the judge of them, states, and the most bytes that are held."""
     name = problem.open[0]
     judge = Judge(problem, problem.completed({name: asked}))
     program = Program()
-    device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, True)
+    device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, held)
     step = program.variable(1.0, INFINITY)
     for variable, rest in device.ends:
         program.row({variable: 1.0, step: -1.0}, most=-rest)
@@ -47,16 +49,9 @@ def solved(
     }
     found = program.solve(0.0, 60.0, relaxed=True, fixed=fixed)
     assert found.values is not None
-    states = [{at: value(e, found.values) for at, e in known.items()} for known in device.formats.states]
-    assert device.kept is not None
-    # What wins no time may be kept without being wanted; the least that it can be is what counts.
-    program.costs[step] = 0.0
-    for variable, factor in device.kept.items():
-        if variable >= 0:
-            program.costs[variable] += factor
-    least = program.solve(0.0, 60.0, relaxed=True, fixed=fixed)
-    assert least.values is not None
-    return found.objective / THOUSANDTHS, judge, states, value(device.kept, least.values)
+    found_states = [{at: value(e, found.values) for at, e in known.items()} for known in device.formats.states]
+    most = max((value(expression, found.values) for expression in device.held), default=0.0)
+    return found.objective / THOUSANDTHS, judge, found_states, most
 
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
@@ -66,7 +61,7 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(name: str, formats:
     for seed in range(4):
         problem = (fleet if seed % 2 else alone)(name, formats, seed, OwnedTimes)
         asked = drawn(problem, draw)
-        seconds, judge, states, kept = solved(problem, asked)
+        seconds, judge, states, _ = solved(problem, asked)
         device = problem.open[0]
         for found, names in zip(states, judge.states(device).names, strict=True):
             assert found == pytest.approx({state: float(state == names) for state in found}, abs=1e-6)
@@ -79,7 +74,6 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(name: str, formats:
         delay = problem.cluster.devices[device].delay
         assert seconds == pytest.approx(max(ends) + own.optimizer + delay, rel=1e-7)
         assert timeline.seconds >= seconds * (1 - 1e-7), (at, step)
-        assert kept == pytest.approx(sum(map(whole, judge.states(device).saved().values())))
 
 
 @pytest.mark.parametrize("name", ["mlp", "odd"])
@@ -94,3 +88,24 @@ def test_states_are_those_of_the_pipeline(name: str) -> None:
         for found, operator in zip(states, real.operators, strict=True):
             names = tuple(None if f is None else f.name for f in (operator.note.precision, operator.note.output))
             assert found[names] == pytest.approx(1.0, abs=1e-6), operator.id  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)]
+)
+def test_what_is_held_is_learned_from_plans(name: str) -> None:
+    draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), Held()
+    part = problem.classes["device"]
+    for fmt in part.formats:
+        known = states(part.graph, part.uniform(fmt))
+        held.learn(known, passes(known))
+    for _ in range(3):
+        asked = drawn(problem, draw)
+        now = states(part.graph, asked)
+        held.learn(now, passes(now))
+        assert held.learn(now, passes(now)) == pytest.approx(0.0, abs=1e-9)
+        assert solved(problem, asked, held)[3] == pytest.approx(passes(now))
+
+
+def passes(known: States) -> float:
+    return max(moment.bytes for moment in step_memory(known).moments if moment.place != "optimizer")
