@@ -62,6 +62,10 @@ def read(arguments: argparse.Namespace, noun: str) -> Trained:
     """
     if arguments.precision is not None:
         raise OptionError(f"{noun} is of several precisions", where="--precision", do="name them with --precisions")
+    import torch
+
+    # What was interrupted finds the same weights when it goes on.
+    torch.manual_seed(0)
     given = model.read(arguments)
     if not hasattr(given.model, "parameters"):
         raise OptionError("a function has nothing to train", where=given.reference, do="return a module")

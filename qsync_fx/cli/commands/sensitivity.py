@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ keeps small. Nothing is trained. As to the loss,
 The inputs are one batch, of which --fraction is used, in each step anew.
 --check runs other methods and real quantized passes beside it and says how well
 they agree (Spearman's correlation of ranks); it costs a pass an operator,
-precision and draw."""
+precision and draw. What was interrupted goes on from its last step when it is
+asked again with the same --output: steps are kept in OUTPUT.partial."""
 
 _EXAMPLES = """\
 examples:
@@ -59,6 +61,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     if arguments.plan is not None:
         raise OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
     trained = training.read(arguments, "a sensitivity")
+    partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
     methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
     found = several(
         trained.module,
@@ -69,9 +72,11 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
         arguments.steps,
         arguments.fraction,
         options=trained.given.options,
+        partial=partial,
     )
-    if arguments.output is not None:
+    if partial is not None:
         found[0].save(arguments.output)
+        partial.unlink(missing_ok=True)
         output.wrote(arguments.output)
     if arguments.json:
         output.as_json(SENSITIVITY.plain(found[0].finite()))

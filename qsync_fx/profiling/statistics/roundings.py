@@ -20,7 +20,7 @@ from qsync_fx.ops import Kind, Place
 from qsync_fx.options import Options
 from qsync_fx.passes.lowering import Role
 from qsync_fx.plan import Plan
-from qsync_fx.precision import Precision
+from qsync_fx.precision import Precision, precision
 from qsync_fx.profiling.statistics.following import Follower, Narrow, floats, followers, leaves, narrowed
 from qsync_fx.profiling.statistics.taps import OUTPUT
 from qsync_fx.rounding.mode import Rounding
@@ -85,6 +85,9 @@ def changes(part: Explained, precisions: Sequence[str], options: Options) -> dic
             if one.kind is not Kind.ADJUSTABLE or one.row is None:
                 continue
             for name in precisions:
+                if _wide(precision(name)):
+                    found.setdefault(str(one.id), {})[name] = Change()
+                    continue
                 plan = Plan("fp32", operators={str(one.id): name})
                 operators = Replanned(part.snapshots, part.costing, plan).operators
                 own = next(op for op in operators if op.id == one.id)
@@ -92,10 +95,14 @@ def changes(part: Explained, precisions: Sequence[str], options: Options) -> dic
     return found
 
 
+def _wide(fmt: Precision) -> bool:
+    return fmt.plain and fmt.bits >= 32
+
+
 def _change(operator: Operator, narrow: Narrow, options: Options) -> Change:
     row, fmt, out = operator.row, operator.precision, operator.output
     assert row is not None
-    if fmt is None or out is None or (fmt.plain and fmt.bits >= 32):
+    if fmt is None or out is None or _wide(fmt):
         return Change()
     following = followers(narrow)
     handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
