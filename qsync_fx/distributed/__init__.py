@@ -2,11 +2,12 @@
 
 `guard` stands around training: `agreement` has the ranks compare what they are about to do, `watcher` has each of them see at any time how
 the others fare, and `channel` is how they tell, apart from the collectives, in which a rank may be stuck. `replicas` compares parameters to
-the last bit, `averaging` weighs gradients by the batches of the ranks.
+the last bit, `averaging` weighs gradients by the batches of the ranks. `find_plan` has each rank measure itself, and finds the plan of all.
 """
 
 from qsync_fx.distributed.averaging import average_by_batch
+from qsync_fx.distributed.finding import find_plan
 from qsync_fx.distributed.guarding import Guard, guard
 from qsync_fx.distributed.replicas import check_replicas
 
-__all__ = ["Guard", "average_by_batch", "check_replicas", "guard"]
+__all__ = ["Guard", "average_by_batch", "check_replicas", "find_plan", "guard"]

@@ -38,18 +38,19 @@ class Meeting:
     Args:
         compiling: seconds that a rank may compile.
         silence: seconds that a rank may say nothing; by default the limit of the process group.
+        collectives: whether ranks may wait for one that has failed in a collective: then a process that does not come back is ended.
 
     Attributes:
         rank, world: this rank's number, of how many.
     """
 
-    def __init__(self, compiling: float, silence: float | None) -> None:
+    def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
         limit = timeouts.limit_of_group()
         self._channel = Channel()
         self.rank, self.world = self._channel.rank, self._channel.world
         self._silence, self._compiling = silence or limit or COMPILING, compiling
         # Only where it is given more time than the group has does a process need an end of its own.
-        ends = max(limit, _LEAST) if limit is not None and limit < compiling else None
+        ends = max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
         self.watcher = Watcher(self._channel, self._silence, compiling, ends)
         self._stack = contextlib.ExitStack()
 
@@ -65,6 +66,11 @@ class Meeting:
             RankError: on every rank: they differ, one of them does not come, or one has failed.
         """
         agree(self._channel, self.watcher, about, mine, self._compiling if patient else self._silence, do)
+
+    def check(self) -> None:
+        """Raises `RankError` where a rank is known to have failed."""
+        if self.watcher.failure is not None:
+            raise self.watcher.failure.error()
 
     def put(self, key: str, text: str) -> None:
         """Gives a text to the other ranks."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch._dynamo.config
 from torch import Tensor, nn
 
 from qsync_fx.errors import ProfileError
@@ -50,7 +52,9 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
             do="write step(model, batch) so that it calls the model it is given and returns the loss",
         )
     args, kwargs = calls[0]
-    explanation = explain(module, *args, options=options, **kwargs)
+    # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        explanation = explain(module, *args, options=options, **kwargs)
     if not explanation.operators:
         raise ProfileError(
             "Dynamo compiled no part of the model, so there is nothing to measure",

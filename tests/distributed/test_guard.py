@@ -9,6 +9,8 @@ import pytest
 import ranks
 import tiers
 
+from qsync_fx import ClusterPlan
+
 
 def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="agreement")
@@ -69,6 +71,25 @@ def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, tmp_path:
     elif how != "stop":
         assert second.code == 1
         assert second.result is None
+
+
+def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path))
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    ours, theirs = first.result, second.result
+    assert ours["broken"][0] == "RankError"
+    assert "rank 1 has failed: ValueError: this batch is broken" in ours["broken"][1]
+    assert theirs["broken"] == ["ValueError", "this batch is broken"]
+    assert ours["memory"][0] == "PlanError"
+    assert theirs["memory"][0] == "RankError"
+    assert "rank 0 has failed: PlanError" in theirs["memory"][1]
+    assert ours["plan"] == theirs["plan"]
+    plan = ClusterPlan.from_json(ours["plan"])
+    assert plan.ranks == ("fast", "slow")
+    assert plan == ClusterPlan.load(tmp_path / "plan-0.json")
+    assert {choice.name for choice in plan.classes["fast"].operators.values()} == {"fp32"}
+    assert "a step" in ours["printed"]
+    assert ours["weights"] == theirs["weights"]
 
 
 @tiers.ALL

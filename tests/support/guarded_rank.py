@@ -165,6 +165,38 @@ def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {"weights": weights(model), "compiled": len(qsync_fx.applied(model).operators)}
 
 
+def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A rank that cannot be measured, a limit that no plan keeps, and then a plan that the ranks train under."""
+    found: dict[str, Any] = {}
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name = ["fast", "slow"][rank]
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        if found.get("broken") is None and rank == 1:
+            raise ValueError("this batch is broken")
+        return module(x).square().mean()
+
+    def find(**how: Any) -> ClusterPlan:
+        return qsync_fx.distributed.find_plan(
+            model, step, [data(rank, 64)], optimizer=optimizer, device_class=name, progress=False, rounds=2, **how
+        )
+
+    for case, how in (("broken", {}), ("memory", {"memory": {"slow": "1 KB"}})):
+        try:
+            find(**how)
+        except qsync_fx.QSyncError as error:
+            found[case] = [type(error).__name__, str(error)]
+        except ValueError as error:
+            found[case] = [type(error).__name__, str(error)]
+    plan = find(precisions=["fp32"] if rank == 0 else ["fp32", "bf16", "int8"], objective="hybrid")
+    plan.save(f"{job['where']}/plan-{rank}.json")
+    fast = DistributedDataParallel(compiled(network(), f"{job['where']}/plan-{rank}.json"))
+    with guard(fast, check_every=1):
+        list(train(fast, rank, 2))
+    return {**found, "plan": plan.to_json(), "printed": str(plan), "weights": weights(fast)}
+
+
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     rank, world, folder, job = ranks.join(arguments)

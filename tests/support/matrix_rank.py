@@ -41,24 +41,33 @@ class Block(nn.Module):
         return torch.relu(self.linear(x))
 
 
+class Head(nn.Module):
+    """Has a layer that only some inputs reach."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.side, self.last = norm, nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, side: bool) -> Tensor:
+        x = self.norm(x)
+        if side:
+            x = x + self.side(x)
+        return self.last(x)
+
+
 class Net(nn.Module):
-    """A few layers, one of which only some inputs reach."""
+    """Blocks, which FSDP2 shards one by one, and a head."""
 
     def __init__(self, norm: bool = False, saves: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.norm = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
-        self.side = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 4)
+        self.head = Head(nn.BatchNorm1d(16) if norm else nn.LayerNorm(16))
         self.saves = saves
 
     def forward(self, x: Tensor, side: bool = True) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.saves else layer(x)
-        x = self.norm(x)
-        if side:
-            x = x + self.side(x)
-        return self.head(x)
+        return self.head(x, side)
 
 
 def build(**how: Any) -> Net:
