@@ -29,7 +29,7 @@ from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.statistics.measured import several
 
 Batch = tuple[Tensor, Tensor]
-STEPS = {"bf16": 50, "int8": 12}
+STEPS = {"bf16": 24, "int8": 12}
 """Where rounding is to nearest a step shows one draw of each error."""
 FLOOR, MORE = 0.95, 4
 """What half of the steps does not tell of the others to this is looked at in so many times the steps."""

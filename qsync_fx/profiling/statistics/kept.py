@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from qsync_fx.codec import Path
+from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.statistics.interrupted import (
     INTERRUPTED,
     Found,
@@ -61,6 +62,7 @@ class Kept:
     def add(self, found: Mapping[str, tuple[dict[Key, float], float]]) -> None:
         """Keeps what each method has found in a step, and the seconds that it took."""
         for name, (values, seconds) in found.items():
+            Sensitivity(name, "", by_operator(values))  # refuses what is no variance now, and not after all steps
             self.traces[name].append(values)
             self.seconds[name] += seconds
         if self.path is not None:

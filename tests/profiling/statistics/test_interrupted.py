@@ -102,6 +102,18 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
         found(Counted(), path)
 
 
+def test_what_is_no_variance_is_told_in_its_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def without(called: Any, batch: Batch) -> Tensor:
+        steps.append(1)
+        return (called(batch[0]) * 0).abs().sqrt().sum()
+
+    with pytest.raises(ProfileError, match="is no variance"):
+        qsync_fx.sensitivity(model(), without, batches(), "fisher", ["int8"], steps=40, path=tmp_path / "s.json")
+    assert len(steps) <= 2
+
+
 @tiers.ALL
 def test_measure_goes_on_with_its_sensitivity(tmp_path: Path) -> None:
     path, whole = tmp_path / "profile.json", Counted()
