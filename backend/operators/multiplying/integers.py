@@ -23,13 +23,15 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
     """
     if not summed_exactly(a.device, a.shape[-1], formats):
         return None
+    if a.device.type == "cpu":
+        found: Tensor = torch.ops.qsync.integer_products.default(a, bt)
+        return found
     if a.dim() == 3:
-        return torch.ops.qsync.integer_products.default(a, bt) if a.device.type == "cpu" else None
-    if a.device.type == "cuda" and not fallback.takes_integers(a.shape[0], bt.shape[0], a.shape[1]):
         return None
-    if a.device.type == "cuda":
-        return fallback.integer_product(a, bt)
-    return torch._int_mm(strided(a), strided(bt).t())
+    if a.device.type != "cuda":
+        return torch._int_mm(strided(a), strided(bt).t())
+    takes = fallback.takes_integers(a.shape[0], bt.shape[0], a.shape[1])
+    return fallback.integer_product(a, bt) if takes else None
 
 
 def summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, Precision]) -> bool:

@@ -6,14 +6,18 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import tiers
 import torch
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given, settings, strategies as st
 from lowered_layers import Layer, leaf, recorded
-from torch import Tensor
+from torch import Tensor, fx, nn
 
+import qsync_fx
 from qsync_fx.backend.operators.multiplying import integers
 from qsync_fx.precision import FORMATS, encoding
 
@@ -51,7 +55,7 @@ def test_weight_gradients_that_int32_does_not_hold_are_summed_in_fp32(rows: int,
     y = Layer("int8_grad")(x, weight)
     with recorded() as calls:
         [found] = torch.autograd.grad(y, weight, torch.ones_like(y))
-    assert ("aten::_int_mm" in calls) == unit
+    assert ("qsync::integer_products" in calls) == unit
     bound = 2**-22 if unit else rows * 2**-24
     torch.testing.assert_close(found, torch.full((2, 1), float(rows)), rtol=bound, atol=0.0)
 
@@ -61,7 +65,7 @@ def test_gradients_in_int8_cost_three_integer_products() -> None:
     with recorded() as calls:
         y = Layer("int8_grad")(x, weight)
         torch.autograd.grad(y, (x, weight), torch.randn_like(y))
-    assert calls.count("aten::_int_mm") == 3 and "aten::mm" not in calls
+    assert calls.count("qsync::integer_products") == 3 and "aten::mm" not in calls
     assert calls.count("qsync::quantize") == 3, "two operands and one gradient, which both products share"
 
 
@@ -84,7 +88,7 @@ for fmt in ("int8", "int8_grad"):
         found = y, *torch.autograd.grad(y.sum(), (x, weight))
     for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
         torch.testing.assert_close(one, torch.full_like(one, exact))
-    print(fmt, "aten::_int_mm" in calls, support(torch.device("cpu"), FORMATS[fmt]).how)
+    print(fmt, "qsync::integer_products" in calls, support(torch.device("cpu"), FORMATS[fmt]).how)
 """
 
 
@@ -96,3 +100,26 @@ def test_a_unit_that_saturates_is_not_used(isa: str) -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_VNNI], env=env, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["int8", "False", "simulated", "int8_grad", "False", "simulated"]
+
+
+@pytest.mark.parametrize("width", [48, 64])
+def test_what_is_kept_of_a_weight_takes_a_byte_a_value(width: int) -> None:
+    """Whatever its sizes round to in torch's partitioner, which kept every other one in BF16."""
+    layer, x = nn.Linear(width, width, bias=False), leaf(torch.randn(32, width))
+    kept: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def backward(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        kept.extend((t.dtype, tuple(t.shape)) for t in inputs)
+        return make_boxed_func(graph.forward)
+
+    lowered = qsync_fx.explain(layer, x, options={"precision": "int8"}).graph_module("lower")
+    names = [node.name for node in lowered.graph.nodes if node.op == "placeholder"]
+    compiled = aot_function(
+        lowered,
+        lambda graph, _: make_boxed_func(graph.forward),
+        backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    given = (layer.weight if "weight" in name else x for name in names)
+    compiled(*given)[0].sum().backward()
+    assert (torch.int8, (width, width)) in kept and (torch.bfloat16, (width, width)) not in kept

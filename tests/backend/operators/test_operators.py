@@ -242,7 +242,7 @@ def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit
     assert (inner * 127**2 < 2**31) == unit
     with recorded() as calls:
         y = Layer("int8", out_dtype=torch.float32)(x, weight)
-    assert ("aten::_int_mm" in calls) == unit
+    assert ("qsync::integer_products" in calls) == unit
     # Integers are summed exactly; FP32 loses up to half a last place with each of the equal summands.
     torch.testing.assert_close(y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0)
 
