@@ -10,11 +10,13 @@ import dataclasses
 
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.forward import Forward, Sources, convolves, pools, whole
+from qsync_fx.predictor.memory.forward import GATHERS, Forward, Sources, convolves, pools, whole
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
 _INDEX = 8
 """Bytes of an index."""
+_SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
+_TURNS = ("transpose", "permute", "t", "mT", "swapaxes", "movedim")
 _OF_ROWS = ("layer_norm", "rms_norm")
 _READS = 12
 """What takes more reads than this to compute where it is read, Inductor has computed once, into memory (on a CPU)."""
@@ -34,14 +36,16 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
+        self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
         self._repeated_from = len(self.graph.operators)
+        self._turned = {forward.root(o.result) for o in self.graph.operators if o.row in _TURNS}
         for read in self.graph.outputs:
             value = self.graph.values[read.value]
             if value.differentiated:
                 tangent = Buffer(_of(value.name), value.own, forward.bytes(read.value, value.own))
                 self.incoming.append(Task("", True, True, writes=(tangent,)))
-                self._arrive(read.value, frozenset({tangent}))
+                self._arrive("", read.value, frozenset({tangent}))
         for at in reversed(range(len(self.graph.operators))):
             operator = self.graph.operators[at]
             if operator.result in self._gradients and forward.root(operator.result) == operator.result:
@@ -51,10 +55,11 @@ class Backward:
     def _task(self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0) -> None:
         self.tasks.append(Task(operator, True, library, reads, writes, workspace))
 
-    def _arrive(self, value: int, sources: Sources) -> None:
+    def _arrive(self, operator: str, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
         if self.graph.values[root].differentiated:
-            self._gradients[root] = self._gradients.get(root, frozenset()) | sources
+            found = self._gradients.get(root, frozenset()) | sources
+            self._gradients[root] = self._bounded(operator, root, found, self.forward.states.held(root))
 
     def _repeat(self, at: int) -> None:
         """Has what was not kept computed again: the operators of a checkpointed body, all at once."""
@@ -74,8 +79,7 @@ class Backward:
         return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)
 
     def _operator(self, at: int, operator: Operator) -> None:
-        names = self.forward.states.names[at]
-        incoming = self._bounded(operator.id, operator.result, self._gradients[operator.result], names[1])
+        incoming = self._gradients[operator.result]
         if self.forward.multiplies(operator):
             self._product(at, operator, incoming)
             return
@@ -89,7 +93,17 @@ class Backward:
             if read.gradient and self._is_parameter(read.value):
                 self._parameter(operator, read.value, incoming | kept)
             elif read.gradient:
-                self._arrive(read.value, outgoing)
+                self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
+
+    def _spread(self, operator: Operator, value: int, outgoing: Sources) -> Sources:
+        """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
+        values = self.graph.values
+        if operator.row not in _SPREADS or whole(values[value].numel) >= whole(values[operator.result].numel):
+            return outgoing
+        fmt = self.forward.states.held(value)
+        buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
+        self._sum(operator.id, outgoing, buffer)
+        return frozenset({buffer})
 
     def _bounded(self, operator: str, value: int, sources: Sources, fmt: Name) -> Sources:
         """What a gradient is computed from: itself, in memory, where that would be too much."""
@@ -108,23 +122,28 @@ class Backward:
     def _normed(self, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
         """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
         operand, weights = operator.reads[0].value, [read for read in operator.reads[1:] if read.gradient]
-        by_channel = not operator.row.startswith(_OF_ROWS)
-        weighed = incoming
-        if not by_channel:
-            scale = frozenset[Buffer]().union(*(self.forward.read_of(read.value) for read in weights))
-            weighed = self._wide(operator, operand, incoming | scale)
-        extras = self.forward.extras(self.graph.places[operator.id])
-        sums = Buffer(f"sums of {self._name(operand)}", None, sum(buffer.bytes for buffer in extras))
-        of_sums = self._wide(operator, operand, weighed | kept)
+        scales = frozenset[Buffer]().union(*(self.forward.read_of(r.value) for r in weights if r.role == "weight"))
+        extras = sorted(self.forward.extras(self.graph.places[operator.id]), key=lambda buffer: buffer.name)
+        sums = [Buffer(f"sums of {self._name(operand)}", None, buffer.bytes) for buffer in extras]
+        # The gradient is multiplied last with the deviation's inverse, and by channel with the weight, wherever the rest lies.
+        last = frozenset(extras[-1:])
         gradients = self._of_parameters(weights)
-        if by_channel:
-            self._task(operator.id, False, weighed | of_sums, sums, *gradients)
-            return self._wide(operator, operand, weighed | kept | {sums})
-        self._task(operator.id, False, weighed | of_sums, sums)
-        found = self._wide(operator, operand, weighed | kept | {sums})
+        if not operator.row.startswith(_OF_ROWS):
+            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | kept), *sums, *gradients)
+            return self._wide(operator, operand, incoming | kept | frozenset(sums)) | last | scales
+        if self.forward.states.names[self.graph.places[operator.id]][1] == FP32.name:
+            # The operand is kept with its mean taken off and divided, which takes no more there.
+            kept -= frozenset(extras)
+        weighed = self._wide(operator, operand, incoming | scales)
+        self._task(operator.id, False, weighed | self._wide(operator, operand, weighed | kept), *sums)
+        found = self._wide(operator, operand, weighed | kept | frozenset(sums)) | last
         if gradients:
-            self._task(operator.id, False, incoming | self._wide(operator, operand, incoming | kept), *gradients)
+            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | kept), *gradients)
         return found
+
+    def _sum(self, operator: str, reads: Sources, *writes: Buffer) -> None:
+        """Sums over the batch."""
+        self.tasks.append(Task(operator, True, False, reads, writes, sums=True))
 
     def _wide(self, operator: Operator, value: int, sources: Sources) -> Sources:
         return self._bounded(operator.id, value, sources, FP32.name)
@@ -148,7 +167,8 @@ class Backward:
     def _lying(self, operator: Operator, incoming: Sources, fmt: Name) -> Buffer:
         """The gradient of an operator's result, in memory and in a format."""
         size = self.forward.bytes(operator.result, fmt)
-        if len(incoming) == 1:
+        # The gradient of a transposed view is laid out anew.
+        if len(incoming) == 1 and operator.result not in self._turned:
             (only,) = incoming
             if only.format == fmt and only.bytes == size:
                 return only
@@ -176,12 +196,12 @@ class Backward:
                 other = self._factor(at, operator, 1 - place, carrier)
                 self._task(operator.id, True, frozenset({gradient} if other is None else {gradient, other}), buffer)
             if not self._is_parameter(operator.reads[place].value):
-                self._arrive(operator.reads[place].value, frozenset({buffer}))
+                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, 1 - place)}))
             elif not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for read in operator.reads[last:]:
             if read.gradient and self._is_parameter(read.value):
-                self._parameter(operator, read.value, frozenset({gradient}))
+                self._parameter(operator, read.value, frozenset({gradient}), sums=True)
 
     def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
@@ -205,15 +225,27 @@ class Backward:
             self._task(operator.id, False, frozenset({kept}), self._carried[kept])
         return self._carried[kept]
 
+    def _scale(self, at: int, place: int) -> Sources:
+        """The scale of a factor that is kept in a scaled format, as what a product with it is multiplied with."""
+        kept = self.forward.factors.get((at, place))
+        if kept is None or kept.format is None or not FORMATS[kept.format].scaled:
+            return frozenset()
+        return frozenset({self._scales.setdefault(kept, Buffer(f"scale of {kept.name}", None, 0))})
+
     def _gradient(self, root: int) -> Buffer:
         self._arrived.add(root)
         own = self.graph.values[root].own
         return Buffer(self._name(root), own, self.forward.bytes(root, own), Category.GRADIENTS, stays=True)
 
-    def _parameter(self, operator: Operator, value: int, sources: Sources) -> None:
+    def _parameter(self, operator: Operator, value: int, sources: Sources, sums: bool = False) -> None:
         root = self.forward.root(value)
-        if root not in self._arrived:  # the gradient of another reader is added to what is there
-            self.tasks.append(Task(operator.id, True, False, sources, (self._gradient(root),)))
+        if root in self._arrived:
+            return  # the gradient of another reader is added to what is there
+        gradient = self._gradient(root)
+        if operator.row in GATHERS:
+            # Zeros, which need nothing, and what is then added to the rows that were read.
+            self._task(operator.id, False, frozenset(), gradient)
+        self.tasks.append(Task(operator.id, True, False, sources, (gradient,), sums=sums))
 
 
 def _of(name: str) -> str:

@@ -54,6 +54,7 @@ class Task:
             that it writes before it runs, and releases nothing before it has.
         reads, writes: buffers; what was written before is not allocated again.
         workspace: bytes that it takes while it runs.
+        sums: whether it sums over the batch, which no kernel does that computes element by element.
         holds: what is not released before it has run, though a compiler reckons that it were.
     """
 
@@ -64,6 +65,7 @@ class Task:
     writes: tuple[Buffer, ...] = ()
     workspace: int = 0
     holds: tuple[Buffer, ...] = ()
+    sums: bool = False
 
 
 Kind = tuple[Category, Name]

@@ -26,7 +26,7 @@ Sources = frozenset[Buffer]
 _SUM = 4
 """Bytes of a sum of integer products."""
 _GATES = ("relu", "threshold")
-_GATHERS = ("embedding",)
+GATHERS = ("embedding",)
 
 
 class Forward:
@@ -223,7 +223,7 @@ class Forward:
     def _again(self, root: int, certain: Sources) -> Sources | None:
         """What a value is computed from again in the backward pass; None where something of that is not kept."""
         operator = self.made_by(root)
-        if operator is None or operator.row in _GATHERS or self.multiplies(operator):
+        if operator is None or operator.row in GATHERS or self.multiplies(operator):
             return None
         at = self.graph.places[operator.id]
         found = self.kept.get(at, frozenset())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.predictor.memory.buffers import Buffer, Task
@@ -24,15 +24,84 @@ def ordered(tasks: Sequence[Task], kept: Collection[Buffer]) -> list[Task]:
         tasks: as the pass was written.
         kept: what is there when the pass has ended; what stays need not be named.
     """
-    pass_ = _pass(tasks, frozenset(kept))
-    written = list(range(len(tasks)))
+    groups = fused(tasks)
+    pass_ = _pass(groups, frozenset(kept))
+    written = list(range(len(groups)))
     found = min((written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)), key=pass_.expected)
-    return [tasks[at] for at in found]
+    return [task for at in found for task in groups[at]]
+
+
+def fused(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Returns the tasks with those together that are one kernel to the sorts: of elements, or of sums, of what they read in common.
+
+    A task joins the nearest of its kind that writes some of what it reads, or reads half of it, and that nothing which it needs waits
+    for. What such a kernel needs runs before all of it.
+    """
+    groups: list[list[Task]] = []
+    needs: list[set[int]] = []
+    place: dict[Buffer, int] = {}
+    for task in tasks:
+        needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
+        found = len(groups)
+        if not task.library:
+            behind = _reaching(needs, needed)
+            near = (at for at in range(len(groups) - 1, -1, -1) if at not in behind and _joins(task, groups[at]))
+            found = next(near, found)
+        if found == len(groups):
+            groups.append([])
+            needs.append(set())
+        groups[found].append(task)
+        needs[found] |= needed - {found}
+        place |= dict.fromkeys(task.writes, found)
+    order: dict[int, None] = {}
+    for at in range(len(groups)):
+        visit(at, needs, int, order)
+    return [groups[at] for at in order]
+
+
+def _reaching(needs: Sequence[set[int]], needed: set[int]) -> set[int]:
+    """The places of what the needed ones wait for; of these, what they are themselves waits for nothing here."""
+    found: set[int] = set()
+    left = list(needed)
+    while left:
+        for at in needs[left.pop()] - found:
+            found.add(at)
+            left.append(at)
+    return found
+
+
+def visit(
+    first: int, needs: Sequence[Collection[int]], key: Callable[[int], tuple[int, ...] | int], order: dict[int, None]
+) -> None:
+    """Adds a place to an order, behind what it needs."""
+    stack = [first]
+    while stack:
+        missing = [at for at in needs[stack[-1]] if at not in order]
+        if missing:
+            stack.append(min(missing, key=key))
+        else:
+            order[stack.pop()] = None
+
+
+def _joins(task: Task, group: Sequence[Task]) -> bool:
+    first = group[0]
+    if first.library:
+        return False
+    written = {buffer for one in group for buffer in one.writes}
+    if first.sums and not task.sums:
+        return bool(task.reads) and task.reads <= written  # what is done to sums alone is done with them
+    if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
+        return False
+    if task.reads & written:
+        return True
+    there = {buffer for one in group for buffer in one.reads}
+    common = sum(buffer.bytes for buffer in task.reads if buffer in there)
+    return bool(common) and 2 * common >= sum(buffer.bytes for buffer in task.reads)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Tasks by their places.
+    """Tasks, those of one kernel together, by their places.
 
     Attributes:
         sizes: what each allocates.
@@ -66,23 +135,27 @@ class _Pass:
         return most
 
 
-def _pass(tasks: Sequence[Task], kept: frozenset[Buffer]) -> _Pass:
+def _pass(groups: Sequence[Sequence[Task]], kept: frozenset[Buffer]) -> _Pass:
     writer: dict[Buffer, int] = {}
-    sizes, before = [0] * len(tasks), [set[int]() for _ in tasks]
-    reads = [list(task.reads) for task in tasks]
+    sizes, before = [0] * len(groups), [set[int]() for _ in groups]
+    reads: list[list[Buffer]] = [[] for _ in groups]
     given: dict[Buffer, None] = {}
-    for at, task in enumerate(tasks):
-        for buffer in task.reads:
-            if buffer in writer:
-                before[at].add(writer[buffer])
-            else:
-                given[buffer] = None
-        for buffer in task.writes:
-            if buffer in writer:
-                before[at].add(writer[buffer])
-            else:
-                sizes[at] += buffer.bytes
-            writer[buffer] = at
+    for at, group in enumerate(groups):
+        for task in group:
+            for buffer in task.reads:
+                if buffer not in writer:
+                    given[buffer] = None
+                elif writer[buffer] != at:
+                    before[at].add(writer[buffer])
+                if writer.get(buffer) != at:
+                    reads[at].append(buffer)
+            for buffer in task.writes:
+                if buffer not in writer:
+                    sizes[at] += buffer.bytes
+                elif writer[buffer] != at:
+                    before[at].add(writer[buffer])
+                writer[buffer] = at
+        reads[at] = list(dict.fromkeys(reads[at]))
     readers: defaultdict[Buffer, list[int]] = defaultdict(list)
     for at, found in enumerate(reads):
         for buffer in found:
@@ -92,7 +165,7 @@ def _pass(tasks: Sequence[Task], kept: frozenset[Buffer]) -> _Pass:
             readers[buffer] = [at]
             reads[at].append(buffer)
     released = {buffer: found for buffer, found in readers.items() if not buffer.stays and buffer not in kept}
-    after = [list[int]() for _ in tasks]
+    after = [list[int]() for _ in groups]
     for at, places in enumerate(before):
         for place in sorted(places):
             after[place].append(at)
@@ -100,7 +173,7 @@ def _pass(tasks: Sequence[Task], kept: frozenset[Buffer]) -> _Pass:
     return _Pass(
         sizes,
         reads,
-        [list(task.writes) for task in tasks],
+        [[buffer for task in group for buffer in task.writes] for group in groups],
         [sorted(places) for places in before],
         after,
         released,
@@ -164,12 +237,5 @@ def _smallest_first(pass_: _Pass) -> list[int]:
     keys = [size(at) for at in range(len(pass_.sizes))]
     found: dict[int, None] = {}
     for first in sorted(range(len(keys)), key=keys.__getitem__):
-        stack = [first]
-        while stack:
-            at = stack[-1]
-            missing = [place for place in pass_.before[at] if place not in found]
-            if missing:
-                stack.append(min(missing, key=keys.__getitem__))
-            else:
-                found[stack.pop()] = None
+        visit(first, pass_.before, keys.__getitem__, found)
     return list(found)

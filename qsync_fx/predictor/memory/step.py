@@ -5,8 +5,8 @@ Invariant: a pure function of the model graph and the states of its operators; n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from qsync_fx.precision import FORMATS
@@ -106,8 +106,9 @@ def step_tasks(states: States) -> list[Task]:
     backward = Backward(forward)
     there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
     kept, found = set[Buffer](), list[Task]()
+    made = {buffer for part in there for task in part for buffer in task.writes}
     for part in reversed([*there, backward.incoming, *back]):
-        found = [*ordered(part, kept | forward.outputs), *found]
+        found = [*_held_throughout(ordered(part, kept | forward.outputs), made), *found]
         kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
     return found
 
@@ -120,6 +121,15 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
         at = graph.operators[graph.places[task.operator]].graph if task.operator else at
         found.setdefault(at, []).append(task)
     return list(found.values())
+
+
+def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
+    """Returns the tasks of a pass, where autograd holds the gradients that it has called the pass with until it has ended."""
+    written = {buffer for task in tasks for buffer in task.writes}
+    given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in made | written}
+    if given:
+        tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *given))
+    return tasks
 
 
 def peak_bytes(states: States, training: Training | None = None) -> int:
