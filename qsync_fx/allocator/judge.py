@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.graph.reads import State
-from qsync_fx.predictor.mapper import CostMapper, States
+from qsync_fx.predictor.mapper import CostMapper, States, scheduled, states
 from qsync_fx.predictor.memory import anchored_bytes, step_memory
 from qsync_fx.predictor.memory.step import Memory
 from qsync_fx.predictor.replay.fleet import played
@@ -21,6 +21,8 @@ from qsync_fx.timeline.timeline import Timeline
 
 TOLERANCE = 1e-9
 """By how much, of a limit, rounding may take a plan beyond it."""
+_MANY = 0.1
+"""The share of operators from which on changing them one by one takes longer than looking at all."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,11 @@ class Judge:
 
     def __init__(self, problem: Problem, plans: Plans) -> None:
         self.problem = problem
-        self._mappers = {
-            name: CostMapper(found.graph, Remembered(found.times), plans[name])
-            for name, found in problem.classes.items()
-        }
+        self._times = {name: _remembered(found.times) for name, found in problem.classes.items()}
+        self._mappers: dict[str, CostMapper] = {}
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
+        self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
         self._memories: dict[str, Memory | None] = {}
         self._peaks: dict[str, int | None] = {}
@@ -114,8 +115,13 @@ class Judge:
     def become(self, plans: Plans) -> Judged:
         """Changes to other plans, which cannot be undone, and returns what they cost."""
         for name, asked in plans.items():
-            for operator, fmt in asked.items():
-                if self._asked[name][operator] != fmt:
+            changes = {operator: fmt for operator, fmt in asked.items() if self._asked[name][operator] != fmt}
+            if len(changes) > _MANY * len(asked):
+                self._asked[name] |= changes
+                self._mappers.pop(name, None)
+                self._forget(name)
+            else:
+                for operator, fmt in changes.items():
                     self._change(name, operator, fmt)
         self._undo.clear()
         return self.judged()
@@ -137,17 +143,22 @@ class Judge:
 
     def computing(self, name: str) -> float:
         """Returns the seconds that a device of a class computes in a step; followed change by change, so quick to ask."""
-        return self._mappers[name].seconds * self.problem.cluster.devices[name].slowdown
+        return self._mapper(name).seconds * self.problem.cluster.devices[name].slowdown
 
     def states(self, name: str) -> States:
         """Returns what the operators of a class compute in and give out."""
-        return self._mappers[name].states()
+        if name not in self._states:
+            mapper = self._mappers.get(name)
+            graph = self.problem.classes[name].graph
+            self._states[name] = states(graph, self._asked[name]) if mapper is None else mapper.states()
+        return self._states[name]
 
     def schedules(self) -> Mapping[str, Schedule]:
         """Returns the step of each class."""
-        for name, mapper in self._mappers.items():
+        whole = self.problem.cluster.buckets.whole_graphs
+        for name in self.problem.classes:
             if name not in self._schedules:
-                self._schedules[name] = mapper.schedule(self.problem.cluster.buckets.whole_graphs)
+                self._schedules[name] = scheduled(self.states(name), self._times[name], whole)
         return self._schedules
 
     def memory(self, name: str) -> Memory | None:
@@ -201,10 +212,20 @@ class Judge:
         return self._timeline
 
     def _change(self, name: str, operator: str, fmt: str) -> None:
-        self._mappers[name].set(operator, fmt)
+        self._mapper(name).set(operator, fmt)
         self._asked[name][operator] = fmt
+        self._forget(name)
+
+    def _mapper(self, name: str) -> CostMapper:
+        if name not in self._mappers:
+            graph = self.problem.classes[name].graph
+            self._mappers[name] = CostMapper(graph, self._times[name], self._asked[name])
+        return self._mappers[name]
+
+    def _forget(self, name: str) -> None:
+        """Lets go what is known of a class, whose plan is another now."""
         self._timeline = None
-        for known in (self._schedules, self._memories, self._peaks):
+        for known in (self._states, self._schedules, self._memories, self._peaks):
             known.pop(name, None)
 
     def _peak(self, name: str, found: DeviceClass) -> int | None:
@@ -224,6 +245,10 @@ class Judge:
 def judged(problem: Problem, plans: Plans) -> Judged:
     """Returns what plans of all classes cost."""
     return Judge(problem, plans).judged()
+
+
+def _remembered(times: Times) -> Times:
+    return times if isinstance(times, Remembered) else Remembered(times)
 
 
 class Remembered:

@@ -60,15 +60,21 @@ class Search:
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
         self.held = {name: Held() for name in problem.open}
-        start = self._uniform()
-        self.look(start)
-        self.learn()
         memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
         self.limits = Limits(problem.seconds, memory, problem.variance, self._floor())
+        if memory:
+            self._uniforms()
+        else:
+            self.look(problem.uniform())
+        self.learn()
 
     def run(self, rounds: int) -> None:
         """Solves and judges until there is nothing to learn, so many times at most."""
         self._settle(rounds)
+        if self.best is None and not self.limits.memory:
+            self._uniforms()
+            self.learn()
+            self._settle(rounds)
         if self.limits.memory and self.best is not None:
             # Plans that are reckoned to hold a little too much may not: they are looked at before they are ruled out.
             within = self.limits
@@ -186,18 +192,14 @@ class Search:
             return first < second
         return (one.variance, one.seconds) < (other.variance, other.seconds)
 
-    def _uniform(self) -> Plans:
-        """Looks at uniform plans; returns the best that keeps all limits, else the narrowest."""
-        known = [fmt for name in self.problem.open for fmt in self.problem.classes[name].formats]
-        shared = [
-            fmt
-            for fmt in dict.fromkeys(known)
-            if all(fmt in self.problem.classes[name].formats for name in self.problem.open)
-        ]
-        for fmt in shared:
-            self.look(self.problem.uniform(fmt))
-            self.learn()
-        return self.best[0] if self.best is not None else self.problem.uniform()
+    def _uniforms(self) -> None:
+        """Looks at uniform plans, and learns from them; at last at the best that keeps all limits, else the narrowest."""
+        parts = [self.problem.classes[name] for name in self.problem.open]
+        for fmt in parts[0].formats:
+            if all(fmt in part.formats for part in parts):
+                self.look(self.problem.uniform(fmt))
+                self.learn()
+        self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
     def _found(self, start: Plans) -> Found:
         """Solves the program of all classes, or one a class where nothing couples them."""

@@ -1,0 +1,125 @@
+"""Models of any number of operators, for what has to go on being quick: blocks of two layers, a gate and a residual.
+
+Invariant: a block is what `model_graph` makes of a real one; only what it is linked to is another. Each has times of its own: those of an
+A100 by the catalog, times a factor that is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.devices import get
+from qsync_fx.graph.reads import State
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model.value import Follows, ModelParameter, Operator, Read, Value
+from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.predictor.times import Seconds
+
+DEVICE = "a100"
+FORMATS = ("fp32", "tf32", "bf16", "int8", "int8_grad")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return found
+
+
+class Repeated:
+    """Times of a model of many blocks."""
+
+    def __init__(self, block: ModelGraph, seed: int) -> None:
+        self._block, self._times, self._seed = block, DeviceTimes(get(DEVICE), block), seed
+        self._factors: dict[str, float] = {}
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        own = operator.partition("|")[2]
+        known = self._block.operator(own).costs
+        asked = state if state.names in known else State(*(precision_named(name) for name in next(iter(known))))
+        share = 1.0 if asked is state or state.output is None else state.output.bits / 32
+        found = self._times.operator(own, asked)
+        factor = self._factor(operator) * share
+        return Seconds(found.forward * factor, found.backward * factor)
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        return self._times.cast(operator, before, after, numel, differentiated)
+
+    def outside(self) -> Seconds:
+        return Seconds(0.0, 0.0)
+
+    def optimizer(self) -> float:
+        return 0.0
+
+    def _factor(self, operator: str) -> float:
+        if operator not in self._factors:
+            self._factors[operator] = random.Random(f"{self._seed} {operator}").lognormvariate(0, 0.4)
+        return self._factors[operator]
+
+
+def precision_named(name: str | None) -> qsync_fx.Precision | None:
+    return None if name is None else qsync_fx.FORMATS[name]
+
+
+def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
+    """Returns the graph of one block."""
+    torch._dynamo.reset()
+    batch = torch.randn(rows, width, requires_grad=True)
+    return model_graph(qsync_fx.explain(Block(width).train(), batch, options={"target": DEVICE}), FORMATS)
+
+
+def repeated(block: ModelGraph, count: int) -> ModelGraph:
+    """Returns the graph of `count` blocks, one behind the other."""
+    source = next(at for at, value in enumerate(block.values) if value.source == "input")
+    last = block.outputs[0].value
+    operators: list[Operator] = []
+    values: list[Value] = []
+    parameters: list[ModelParameter] = []
+    for number in range(count):
+        ahead, before, points = len(block.operators) * number, len(block.values) * number, block.points * number
+
+        def place(value: int, before: int = before, number: int = number) -> int:
+            return value + before if value != source or number == 0 else last + before - len(block.values)
+
+        def read(one: Read, points: int = points, place: object = place) -> Read:
+            point = None if one.point is None else one.point + points
+            return replace(one, value=place(one.value), origin=place(one.origin), point=point)  # type: ignore[operator]
+
+        for value in block.values:
+            maker = None if value.operator is None else value.operator + ahead
+            name = f"{value.name}_{number}"
+            values.append(replace(value, name=name, tensor=value.tensor + before, operator=maker))
+        for one in block.operators:
+            decided = one.decided
+            if isinstance(decided, Follows):
+                inputs = tuple(at + ahead for at in decided.operators)
+                # The first block's input is in FP32, and would hold all residuals there.
+                more = (ahead - 1,) if decided.given is not None and number else ()
+                decided = replace(decided, operators=(*more, *inputs), given=None)
+            else:
+                decided = replace(decided, readers=tuple(at + ahead for at in decided.readers))
+            costs = {state: replace(cost, saved={}) for state, cost in one.costs.items()}
+            name, reads = f"{number}|{one.id}", tuple(map(read, one.reads))
+            operators.append(replace(one, id=name, result=place(one.result), reads=reads, decided=decided, costs=costs))
+        for parameter in block.parameters:
+            readers = tuple(at + ahead for at in parameter.readers)
+            parameters.append(replace(parameter, path=f"{number}.{parameter.path}", readers=readers))
+    end = len(values) - len(block.values) + last
+    outputs = tuple(replace(one, value=end, origin=end, point=block.points * count - 1) for one in block.outputs)
+    return replace(
+        block,
+        operators=tuple(operators),
+        values=tuple(values),
+        parameters=tuple(parameters),
+        outputs=outputs,
+        points=block.points * count,
+    )
