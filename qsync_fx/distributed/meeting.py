@@ -55,8 +55,11 @@ class Meeting:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
+        try:
+            self.watcher.start()
+        except StoreLost:
+            raise lost(self.rank) from None
         self._stack.enter_context(timeouts.at_least(self._compiling))
-        self.watcher.start()
         return self
 
     def agree(self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False) -> None:
@@ -100,7 +103,7 @@ class Meeting:
         cause = None
         try:
             if isinstance(error, RankError):
-                self.watcher.learn(Failure(error.rank, error.what, error.where, error.do))
+                self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
             elif error is not None:
                 cause = self._cause(error)
             if error is not None:

@@ -2,7 +2,7 @@
 
 Every rank's heart beats in the channel. Rank 0 looks at all of them, the others look at rank 0's and at what was told: so what a rank has
 to look at does not grow with their number. A rank that compiles for too long, and one that says nothing for too long, is told by the rank
-that sees it.
+that sees it. That a process was killed its neighbours see at once, where they are on its machine.
 
 Invariant: what is told anywhere is known on every rank, and in its log, within about a second, whatever its own code does meanwhile, unless
 that keeps Python from running other threads. A rank that stood still itself blames no other for the silence.
@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Final
 
+from qsync_fx.distributed import alive
 from qsync_fx.distributed.channel import Channel, Failure, StoreLost
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -24,6 +25,9 @@ _HURRIED: Final = 3.0
 """Seconds of silence after which a rank counts as gone once a collective has failed: then one is."""
 _LINGERS: Final = 5.0
 _GONE: Final = "done"
+_WHY: Final = (
+    "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
+)
 
 
 class Watcher:
@@ -52,6 +56,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="qsync-watcher", daemon=True)
 
     def start(self) -> None:
+        self.channel.put(f"process/{self.channel.rank}", alive.identity())
         self._thread.start()
 
     def stop(self, done: bool) -> None:
@@ -84,17 +89,17 @@ class Watcher:
     def tell(self, failure: Failure) -> None:
         """Tells all ranks, and this one."""
         self.channel.tell(failure)
-        self.learn(failure)
+        self.learn(failure, logs=failure.rank != self.channel.rank)
         self.linger()
 
-    def learn(self, failure: Failure) -> None:
-        """Takes notice of what has failed."""
+    def learn(self, failure: Failure, logs: bool = True) -> None:
+        """Takes notice of what has failed, and notes it in the log but where this rank raises it itself."""
         with self._lock:
             if self.failure is not None:
                 return
             self.failure, self._at = failure, time.monotonic()
         self._known.set()
-        if failure.rank != self.channel.rank:
+        if logs:
             _LOG.error("%s", failure.error())
         self.channel.count("known", 1)
 
@@ -134,6 +139,18 @@ class Watcher:
             os._exit(1)
 
     def _look(self, now: float) -> None:
+        for rank in {(self.channel.rank + 1) % self.channel.world, (self.channel.rank - 1) % self.channel.world}:
+            # A rank that has come to its end says so before it ends.
+            known = self.channel.get(f"process/{rank}")
+            if (
+                known
+                and alive.gone(known)
+                and self.channel.get(f"beat/{rank}") != _GONE
+                and self.channel.told() is None
+            ):
+                what = f"rank {rank} has ended without a word"
+                self.tell(Failure(rank, what, None, _WHY, lives=False))
+                return
         limit = min(self.silence, _HURRIED) if self.channel.count("hurry") else self.silence
         for rank in range(self.channel.world) if self.channel.rank == 0 else (0,):
             said = self.channel.get(f"beat/{rank}")
@@ -143,9 +160,8 @@ class Watcher:
                 self._seen[rank] = said, now
             silent = now - self._seen[rank][1]
             if silent > limit:
-                do = "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
                 what = f"rank {rank} has said nothing for {silent:.0f} s"
-                self.tell(Failure(rank, what, f"limit: {limit:g} s", do, lives=False))
+                self.tell(Failure(rank, what, f"limit: {limit:g} s", _WHY, lives=False))
                 return
             since = self._since.setdefault(rank, now) if said.startswith("compiles") else self._since.pop(rank, now)
             if now - since > self.compiling and said.startswith("compiles"):

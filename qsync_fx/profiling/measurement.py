@@ -126,8 +126,7 @@ def measure(
     profile = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
     if all_reduce:
         profile = replace(profile, collectives=collectives())
-    # In formats that are as wide as gradients nothing is disturbed.
-    if sensitivity is not None and any(fmt.bits < 32 for fmt in formats):
+    if sensitivity is not None:
         (found,) = sensitivities(
             model, step, batches, [sensitivity], formats, options=dict(options or {}), partial=found_so_far
         )

@@ -36,6 +36,7 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
     assert "rank 1 has not come to where the ranks compare" in ours["absent"]["what"]
 
 
+@tiers.ALL
 def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="averaging")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
@@ -47,10 +48,10 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("plan", "rank 1 has failed: PlanError: the pattern 'nowhere' selects none"),
+        pytest.param("plan", "rank 1 has failed: PlanError: the pattern 'nowhere' selects none", marks=tiers.ALL),
         pytest.param("limit", "rank 1 has failed: PlanError: Dynamo has reached torch._dynamo.config", marks=tiers.ALL),
         pytest.param("memory", "rank 1 has failed: OutOfMemoryError: out of memory", marks=tiers.ALL),
-        pytest.param("kill", "rank 1 has said nothing for", marks=tiers.ALL),
+        pytest.param("kill", "rank 1 has ended without a word", marks=tiers.ALL),
         pytest.param("stop", "rank 1 has said nothing for", marks=tiers.ALL),
     ],
 )
@@ -73,6 +74,7 @@ def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, tmp_path:
         assert second.result is None
 
 
+@tiers.ALL
 def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path))
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
@@ -90,6 +92,16 @@ def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
     assert {choice.name for choice in plan.classes["fast"].operators.values()} == {"fp32"}
     assert "a step" in ours["printed"]
     assert ours["weights"] == theirs["weights"]
+
+
+@tiers.ALL
+def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path) -> None:
+    """No other rank waits for it in a collective, so that no connection would tell."""
+    first, second = ranks.run("guarded_rank.py", 2, tmp_path, name="killed", limit=600)
+    assert second.code == -signal.SIGKILL
+    assert first.code == 0, first.log
+    assert first.result["rank"] == 1
+    assert first.result["what"] == "rank 1 has ended without a word"
 
 
 @tiers.ALL

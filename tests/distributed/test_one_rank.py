@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
+import qsync_fx
 from qsync_fx import OptionError, Plan
 from qsync_fx.distributed import average_by_batch, check_replicas, guard
+from qsync_fx.distributed.alive import gone, identity
 from qsync_fx.distributed.channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.replicas import digests
 from qsync_fx.distributed.timeouts import at_least, limit_of_group
@@ -68,6 +73,34 @@ def test_a_channel_holds_texts_and_failures(group: None) -> None:
     told = first.told()
     assert told == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
     assert str(told.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
+
+
+def test_a_process_that_has_ended_is_known() -> None:
+    mine = identity()
+    assert mine
+    assert not gone(mine)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        theirs = " ".join([*mine.split()[:2], str(other.pid), started])
+        assert not gone(theirs)
+        assert gone(" ".join([*theirs.split()[:3], "1"])), "its number is another process's by now"
+        other.kill()
+        other.wait()
+        assert gone(theirs)
+        assert not gone(theirs.replace(mine.split()[0], "elsewhere"))
+    assert not gone("")
+
+
+@tiers.ALL
+def test_one_rank_finds_its_plan_alone() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    plan = qsync_fx.distributed.find_plan(
+        nn.Linear(16, 16), step, [torch.randn(32, 16)], precisions=["fp32", "bf16"], progress=False, rounds=2
+    )
+    assert plan.ranks == ("cpu",)
+    assert set(plan.classes) == {"cpu"}
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -197,6 +197,21 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {**found, "plan": plan.to_json(), "printed": str(plan), "weights": weights(fast)}
 
 
+def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A rank is killed while it measures itself."""
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return module(x).square().mean()
+
+    try:
+        qsync_fx.distributed.find_plan(network(), step, [data(rank, 64)], device_class=str(rank), progress=False)
+    except qsync_fx.RankError as error:
+        return said(error)
+    return {}
+
+
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     rank, world, folder, job = ranks.join(arguments)

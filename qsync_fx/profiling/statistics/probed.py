@@ -85,9 +85,9 @@ def _probed(
     probes = []
     for _ in range(draws):
         total = torch.stack([(g * signs(g, generator)).sum() for g in own]).sum() if own else loss.detach()
-        # Where the loss is linear in everything, its gradients depend on nothing.
+        # Where the loss is linear in everything, its gradients depend on nothing; where nothing is made narrow, nothing is asked for.
         derived: Sequence[Tensor | None] = [None] * len(wanted)
-        if total.requires_grad:
+        if total.requires_grad and wanted:
             derived = torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
         probes.append(Probe(derived[: len(edges)], dict(zip(known, derived[len(edges) :], strict=True))))
     return Probed([None if g is None else g.detach() for g in inner], probes)
