@@ -14,6 +14,7 @@ from qsync_fx.allocator.problem import Problem
 GAP: Final = 1e-4
 ROUNDS: Final = 6
 SECONDS: Final = 60.0
+_ROUNDING: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ class Exact:
         if search.best is None:
             raise why_not(search)
         plans, judged = search.best
-        bound = min(search.bound, judged.value(problem))
+        bound = _bound(search.bound, judged.value(problem), certain)
         took = time.perf_counter() - began
         notes = () if certain else (Note(NoteKind.RECKONED),)
         return Answer(problem, plans, judged, self.name, bound, took, tuple(search.rounds), (*search.notes, *notes))
+
+
+def _bound(bound: float, value: float, certain: bool) -> float | None:
+    """Returns the bound; none where a plan that the judge knows better is below it, beyond rounding."""
+    return None if not certain and value < bound * (1 - _ROUNDING) else min(bound, value)

@@ -29,7 +29,7 @@ FEW: Final = 300
 """Plans, of which each is looked at where a program would be less sure."""
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
-_LOOKS: Final = 6000
+_LOOKS: Final = 1500
 """Operators that are looked at in all when single ones are widened."""
 
 

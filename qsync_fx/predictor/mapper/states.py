@@ -111,9 +111,10 @@ def settled(graph: ModelGraph, found: Sequence[StateNames]) -> States:
 def planned(graph: ModelGraph, asked: Asked) -> dict[int, str]:
     """Returns the format that each adjustable operator computes in under a plan, by its place; raises as `states` does."""
     adjustable = [at for at, op in enumerate(graph.operators) if isinstance(op.decided, Choices)]
+    there = set(adjustable)
     if isinstance(asked, Plan):
         asked.check([OpId.parse(graph.operators[at].id) for at in adjustable], complete=True)
-    elif unknown := next((name for name in asked if graph.places.get(name) not in set(adjustable)), None):
+    elif unknown := next((name for name in asked if graph.places.get(name) not in there), None):
         known = [graph.operators[at].id for at in adjustable]
         raise PlanError(f"no adjustable operator of the model is called {unknown!r}", do=nearest(unknown, known))
     found: dict[int, str] = {}
