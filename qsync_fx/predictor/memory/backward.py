@@ -195,13 +195,14 @@ class Backward:
             if not convolves(operator):
                 other = self._factor(at, operator, 1 - place, carrier)
                 self._task(operator.id, True, frozenset({gradient} if other is None else {gradient, other}), buffer)
-            if not self._is_parameter(operator.reads[place].value):
-                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, 1 - place)}))
-            elif not buffer.stays:
+            if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for read in operator.reads[last:]:
             if read.gradient and self._is_parameter(read.value):
                 self._parameter(operator, read.value, frozenset({gradient}), sums=True)
+        for place, buffer in made.items():
+            if not self._is_parameter(operator.reads[place].value):
+                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, 1 - place)}))
 
     def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""

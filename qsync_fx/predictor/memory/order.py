@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from qsync_fx.predictor.memory.buffers import Buffer, Task
 
+_WORTH = 32
+"""Inductor fuses what holds this many times the bytes that it need not read twice, and no more."""
+
 
 def ordered(tasks: Sequence[Task], kept: Collection[Buffer]) -> list[Task]:
     """Returns the tasks of a pass in the order in which they run.
@@ -96,7 +99,7 @@ def _joins(task: Task, group: Sequence[Task]) -> bool:
         return True
     there = {buffer for one in group for buffer in one.reads}
     common = sum(buffer.bytes for buffer in task.reads if buffer in there)
-    return bool(common) and 2 * common >= sum(buffer.bytes for buffer in task.reads)
+    return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tiers import ALL
 from torch import Tensor, nn
 
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.order import ordered
+from qsync_fx.predictor.memory.order import fused, ordered
 
 
 def buffer(size: int, stays: bool = False) -> Buffer:
@@ -39,6 +39,31 @@ def test_what_is_written_again_waits_for_its_first_writer() -> None:
     both = buffer(10), buffer(20, stays=True)
     first, second, third = task(*both), task(both[0]), task(both[1])
     assert ordered([first, second, third], frozenset())[0] is first
+
+
+def elementwise(*writes: Buffer, reads: tuple[Buffer, ...] = (), sums: bool = False) -> Task:
+    return Task("", True, False, frozenset(reads), writes, sums=sums)
+
+
+def test_what_reads_the_same_is_one_kernel_unless_something_it_needs_waits_for_the_other() -> None:
+    given, a, b, c = (buffer(10) for _ in range(4))
+    first, product, second = elementwise(a, reads=(given,)), task(b, reads=(a,)), elementwise(c, reads=(given,))
+    assert fused([first, product, second]) == [[first, second], [product]]
+    waiting = elementwise(c, reads=(given, b))
+    assert fused([first, product, waiting]) == [[first], [product], [waiting]]
+
+
+def test_what_a_kernel_needs_runs_before_all_of_it() -> None:
+    given, a, zeros = (buffer(10) for _ in range(3))
+    first, empty, added = elementwise(a, reads=(given,)), elementwise(zeros), elementwise(zeros, reads=(a,))
+    assert fused([first, empty, added]) == [[empty], [first, added]]
+
+
+def test_sums_over_the_batch_are_kernels_of_their_own_with_what_is_done_to_them() -> None:
+    given, a, total, wide = buffer(10), buffer(10), buffer(1), buffer(2)
+    first, summed = elementwise(a, reads=(given,)), elementwise(total, reads=(given,), sums=True)
+    after = elementwise(wide, reads=(total,))
+    assert fused([first, summed, after]) == [[first], [summed, after]]
 
 
 @contextmanager
