@@ -1,0 +1,45 @@
+"""What the page and the issue say of the methods is what the benchmark found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+COLUMNS = ("operators", "floor", "exact", "injected", "depth", "paper")
+ROWS: list[dict[str, Any]] = [
+    row
+    for row in json.loads((ROOT / "benchmarks" / "results" / "sensitivity.json").read_text())["rows"]
+    if "floor" in row
+]
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+def test_methods_tell_real_quantized_passes(precision: str) -> None:
+    rows = [row for row in ROWS if row["precision"] == precision]
+    assert len(rows) == 12
+    for row in rows:
+        assert row["exact"] >= 0.9 and row["injected"] >= 0.95, row
+
+
+def test_the_page_tells_how_well_methods_do_as_the_benchmark_found_it() -> None:
+    lines: list[str] = []
+    for precision in ("int8", "bf16"):
+        lines += ["", f"| {precision.upper()} | {' | '.join(COLUMNS)} |", "|" + "---|" * (len(COLUMNS) + 1)]
+        for row in ROWS:
+            if row["precision"] == precision:
+                cells = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
+                lines.append(f"| {' | '.join([row['case'], *cells])} |")
+    page = ROOT / "docs" / "predictor.md"
+    text = page.read_text()
+    told = re.search(r"(?<=<!-- how well -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)
+    assert told is not None
+    if os.environ.get("QSYNC_UPDATE_DOCS") == "1":
+        page.write_text(text[: told.start()] + "\n".join(lines[1:]) + "\n" + text[told.end() :])
+    else:
+        assert told[0].splitlines() == lines[1:]
