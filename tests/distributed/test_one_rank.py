@@ -18,6 +18,7 @@ from qsync_fx import OptionError, Plan
 from qsync_fx.distributed import average_by_batch, check_replicas, guard
 from qsync_fx.distributed.alive import gone, identity
 from qsync_fx.distributed.channel import Channel, Failure, StoreLost
+from qsync_fx.distributed.meeting import Meeting, compiles_told
 from qsync_fx.distributed.replicas import digests
 from qsync_fx.distributed.timeouts import at_least, limit_of_group
 from qsync_fx.errors import PlanError
@@ -73,6 +74,20 @@ def test_a_channel_holds_texts_and_failures(group: None) -> None:
     told = first.told()
     assert told == Failure(0, "rank 0 has failed: PlanError: what", "where", "do")
     assert str(told.error()) == "rank 0 has failed: PlanError: what\n  where: where\n  do:    do"
+
+
+def test_it_is_known_when_a_rank_compiles(group: None) -> None:
+    meeting, seen = Meeting(60, 5), []
+
+    @qsync_fx.graph_pass(after="lower")
+    def look(graph: qsync_fx.PrecisionGraph) -> None:
+        seen.append(meeting.watcher._compiles.is_set())
+
+    options = {"precision": "fp32", "inner": "aot_eager", "passes": [look]}
+    with compiles_told(meeting):
+        torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync", options=options)(torch.ones(2, 4))
+        assert not meeting.watcher._compiles.is_set()
+    assert seen == [True]
 
 
 def test_a_process_that_has_ended_is_known() -> None:
