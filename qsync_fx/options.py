@@ -17,7 +17,7 @@ from qsync_fx.codec import kind
 from qsync_fx.devices import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import read_plan
+from qsync_fx.plan.reading import HoldsPlan, read_plan
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.rounding.mode import ROUNDINGS, Rounding
 from qsync_fx.this_process import part_of_this_process
@@ -154,6 +154,8 @@ def _converted(name: str, value: object) -> Any:
     match name, value:
         case "plan", str() | os.PathLike():
             return read_plan(value)
+        case "plan", HoldsPlan():
+            return value.as_plan()
         case "precision", Precision():
             return value.name
         case "passes", list():

@@ -5,11 +5,21 @@ Invariant: what the file says that it is, is what it is read as, with all of tha
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError
 from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_file import CLUSTER_PLAN, PLAN
+
+
+@runtime_checkable
+class HoldsPlan(Protocol):
+    """What an allocator's answer is, and anything else that a plan was found with."""
+
+    def as_plan(self) -> Plan | ClusterPlan:
+        """Returns the plan."""
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:

@@ -113,8 +113,11 @@ def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> Non
     both.save(tmp_path / "cluster.json")
     found = ClusterPlan.load(tmp_path / "cluster.json")
     assert {name: found.classes[name] for name in found.classes} == both.to_plans()
-    qsync_fx.find_plan(MLP).save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == qsync_fx.find_plan(MLP).plan()
+    alone = qsync_fx.find_plan(MLP)
+    alone.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == alone.plan()
+    assert qsync_fx.Options.parse({"plan": alone}).plan == alone.plan()
+    assert qsync_fx.Options.parse({"plan": both, "device_class": "slow"}).plan == both.plan("slow")
 
 
 def test_a_device_that_does_not_help_is_told_with_numbers() -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qsync_fx.allocator.problem import DeviceClass
-from qsync_fx.graph.reads import State
 from qsync_fx.predictor.mapper.states import states
-from qsync_fx.predictor.model.names import format_named
+from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds
 
@@ -53,9 +52,5 @@ class Prices:
 
     def _ask(self, at: int, state: StateNames, names: Sequence[StateNames]) -> Seconds:
         near = (at + by for by in NEIGHBOURS)
-        around = [_state(names[n]) if 0 <= n < len(names) else None for n in near]
-        return self.times.operator(self.part.graph.operators[at].id, _state(state), around)
-
-
-def _state(names: StateNames) -> State:
-    return State(format_named(names[0]), format_named(names[1]))
+        around = [state_named(names[n]) if 0 <= n < len(names) else None for n in near]
+        return self.times.operator(self.part.graph.operators[at].id, state_named(state), around)
