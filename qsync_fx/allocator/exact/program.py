@@ -120,7 +120,9 @@ class Program:
         status, info = highs.getModelStatus(), highs.getInfo()
         states = highspy.HighsModelStatus
         infeasible = status in (states.kInfeasible, states.kUnboundedOrInfeasible)
-        if infeasible or info.primal_solution_status != highspy.kSolutionStatusFeasible:
+        # The objective of an LP is a bound once it is optimal, and not before.
+        unfinished = relaxed and status != states.kOptimal
+        if infeasible or unfinished or info.primal_solution_status != highspy.kSolutionStatusFeasible:
             return Solved(None, INFINITY, INFINITY, infeasible, status == states.kTimeLimit)
         objective = float(info.objective_function_value)
         bound = objective if relaxed else min(objective, float(info.mip_dual_bound))

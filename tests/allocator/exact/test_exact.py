@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import PlanError
-from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
+from qsync_fx.allocator import DeviceClass, Judge, Judged, NoteKind, Problem
+from qsync_fx.allocator.exact import solving
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.exact.search import FEW, Search
 from qsync_fx.predictor.memory import ADAM, Training
@@ -202,6 +203,35 @@ def test_times_that_follow_neighbours_are_learned() -> None:
         if len(known) <= FEW:
             assert Exact().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2
+
+
+def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
+    part = device(3, SETS[2])
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    slow = Judge(problem, problem.uniform()).judged().seconds
+    answer = Exact(seconds=0.0).allocate(replace(problem, seconds=slow))
+    best = Exact().allocate(replace(problem, seconds=slow))
+    assert answer.fits
+    assert NoteKind.STOPPED in {note.kind for note in answer.notes}
+    assert answer.bound is not None
+    assert answer.bound <= best.judged.variance * (1 + 1e-9)
+    assert answer.judged.variance >= best.judged.variance * (1 - 1e-4)
+
+
+def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = device(3, SETS[2])
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    slow = Judge(problem, problem.uniform()).judged().seconds
+    for share in (1.0, 1.05, 1.2):
+        asked = replace(problem, seconds=slow * share)
+        whole = Exact().allocate(asked)
+        monkeypatch.setattr(solving, "LARGE", 0)
+        relaxed = Exact().allocate(asked)
+        monkeypatch.undo()
+        assert relaxed.fits
+        assert relaxed.gap is not None
+        assert relaxed.gap <= 1.1e-4
+        assert relaxed.judged.variance == pytest.approx(whole.judged.variance, rel=1.1e-4)
 
 
 def test_one_problem_has_one_answer() -> None:
