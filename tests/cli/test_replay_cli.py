@@ -11,7 +11,7 @@ import traced_rank
 from torch import nn
 
 import qsync_fx
-from qsync_fx import Plan
+from qsync_fx import ClusterPlan, Plan
 from qsync_fx.cli import main
 
 
@@ -80,6 +80,13 @@ def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.Captur
 
 def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plans = [f"a={profiled}/fp16.json", f"b={profiled}/fp32.json"]
+    assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+    told = capsys.readouterr().out
+    together = profiled / "cluster plan.json"
+    ClusterPlan({"a": Plan.load(f"{profiled}/fp16.json"), "b": Plan.load(f"{profiled}/fp32.json")}).save(together)
+    for given in ([str(together)], [f"a={together}", f"b={profiled}/fp32.json"]):
+        assert main(["replay", *given, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+        assert capsys.readouterr().out == told
     assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
     mixed = json.loads(capsys.readouterr().out)
     waiting = {one["name"]: one["waiting"] for one in mixed["devices"]}

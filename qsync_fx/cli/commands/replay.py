@@ -66,13 +66,20 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
-    from qsync_fx.plan import Plan
+    from qsync_fx.plan import ClusterPlan
+    from qsync_fx.plan.reading import read_plan
     from qsync_fx.profiling.profile import Profile
     from qsync_fx.timeline.replaying import replay
 
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
-    plans = {name: Plan.load(path) for name, path in named(arguments.plan, "PLAN").items()}
+    plans: dict[str, Any] = {}
+    for name, path in named(arguments.plan, "PLAN").items():
+        plan = read_plan(path)
+        if isinstance(plan, ClusterPlan):
+            plans |= {name: plan.for_class(name)} if name else plan.classes
+        else:
+            plans[name] = plan
     # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
     paths = named(arguments.profile, "--profile")
     profiles = {name: cast("Known", Profile.load(path, any_machine=True)) for name, path in paths.items()}
