@@ -36,6 +36,7 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
+        self._there_again: set[Buffer] = set()
         self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
         self._repeated_from = len(self.graph.operators)
@@ -84,6 +85,9 @@ class Backward:
             self._product(at, operator, incoming)
             return
         kept = self._now(self.forward.kept.get(at, frozenset()))
+        for buffer in kept & (self.forward.again.keys() - self._there_again):
+            self._there_again.add(buffer)
+            self._task(operator.id, False, self.forward.again[buffer], buffer)
         outgoing = incoming | kept
         if pools(operator) and operator.reads[0].gradient:
             outgoing = self._pooled(at, operator, incoming, kept)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.algebra import Size
 from qsync_fx.ops import table
-from qsync_fx.precision import FORMATS
+from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
 from qsync_fx.predictor.model.names import format_named
@@ -25,6 +25,8 @@ Sources = frozenset[Buffer]
 
 _SUM = 4
 """Bytes of a sum of integer products."""
+_HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+"""What Inductor has computed once, into memory, where several read it (on a CPU)."""
 _GATES = ("relu", "threshold")
 GATHERS = ("embedding",)
 
@@ -34,6 +36,7 @@ class Forward:
     Attributes:
         kept: by the place of an operator, what its backward pass reads of it, factors of products apart.
         outputs: what the model returns.
+        again: what is written once more, in the backward pass, with what it is computed from.
         factors: by the places of a product and of its reading, the buffer that it has read; None for a parameter as it is.
     """
 
@@ -50,6 +53,12 @@ class Forward:
             if value.source != "operator" and value.tensor == at
         }
         self._extras: dict[int, list[Buffer]] = {}
+        self.again: dict[Buffer, Sources] = {}
+        self._same: dict[int, int] = {}
+        for operator in self.graph.operators:
+            if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
+                # Without a mask it gives back what it reads.
+                self._same[operator.result] = self.root(operator.reads[0].value)
         self._made_at: dict[Buffer, int] = {}
         self._there: dict[tuple[int, Name], Buffer] = {}
         self._by_name = {value.name: at for at, value in enumerate(self.graph.values)}
@@ -74,7 +83,8 @@ class Forward:
 
     def root(self, value: int) -> int:
         """Returns the place of the value whose memory a value lies in."""
-        return self.graph.values[value].tensor
+        found = self.graph.values[value].tensor
+        return self._same.get(found, found)
 
     def bytes(self, value: int, fmt: Name) -> int:
         """Returns the bytes of a value in a format."""
@@ -112,7 +122,8 @@ class Forward:
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
-            buffer = self.factors[at, place] = self._lie(read.value, self._wanted(read, precision), at)
+            lies = self._part if self._is_part(read.value) else self._lie
+            buffer = self.factors[at, place] = lies(read.value, self._wanted(read, precision), at)
             reads += [] if buffer is None else [buffer]
         size, workspace = self.bytes(result, output), 0
         fmt = format_named(precision)
@@ -158,6 +169,18 @@ class Forward:
         # A place within a window takes a byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
+    def _is_part(self, value: int) -> bool:
+        """Whether it is a view of a part of a larger value, which a product reads from a copy."""
+        whole_one = self.graph.values[self.root(value)]
+        return not self._given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
+
+    def _part(self, value: int, fmt: Name, at: int) -> Buffer:
+        if (value, fmt) not in self._there:
+            buffer = Buffer(self.graph.values[value].name, fmt, self.bytes(value, fmt))
+            self._task(at, False, self.read_of(value), buffer)
+            self._there[value, fmt] = buffer
+        return self._there[value, fmt]
+
     def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
         """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
         root = self.root(value)
@@ -198,7 +221,8 @@ class Forward:
                     continue  # the gradient of a pooling asks for places alone
                 root, fmt = self.root(self._by_name[name]), how or None
                 if self.multiplies(operator):
-                    self._hold(at, root, fmt)
+                    if not any(self.root(read.value) == root and self._is_part(read.value) for read in operator.reads):
+                        self._hold(at, root, fmt)
                 elif self._is_product(root):
                     # A copy that is wider than what it is made from is made again.
                     self._hold(at, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
@@ -209,12 +233,26 @@ class Forward:
             operator, again = self.graph.operators[at], self._again(root, certain)
             if self._there.get((root, fmt)) in certain:
                 self._hold(at, root, fmt)
+            elif again is not None and self._heavy(root):
+                self._add(at, (self._made_again(root, again),))
             elif fmt is None or again is not None:
                 self._add(at, again or ())
             elif operator.row in _GATES and operator.result == root:
                 self._gate(at, root)
             else:
                 self._hold(at, root, fmt)
+
+    def _heavy(self, root: int) -> bool:
+        maker = self.made_by(root)
+        return maker is not None and maker.row in _HEAVY
+
+    def _made_again(self, root: int, sources: Sources) -> Buffer:
+        """What several operators read of the backward pass, and a compiler has computed once for all."""
+        found = next((buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None)
+        if found is None:
+            found = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name))
+            self.again[found] = sources
+        return found
 
     def _is_product(self, root: int) -> bool:
         maker = self.made_by(root)

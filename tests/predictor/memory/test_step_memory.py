@@ -27,6 +27,7 @@ from qsync_fx.predictor.memory import (
     OptimizerMemory,
     Training,
     anchored_bytes,
+    live_buffers,
     peak_bytes,
     step_memory,
 )
@@ -108,6 +109,38 @@ def test_symbolic_sizes_are_refused_with_what_to_do() -> None:
     values = tuple(value if at == graph.operators[0].result else v for at, v in enumerate(graph.values))
     with pytest.raises(ProfileError, match="static shapes"):
         step_memory(states(dataclasses.replace(graph, values=values), Plan("fp32")))
+
+
+class Parts(nn.Module):
+    """A product of two of three parts, past a dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.parts, self.dropout = nn.Linear(32, 96), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.parts(x).split(32, -1)
+        return self.dropout(torch.tanh(first @ second.transpose(0, 1))) @ second
+
+
+def kept_of_parts(dropout: float) -> dict[str, int]:
+    torch._dynamo.reset()
+    graph = model_graph(qsync_fx.explain(Parts(dropout), torch.randn(64, 32)), ("fp32",))
+    found: dict[str, int] = {}
+    for live in live_buffers(states(graph, Plan("fp32"))):
+        if not live.backward:
+            found |= {name: size for (name, _), size in live.bytes.items()}
+    return found
+
+
+def test_of_a_part_that_a_product_reads_the_part_is_copied_and_kept() -> None:
+    assert sorted(kept_of_parts(0.0).values()).count(64 * 32 * 4) >= 2
+
+
+def test_a_dropout_that_drops_nothing_keeps_nothing() -> None:
+    some, none = kept_of_parts(0.5), kept_of_parts(0.0)
+    assert any("extra" in name for name in some) and not any("extra" in name for name in none)
+    assert sum(none.values()) < sum(some.values())
 
 
 # Measured plans.
