@@ -39,6 +39,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
     )
     asked.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
+    asked.add_argument(
+        "--method", metavar="NAME", default="exact", help="how it is found where nothing says it; %(default)s, or depth"
+    )
     training.add_optimizer(asked)
     asked.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
     asked.add_argument(

@@ -128,7 +128,7 @@ def _hessian(path: str, known: Known) -> Allocator:
 
     if path:
         return Hessian(Sensitivity.load(path))
-    return Hessian(knowing.sensitivities(known, "hessian"))
+    return Hessian(knowing.sensitivities(known, "hessian", anew=True))
 
 
 def as_json(

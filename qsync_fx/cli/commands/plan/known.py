@@ -69,12 +69,12 @@ def read(arguments: argparse.Namespace) -> Known:
         profiles[""] = _measured(trained, arguments, given is None)
     found = Known(profiles, cluster, given, trained)
     if given is None and any(profile.sensitivity is None for profile in profiles.values()):
-        return replace(found, sensitivity=sensitivities(found, "exact"))
+        return replace(found, sensitivity=sensitivities(found, arguments.method))
     return found
 
 
-def sensitivities(known: Known, method: str) -> Sensitivity | dict[str, Sensitivity]:
-    """Returns what a method finds here for the narrow formats of each profile; of "exact", where the profile holds none."""
+def sensitivities(known: Known, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
+    """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
     from qsync_fx.precision import FORMATS
     from qsync_fx.profiling.statistics.measured import sensitivity
 
@@ -85,7 +85,7 @@ def sensitivities(known: Known, method: str) -> Sensitivity | dict[str, Sensitiv
         )
     found: dict[str, Sensitivity] = {}
     for name, profile in known.profiles.items():
-        if method == "exact" and profile.sensitivity is not None:
+        if not anew and profile.sensitivity is not None:
             found[name] = profile.sensitivity
             continue
         narrow = [fmt for fmt in profile.precisions if FORMATS[fmt].bits < 32]
