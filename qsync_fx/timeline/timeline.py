@@ -63,7 +63,7 @@ class Timeline:
     Attributes:
         played: what was replayed.
         peak_bytes: by class of devices, what a step holds at most, as `qsync_fx.predictor.memory` foresees it from the model and the plan
-            alone (within 0 to 3% of the allocator's peak in the mean); empty while that is not known.
+            alone, uncorrected by what a profile measured (docs/predictor.md says how near); empty while that is not known.
     """
 
     played: Played
