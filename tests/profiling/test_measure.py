@@ -194,3 +194,13 @@ def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(percept
 def test_quantizers_are_apart(perceptron: Profile) -> None:
     pairs = {(call.before, call.after) for run in perceptron.runs for call in run.quantized}
     assert pairs and all(after == "int8" for _, after in pairs)
+
+
+def test_where_nothing_is_made_narrow_nothing_is_disturbed() -> None:
+    """Also of a model with gates, which noise flips where there is any."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    step = Counted()
+    batches = [(torch.randn(4, 16), torch.randn(4, 8))]
+    profile = measure(model, step, batches, ["fp32"], rounds=1, progress=False)
+    assert profile.sensitivity is not None
+    assert {value for by in profile.sensitivity.variance.values() for value in by.values()} == {0.0}

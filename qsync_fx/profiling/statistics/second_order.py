@@ -142,7 +142,7 @@ class SecondOrder:
 
     def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:
         """Returns what each tensor does to a random sum of what a gate reads."""
-        if like is None:
+        if like is None or not edges:
             return [None] * len(edges)
         probe = [signs(like, step.generator)]
         return torch.autograd.grad([gate.entry], edges, probe, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
