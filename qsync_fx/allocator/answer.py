@@ -28,7 +28,7 @@ class NoteKind(StrEnum):
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
     BINDS = "a limit keeps the plan from being better; allow more, and it will be"
-    RECKONED = "the bound is that of a linear program, which takes memory, and times beside other neighbours, from plans like the one found"
+    RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
     KEEPS = "trains in its widest format alone, as the quickest class"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
 
@@ -77,7 +77,7 @@ class Answer:
         plans: the format of each operator, of all classes.
         judged: what that costs.
         allocator: who found it.
-        bound: below which the variance, or the seconds, cannot be, as far as is known; None where nothing is.
+        bound: below which no plan's variance, or seconds, can be by the judge; None where that is not known.
         took: seconds that finding it took.
         rounds: in order; empty where an allocator asks the judge all along.
         notes: what else to know.

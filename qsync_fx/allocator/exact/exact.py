@@ -14,7 +14,6 @@ from qsync_fx.allocator.problem import Problem
 GAP: Final = 1e-4
 ROUNDS: Final = 6
 SECONDS: Final = 60.0
-_ROUNDING: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,14 @@ class Exact:
         search.run(self.rounds)
         certain = search.every() or not search.approximate
         if not certain:
+            search.begin_elsewhere()
             search.widen()
         if search.best is None:
             raise why_not(search)
         plans, judged = search.best
-        bound = _bound(search.bound, judged.value(problem), certain)
+        value = judged.value(problem)
+        bound = search.bound if certain else search.unlimited()
         took = time.perf_counter() - began
-        notes = () if certain else (Note(NoteKind.RECKONED),)
-        return Answer(problem, plans, judged, self.name, bound, took, tuple(search.rounds), (*search.notes, *notes))
-
-
-def _bound(bound: float, value: float, certain: bool) -> float | None:
-    """Returns the bound; none where a plan that the judge knows better is below it, beyond rounding."""
-    return None if not certain and value < bound * (1 - _ROUNDING) else min(bound, value)
+        notes = () if certain else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        known = None if bound is None else min(bound, value)
+        return Answer(problem, plans, judged, self.name, known, took, tuple(search.rounds), (*search.notes, *notes))

@@ -5,11 +5,12 @@ solved again, until there is nothing to learn: then the plan is as near to the b
 and memory is not limited, there is nothing to learn from the start.
 
 Invariant: the best plan keeps all limits by the judge. The bound is that of the program that was solved last, of whose prices and memory
-the last plan is exact.
+the last plan is exact: where the program only takes after the judge, other plans may be below it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
+from qsync_fx.allocator.paper import Greedy
 from qsync_fx.allocator.problem import Asked, Plans, Problem
+from qsync_fx.errors import PlanError
 
 NEAR: Final = 2e-3
 """How far off, of it, memory may be reckoned before that is worth another round."""
@@ -30,7 +33,7 @@ FEW: Final = 300
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 _LOOKS: Final = 1500
-"""Operators that are looked at in all when single ones are widened."""
+"""Operators that are looked at in all when single ones are widened, and as many as the paper's allocator is asked about."""
 
 
 class Search:
@@ -158,6 +161,22 @@ class Search:
             self.look(plans)
         self.bound = self.best[1].value(self.problem) if self.best is not None else self.bound
         return True
+
+    def begin_elsewhere(self) -> None:
+        """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
+        if sum(len(part.choices) for part in self.problem.classes.values()) > _LOOKS:
+            return
+        with contextlib.suppress(PlanError):
+            self.look(Greedy().allocate(self.problem).plans)
+
+    def unlimited(self) -> float | None:
+        """Returns a bound that holds whatever is held: that of the problem without limits of memory; None where times are learned."""
+        if any(prices.differ for prices in self.prices.values()):
+            return None
+        classes = {name: replace(part, memory=None) for name, part in self.problem.classes.items()}
+        free = Search(replace(self.problem, classes=classes), self.gap, self.seconds)
+        free.run(1)
+        return free.bound
 
     @property
     def approximate(self) -> bool:
