@@ -15,6 +15,8 @@ from qsync_fx.allocator.paper.units import units
 from qsync_fx.allocator.uniforms import uniforms
 
 pytestmark = tiers.ALL
+COMPRESSIBLE = [name for name in MODELS if name != "perceptron"]
+"""A perceptron's step waits for its gradients, and its weights in a byte a value take more than its activations save."""
 
 
 def hybrid(problem: Problem, room: float | None) -> Problem:
@@ -27,7 +29,7 @@ def hybrid(problem: Problem, room: float | None) -> Problem:
     return replace(problem, seconds=narrow.seconds, classes={**problem.classes, "t4": t4})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPRESSIBLE)
 @pytest.mark.parametrize("room", [None, 0.0, 0.3, 0.7])
 def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(name: str, room: float | None) -> None:
     problem = hybrid(of_catalog(name), room)
@@ -44,7 +46,7 @@ def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(nam
     assert answer.plans == Greedy().allocate(problem).plans
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPRESSIBLE)
 def test_memory_is_shared_out_by_how_far_parts_can_be_compressed(name: str) -> None:
     for room in (0.0, 0.3, 0.8):
         problem = hybrid(of_catalog(name), room)
