@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from passes_on_net import Net, explain
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
@@ -18,20 +19,6 @@ from qsync_fx.options import Options
 from qsync_fx.passes.base import Scope
 from qsync_fx.passes.pipeline import pipeline
 from qsync_fx.passes.verify import RULES
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.classifier = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.relu(self.body(x)))
-
-
-def explain(*passes: object, precision: str = "bf16") -> qsync_fx.Explanation:
-    return qsync_fx.explain(Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)})
 
 
 @qsync_fx.graph_pass(after="assign")

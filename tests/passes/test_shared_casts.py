@@ -8,20 +8,6 @@ from torch import Tensor, nn
 import qsync_fx
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.classifier = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.relu(self.body(x)))
-
-
-def explain(*passes: object, precision: str = "bf16") -> qsync_fx.Explanation:
-    return qsync_fx.explain(Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)})
-
-
 def test_no_cast_outlives_a_write() -> None:
     """`x` is written to between two readers: each needs its own cast."""
 

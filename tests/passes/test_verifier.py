@@ -7,25 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from passes_on_net import explain
 
 import qsync_fx
 from qsync_fx.errors import PassError
 from qsync_fx.graph import meta
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(8, 8)
-        self.classifier = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.relu(self.body(x)))
-
-
-def explain(*passes: object, precision: str = "bf16") -> qsync_fx.Explanation:
-    return qsync_fx.explain(Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)})
 
 
 def narrow_a_linear(graph: qsync_fx.PrecisionGraph) -> None:

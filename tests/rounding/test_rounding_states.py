@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from small_models import Perceptron, assert_equal, build, compiled, gradients
-from torch import Tensor, manual_seed, nn  # manual_seed by name, before anything of qsync_fx watches it
+from rounding_steps import started
+from small_models import assert_equal
+from torch import Tensor, manual_seed  # manual_seed by name, before anything of qsync_fx watches it
 
 import qsync_fx
 
@@ -22,25 +23,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch.compiler.reset()
-
-
-def _step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    x = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
-    fast(x).square().mean().backward()
-    return gradients(model)
-
-
-def _started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
-    """Returns a step of training, compiled, that consumes no random numbers of torch's."""
-    model = build(Perceptron)
-    fast = compiled(model, precision=precision, **options)
-    _step(fast, model)
-    return lambda: _step(fast, model)
-
-
-def _differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(first[name], second[name]) for name in first)
 
 
 # States of torch's generator.
@@ -56,7 +38,7 @@ def _through_a_file(state: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"])
 def test_a_state_that_is_set_back_brings_the_rounding_back(kept: Callable[[Tensor], Tensor]) -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     step()
     state = kept(torch.get_rng_state())
@@ -69,7 +51,7 @@ def test_a_state_that_is_set_back_brings_the_rounding_back(kept: Callable[[Tenso
 
 def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
     """To go back to the start would round twice alike: Dynamo, for one, sets clones of states back whenever it compiles."""
-    step = _started()
+    step = started()
     manual_seed(3)
     step()
     before = qsync_fx.rounding_stream.state_dict()
@@ -80,7 +62,7 @@ def test_a_state_that_knows_no_place_leaves_the_stream_where_it_is() -> None:
 
 
 def test_a_fork_leaves_no_trace() -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     step()
     before = qsync_fx.rounding_stream.state_dict()
@@ -104,7 +86,7 @@ def test_states_are_torch_s_own() -> None:
 
 
 def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     step()
     kept = json.dumps(qsync_fx.rounding_stream.state_dict())
@@ -117,7 +99,7 @@ def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
 
 @pytest.mark.parametrize("loaded_first", [True, False])
 def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(loaded_first: bool) -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     step()
     of_torch, kept = torch.get_rng_state().clone(), qsync_fx.rounding_stream.state_dict()
@@ -132,7 +114,7 @@ def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(loaded_
 
 
 def test_seeding_after_a_state_was_set_wins() -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     first = step()
     qsync_fx.rounding_stream.load_state_dict({"seed": 8, "draws": 5})

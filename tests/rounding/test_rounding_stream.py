@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from small_models import Perceptron, assert_equal, build, compiled, gradients
+from rounding_steps import differ, started, step
+from small_models import Perceptron, assert_equal, build, compiled
 from torch import Tensor, manual_seed, nn  # manual_seed by name, before anything of qsync_fx watches it
 
 import qsync_fx
@@ -24,25 +25,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch.compiler.reset()
-
-
-def _step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    x = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
-    fast(x).square().mean().backward()
-    return gradients(model)
-
-
-def _started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
-    """Returns a step of training, compiled, that consumes no random numbers of torch's."""
-    model = build(Perceptron)
-    fast = compiled(model, precision=precision, **options)
-    _step(fast, model)
-    return lambda: _step(fast, model)
-
-
-def _differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return any(not torch.equal(first[name], second[name]) for name in first)
 
 
 # Torch's generator.
@@ -65,7 +47,7 @@ def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner: str) -
         model = build(lambda: Perceptron(0.5))
         fast = compiled(model, precision=precision, inner=inner)
         for _ in range(3):
-            _step(fast, model)
+            step(fast, model)
         return torch.get_rng_state(), torch.randperm(100)
 
     for found, wanted in zip(after(precision), after("fp32"), strict=True):
@@ -96,14 +78,14 @@ def test_dropout_drops_what_fp32_drops() -> None:
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner: str) -> None:
-    step = _started(inner=inner)
+    step = started(inner=inner)
     runs = []
     for _ in range(2):
         manual_seed(3)
         runs.append([step() for _ in range(3)])
     for first, second in zip(*runs, strict=True):
         assert_equal(first, second)
-    assert _differ(runs[0][0], runs[0][1])
+    assert differ(runs[0][0], runs[0][1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +99,7 @@ def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner: 
     ids=["torch", "torch.random", "its generator", "torch.random's generator"],
 )
 def test_every_way_to_seed_restarts_the_stream(seeded: Callable[[], Any]) -> None:
-    step, found = _started(), []
+    step, found = started(), []
     for _ in range(2):
         seeded()
         found.append(step())
@@ -125,26 +107,26 @@ def test_every_way_to_seed_restarts_the_stream(seeded: Callable[[], Any]) -> Non
 
 
 def test_another_seed_is_seen_on_torch_s_own_generator() -> None:
-    step = _started()
+    step = started()
     torch.default_generator.manual_seed(5)
     first = step()
     torch.default_generator.manual_seed(6)
     other = step()
     torch.default_generator.manual_seed(5)
     assert_equal(first, step())
-    assert _differ(first, other)
+    assert differ(first, other)
 
 
 def test_torch_seed_starts_another_stream() -> None:
-    step = _started()
+    step = started()
     manual_seed(3)
     first = step()
     torch.seed()
-    assert _differ(first, step())
+    assert differ(first, step())
 
 
 def test_seeds_that_are_negative_or_large_are_those_of_torch() -> None:
-    step = _started()
+    step = started()
     for seed in (-1, 2**63, 2**64 - 1):
         manual_seed(seed)
         assert qsync_fx.rounding_stream.state_dict() == {"seed": torch.initial_seed(), "draws": 0}
@@ -222,7 +204,7 @@ def test_every_graph_of_a_step_draws_its_own() -> None:
 
 @pytest.mark.parametrize(("inner", "budget"), [("aot_eager", 0.1), ("aot_eager", 0.5), ("inductor", 0.5)])
 def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner: str, budget: float) -> None:
-    step = _started(inner=inner)
+    step = started(inner=inner)
     manual_seed(3)
     kept = step()
     torch.compiler.reset()

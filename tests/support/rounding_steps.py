@@ -1,0 +1,29 @@
+"""Steps of training whose gradients tell which random numbers rounded them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from small_models import Perceptron, build, compiled, gradients
+from torch import Tensor, nn
+
+
+def step(fast: Any, model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
+    fast(x).square().mean().backward()
+    return gradients(model)
+
+
+def started(precision: str = "int8", **options: Any) -> Callable[[], dict[str, Tensor]]:
+    """Returns a step of training, compiled, that consumes no random numbers of torch's."""
+    model = build(Perceptron)
+    fast = compiled(model, precision=precision, **options)
+    step(fast, model)
+    return lambda: step(fast, model)
+
+
+def differ(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(first[name], second[name]) for name in first)
