@@ -5,20 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from drawn_ids import op_ids
 from hypothesis import example, given, settings, strategies as st
 
 from qsync_fx.errors import PlanError
 from qsync_fx.plan.opid import OpId
 from qsync_fx.plan.patterns import pattern_regex
-
-# Few letters, so that patterns and paths meet, beside everything a ModuleDict key may hold.
-any_name = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
-plain_name = st.text("ab01_", min_size=1, max_size=4)
-paths = st.lists(any_name, min_size=1, max_size=5).map(".".join)
-indices = st.one_of(st.integers(0, 12), st.integers(0, 999_999_999))
-inside = st.builds(OpId, paths, any_name, indices)
-outside = st.builds(OpId, st.just(""), any_name, indices, st.one_of(st.just(""), paths))
-op_ids = st.one_of(inside, outside)
 
 
 @pytest.mark.parametrize(
