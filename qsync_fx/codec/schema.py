@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -96,6 +96,23 @@ class Schema(Generic[T]):
             return self.decode(data)
         except self.error as error:
             raise self.within(path, error) from None
+
+    def resumed(self, path: Path, empty: T, differs: Callable[[T], str | None]) -> T:
+        """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+
+        Args:
+            path: of the file.
+            empty: what a run begins with.
+            differs: says what a file is of that is not of this run; None where it is of this one.
+
+        Raises `error` for a file that is none, or one of something else.
+        """
+        if not pathlib.Path(path).exists():
+            return empty
+        found = self.load(path)
+        if (what := differs(found)) is not None:
+            raise self.error(f"an {self.noun} is in the way: {what}", where=str(path), do=self.remedy)
+        return found
 
     def within(self, path: Path, error: QSyncError) -> QSyncError:
         """Returns an error about the text of a file as one about the file."""

@@ -5,7 +5,6 @@ Invariant: what is in the file are whole rounds, in each of which every plan had
 
 from __future__ import annotations
 
-import pathlib
 import statistics
 from dataclasses import dataclass, replace
 
@@ -72,20 +71,17 @@ def resumed(path: Path, empty: Samples) -> Samples:
     Raises:
         ProfileError: the file is none, or one of something else.
     """
-    if not pathlib.Path(path).exists():
-        return empty
-    found = SAMPLES.load(path)
-    try:
-        found.machine.check(empty.machine)
-        found.model.check(empty.model)
-        if found.optimizer != empty.optimizer or found.plans.keys() != empty.plans.keys():
-            raise ProfileError("it was measured with another optimizer or under other plans")
-    except ProfileError as error:
-        raise ProfileError(
-            f"an interrupted measurement is in the way: {error.what}",
-            where=str(path),
-            do="remove it to measure from the start",
-        ) from None
+
+    def differs(found: Samples) -> str | None:
+        try:
+            found.machine.check(empty.machine)
+            found.model.check(empty.model)
+        except ProfileError as error:
+            return error.what
+        same = found.optimizer == empty.optimizer and found.plans.keys() == empty.plans.keys()
+        return None if same else "it was measured with another optimizer or under other plans"
+
+    found = SAMPLES.resumed(path, empty, differs)
     return replace(found, plans={name: taken[: found.rounds] for name, taken in found.plans.items()})
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pathlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,19 +84,13 @@ def resumed(path: Path, empty: Interrupted) -> Interrupted:
     Raises:
         ProfileError: the file is none, or one of something else.
     """
-    if not pathlib.Path(path).exists():
-        return empty
-    found = INTERRUPTED.load(path)
-    what = None
-    if found.about != empty.about or found.methods.keys() != empty.methods.keys():
-        what = f"it was asked of {found.about}; this is {empty.about}"
-    elif found.weights != empty.weights:
-        what = "the model had other weights or another mode (train or eval)"
-    if what is not None:
-        raise ProfileError(
-            f"an interrupted sensitivity is in the way: {what}", where=str(path), do="remove it to start anew"
-        )
-    return found
+
+    def differs(found: Interrupted) -> str | None:
+        if found.about != empty.about or found.methods.keys() != empty.methods.keys():
+            return f"it was asked of {found.about}; this is {empty.about}"
+        return None if found.weights == empty.weights else "the model had other weights or another mode (train or eval)"
+
+    return INTERRUPTED.resumed(path, empty, differs)
 
 
 @runtime_checkable
