@@ -10,7 +10,8 @@ import dataclasses
 
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.forward import GATHERS, Forward, Sources, convolves, pools, whole
+from qsync_fx.predictor.memory.forward import Forward, Sources
+from qsync_fx.predictor.memory.telling import GATHERS, convolves, pools, whole
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
 _INDEX = 8

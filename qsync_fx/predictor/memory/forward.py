@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from qsync_fx.errors import ProfileError
-from qsync_fx.graph.algebra import Size
 from qsync_fx.ops import table
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, convolves, pools, whole
 from qsync_fx.predictor.model.names import format_named
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
@@ -25,10 +24,6 @@ Sources = frozenset[Buffer]
 
 _SUM = 4
 """Bytes of a sum of integer products."""
-_HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
-"""What Inductor has computed once, into memory, where several read it (on a CPU)."""
-_GATES = ("relu", "threshold")
-GATHERS = ("embedding",)
 
 
 class Forward:
@@ -237,14 +232,14 @@ class Forward:
                 self._add(at, (self._made_again(root, again),))
             elif fmt is None or again is not None:
                 self._add(at, again or ())
-            elif operator.row in _GATES and operator.result == root:
+            elif operator.row in GATES and operator.result == root:
                 self._gate(at, root)
             else:
                 self._hold(at, root, fmt)
 
     def _heavy(self, root: int) -> bool:
         maker = self.made_by(root)
-        return maker is not None and maker.row in _HEAVY
+        return maker is not None and maker.row in HEAVY
 
     def _made_again(self, root: int, sources: Sources) -> Buffer:
         """What several operators read of the backward pass, and a compiler has computed once for all."""
@@ -292,23 +287,3 @@ class Forward:
         buffer = Buffer(value.name, None, whole(value.numel))
         self._task(max([at, *(self._made_at.get(source, 0) for source in sources)]), False, sources, buffer)
         self._add(at, (buffer,))
-
-
-def convolves(operator: Operator) -> bool:
-    return "conv" in operator.row
-
-
-def pools(operator: Operator) -> bool:
-    """Whether it gives the largest of each window."""
-    return operator.row.startswith("max_pool")
-
-
-def whole(size: Size) -> int:
-    """Returns a size as a number; raises `ProfileError` for an expression."""
-    try:
-        return int(size)
-    except TypeError:
-        raise ProfileError(
-            f"memory is predicted for sizes that are numbers, and one is {size}",
-            do="put numbers in their place, graph.at(batch=64), or explain the model with static shapes",
-        ) from None

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from qsync_fx.ops import table
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, lives
-from qsync_fx.predictor.memory.forward import whole
 from qsync_fx.predictor.memory.step import step_tasks
+from qsync_fx.predictor.memory.telling import whole
 from qsync_fx.predictor.model.value import ModelGraph, Name, StateNames
 
 Held = tuple[str, Name]

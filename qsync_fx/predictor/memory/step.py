@@ -13,8 +13,9 @@ from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task, lives
-from qsync_fx.predictor.memory.forward import Forward, whole
+from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.order import ordered
+from qsync_fx.predictor.memory.telling import whole
 from qsync_fx.predictor.memory.training import Training
 from qsync_fx.predictor.model.value import ModelGraph
 

@@ -1,0 +1,32 @@
+"""What the memory of a step tells operators apart by, and sizes as numbers."""
+
+from __future__ import annotations
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.algebra import Size
+from qsync_fx.predictor.model.value import Operator
+
+HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+"""What Inductor has computed once, into memory, where several read it (on a CPU)."""
+GATES = ("relu", "threshold")
+GATHERS = ("embedding",)
+
+
+def convolves(operator: Operator) -> bool:
+    return "conv" in operator.row
+
+
+def pools(operator: Operator) -> bool:
+    """Whether it gives the largest of each window."""
+    return operator.row.startswith("max_pool")
+
+
+def whole(size: Size) -> int:
+    """Returns a size as a number; raises `ProfileError` for an expression."""
+    try:
+        return int(size)
+    except TypeError:
+        raise ProfileError(
+            f"memory is predicted for sizes that are numbers, and one is {size}",
+            do="put numbers in their place, graph.at(batch=64), or explain the model with static shapes",
+        ) from None
