@@ -55,7 +55,7 @@ def known_devices(
     if fleet is None:
         fleet = _alone(profiles, plans)
     profiles = for_all(profiles, fleet)
-    profiles = _with_catalog(fleet, {**profiles, **_of_files(fleet, profiles)})
+    profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
     fleet.check_names(profiles, "profiles")
     return _linked(fleet, profiles), profiles
 
@@ -106,7 +106,7 @@ def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
     )
 
 
-def _of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
+def of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
     """Returns the profiles that a cluster names and that were not given."""
     named = {name: device.profile for name, device in fleet.devices.items() if name not in given}
     return {name: _read(path) for name, path in named.items() if path is not None}

@@ -146,11 +146,9 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
 
 
 def _files(cluster: Cluster | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    from qsync_fx.profiling.profile import Profile
+    from qsync_fx.timeline.known import of_files
 
-    devices = {} if cluster is None or "" in given else cluster.devices
-    paths = {name: device.profile for name, device in devices.items() if name not in given}
-    return {name: Profile.load(path, any_machine=True) for name, path in paths.items() if path is not None}
+    return {} if cluster is None or "" in given else dict(of_files(cluster, given))
 
 
 def _of_catalog(
