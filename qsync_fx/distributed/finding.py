@@ -22,7 +22,7 @@ from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.precision import Precision
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster, Device
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import PROFILE, Profile
@@ -98,9 +98,7 @@ def _chosen(classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping
         if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
             slowest[name] = profile
     counts = Counter(classes)
-    measured = [(float(size), seconds) for found in profiles[0].collectives for size, seconds in found.seconds]
-    network = Network(all_reduce=measured, ranks=len(classes)) if measured else None
-    cluster = Cluster({name: Device(counts[name]) for name in slowest}, network)
+    cluster = Cluster({name: Device(counts[name]) for name in slowest})  # its links are what the profiles measured
     answer = find_plan_of_profiles(slowest, cluster, **wishes)
     return ClusterPlan(answer.to_plans(), ranks=classes, notes={"answer": str(answer)})
 
