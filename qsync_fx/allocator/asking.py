@@ -134,14 +134,13 @@ def _kept(problem: Problem, notes: list[Note]) -> Problem:
     """Returns the problem with the quickest of several classes in its widest format, where it trains in that alone and has the memory."""
     if len(problem.classes) == 1:
         return problem
-    widest = {name: part.uniform(max(part.formats, key=width)) for name, part in problem.classes.items()}
+    widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
     judge = Judge(problem, widest)
     quickest = min(problem.classes, key=judge.computing)
     part = problem.classes[quickest]
     if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
         return problem
-    fmt = max(part.formats, key=width)
-    notes.append(Note(NoteKind.KEEPS, quickest, formats=(fmt,)))
+    notes.append(Note(NoteKind.KEEPS, quickest, formats=(part.widest,)))
     return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
 
 

@@ -76,6 +76,11 @@ class DeviceClass:
         """The narrowest of its formats."""
         return min(self.formats, key=width)
 
+    @property
+    def widest(self) -> str:
+        """The widest of its formats."""
+        return max(self.formats, key=width)
+
     def runs(self, operator: str, asked: str) -> str:
         """Returns what an adjustable operator computes in where a plan asks for a format."""
         decided = self.graph.operator(operator).decided

@@ -52,4 +52,14 @@ def _of(what: str) -> str:
 def _value(what: str, number: float) -> str:
     if what == "variance":
         return f"{number:.4g}"
-    return f"{number * 1e3:.4g} ms" if what == "seconds" else f"{number / 1e6:.4g} MB"
+    return milliseconds(number) if what == "seconds" else megabytes(number)
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns seconds as errors say them."""
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def megabytes(size: float) -> str:
+    """Returns bytes as errors say them."""
+    return f"{size / 1e6:.4g} MB"

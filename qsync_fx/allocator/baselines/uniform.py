@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.judge import Judge, Judged
-from qsync_fx.allocator.problem import Plans, Problem, width
+from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.allocator.unfit import excess
 from qsync_fx.allocator.uniforms import uniforms
 from qsync_fx.errors import PlanError, nearest
@@ -58,7 +58,7 @@ class FullPrecision:
 def full(problem: Problem) -> Plans:
     """Returns plans of the widest format of each open class."""
     parts = {name: problem.classes[name] for name in problem.open}
-    return problem.completed({name: part.uniform(max(part.formats, key=width)) for name, part in parts.items()})
+    return problem.completed({name: part.uniform(part.widest) for name, part in parts.items()})
 
 
 def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Judged]:

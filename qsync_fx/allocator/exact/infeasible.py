@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from qsync_fx.allocator.exact.solving import Limits, find
 from qsync_fx.allocator.judge import Judged, beyond
+from qsync_fx.allocator.unfit import megabytes, milliseconds
 from qsync_fx.errors import PlanError, shown
 
 if TYPE_CHECKING:
@@ -26,33 +27,35 @@ def why_not(search: Search) -> PlanError:
         _judged(search, free, "memory", name)
         peak = search.smallest[name]
         if beyond(peak, limit):
-            do = f"allow {_bytes(peak)}, or give it a smaller batch"
-            what = f"a step on {shown(name)} takes {_bytes(peak)} at least, {_bytes(peak - limit)} more than allowed"
-            return PlanError(what, where=f"memory of {shown(name)}, {_bytes(limit)}", do=do)
+            do = f"allow {megabytes(peak)}, or give it a smaller batch"
+            what = (
+                f"a step on {shown(name)} takes {megabytes(peak)} at least, {megabytes(peak - limit)} more than allowed"
+            )
+            return PlanError(what, where=f"memory of {shown(name)}, {megabytes(limit)}", do=do)
     if problem.variance is not None:
         calmest = _judged(search, free, "variance")
         if beyond(calmest.variance, problem.variance):
             what = f"the variance is {calmest.variance:.4g} at least, {calmest.variance - problem.variance:.4g} more than allowed"
             return PlanError(what, where=f"variance, {problem.variance:.4g}", do="allow more, or wider formats")
     fastest = _judged(search, free, "seconds")
-    where = f"seconds of a step, {_seconds(problem.seconds or 0.0)}"
+    where = f"seconds of a step, {milliseconds(problem.seconds or 0.0)}"
     if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
         slowest = [name for name in search.fixed if beyond(search.alone(name), problem.seconds)]
         who = (
-            f": {shown(slowest[0])}, which no plan is chosen for, takes {_seconds(search.alone(slowest[0]))}"
+            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(search.alone(slowest[0]))}"
             if slowest
             else ""
         )
-        more = _seconds(fastest.seconds - problem.seconds)
-        what = f"a step takes {_seconds(fastest.seconds)} at least, {more} more than allowed{who}"
-        return PlanError(what, where=where, do=f"allow {_seconds(fastest.seconds)} a step")
+        more = milliseconds(fastest.seconds - problem.seconds)
+        what = f"a step takes {milliseconds(fastest.seconds)} at least, {more} more than allowed{who}"
+        return PlanError(what, where=where, do=f"allow {milliseconds(fastest.seconds)} a step")
     held = replace(search.limits, seconds=None)
     within = _judged(search, held, "seconds")
-    parts = [f"{_seconds(within.seconds)} a step"]
+    parts = [f"{milliseconds(within.seconds)} a step"]
     for name in problem.open:
         if problem.classes[name].memory is not None:
             parts.append(
-                f"{_bytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
+                f"{megabytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
             )
     limits = [where] if problem.seconds is not None else []
     limits += [f"memory of {shown(name)}" for name in problem.open if problem.classes[name].memory is not None]
@@ -81,11 +84,3 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
 
 def _peak(judged: Judged, name: str) -> int:
     return judged.classes[name].peak_bytes or 0
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e6:.4g} MB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
