@@ -4,6 +4,9 @@ An operator's time in a compiled graph depends on its state, and on what its nei
 their casts with them. So it is looked up by its state, and among the runs that had it in that state, from those in which its neighbours
 were most alike.
 
+Where a plan of the user's was measured itself, its whole step is an anchor: its operators' times are scaled so that, with quantizers and
+what is outside as they are reckoned for any plan, they make the passes that were measured. Plans near it share in that.
+
 Invariant: a state that no run had is reckoned from the most similar one, and said to be.
 """
 
@@ -21,7 +24,7 @@ from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.quantizing import fitted
-from qsync_fx.profiling.runs import Measured
+from qsync_fx.profiling.runs import Measured, Run
 
 _WEIGHTS = (4, 4, 1, 1)
 """What an equal neighbour counts: those beside an operator more than those one further."""
@@ -43,13 +46,27 @@ class InContext:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._seen: dict[str, list[_Seen]] = defaultdict(list)
+        self._quantizing = fitted(profile.runs)
         for run in profile.runs:
             states = [names(measured) for measured in run.operators]
+            forward, backward = self._anchored(run) if run.planned else (1.0, 1.0)
             for at, measured in enumerate(run.operators):
-                seconds = Seconds(measured.forward, measured.backward)
+                seconds = Seconds(measured.forward * forward, measured.backward * backward)
                 self._seen[measured.operator].append(_Seen(states[at], around(states, at), seconds, run.planned))
         self._formats = {seen.state[0] for found in self._seen.values() for seen in found if seen.state[0] is not None}
-        self._quantizing = fitted(profile.runs)
+
+    def _anchored(self, run: Run) -> tuple[float, float]:
+        """Returns by how much operators took longer in each pass of a run than the rest leaves them, as it is reckoned for any plan."""
+        outside = self.outside()
+        # Those of the backward pass are foreseen by nobody, and are part of what operators take there.
+        calls = [call for call in run.quantized if not call.backward]
+        casts = sum(self._quantizing[call.before, call.after].seconds(call.numel) for call in calls)
+        forward = sum(measured.forward for measured in run.operators)
+        backward = sum(measured.backward for measured in run.operators)
+        return (
+            max(0.0, run.forward - outside.forward - casts) / forward if forward else 1.0,
+            max(0.0, run.backward - outside.backward) / backward if backward else 1.0,
+        )
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""

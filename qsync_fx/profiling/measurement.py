@@ -25,6 +25,7 @@ from qsync_fx.codec import Path
 from qsync_fx.devices import support
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.module_tree import unwrapped
+from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision, encoding, precision
 from qsync_fx.predictor.model import model_graph
@@ -32,6 +33,7 @@ from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.attribution import attribute
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.compiled import Compiled, compiling
+from qsync_fx.profiling.correcting import check_asked, check_same, corrected
 from qsync_fx.profiling.kernels import Files, watching
 from qsync_fx.profiling.lines import timing_lines
 from qsync_fx.profiling.machine import this_machine
@@ -61,6 +63,7 @@ def measure(
     *,
     optimizer: Optimizer | None = None,
     plan: Plan | Sequence[Plan] = (),
+    profile: Profile | Path | None = None,
     rounds: int = ROUNDS,
     sensitivity: str | None = "exact",
     path: Path | None = None,
@@ -79,6 +82,8 @@ def measure(
         precisions: the formats to measure; by default those that the device computes itself.
         optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
         plan: is measured itself, too, or several are, which corrects what the profile says of it.
+        profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, and
+            what comes out is that profile, corrected. Its sensitivity and all-reduces stay.
         rounds: how many turns each plan has.
         sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
             batches; None to leave it out.
@@ -89,19 +94,24 @@ def measure(
         progress: whether to show it.
 
     Raises:
-        ProfileError: the step does not train the model, or an interrupted measurement of something else is at `path`.
+        ProfileError: the step does not train the model, the profile is of something else, or an interrupted measurement of something
+            else is at `path`.
         QSyncError: an option, a precision or the plan does not fit.
     """
-    module = _checked(model, rounds)
+    module = _checked(model, rounds, options or {})
     first, batches = _first(batches)
-    formats = _formats(precisions)
+    asked = [plan] if isinstance(plan, Plan) else list(plan)
+    known = _known(profile, asked, precisions)
+    formats = _formats(precisions) if known is None else [precision(name) for name in known.graph.formats]
     training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
     with untouched(module, optimizer), watching() as files, compiling() as compile_under:
         seen = observed(module, training, options or {})
-        plans = _plans(seen, formats, [plan] if isinstance(plan, Plan) else plan)
         name = type(optimizer).__name__ if optimizer is not None else ""
+        if known is not None:
+            check_same(known, this_machine(), seen.model, name)
+        plans = _plans(seen, formats if known is None else (), asked)
         samples = Samples(this_machine(), seen.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
@@ -123,20 +133,30 @@ def measure(
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    profile = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
-    if all_reduce:
-        profile = replace(profile, collectives=collectives())
-    if sensitivity is not None:
+    measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
+    if known is not None:
+        measured = corrected(known, measured)
+    elif all_reduce:
+        measured = replace(measured, collectives=collectives())
+    if known is None and sensitivity is not None:
         (found,) = sensitivities(
             model, step, batches, [sensitivity], formats, options=dict(options or {}), partial=found_so_far
         )
-        profile = replace(profile, sensitivity=found)
+        measured = replace(measured, sensitivity=found)
     if path is not None:
-        profile.save(path)
+        measured.save(path)
         for kept in (partial, found_so_far):
             if kept is not None:
                 kept.unlink(missing_ok=True)
-    return profile
+    return measured
+
+
+def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: object) -> Profile | None:
+    """Returns the profile that is to be corrected, which may be given as the path of its file."""
+    if profile is None:
+        return None
+    check_asked(plans, precisions)
+    return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 def _turn(compiled: Compiled, training: Training, files: Files) -> Sample:
@@ -183,6 +203,7 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
 
 
 def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
+    """Returns the plans that are to run: those that all profiles have, of these formats, and those of the user's."""
     found = profile_plans(seen.explanation, formats)
     for plan in asked:
         add(found, label_of(plan), plan, seen.explanation)
@@ -206,11 +227,17 @@ def _costs(seen: Observed, plans: int, rounds: int) -> str:
     )
 
 
-def _checked(model: nn.Module, rounds: int) -> nn.Module:
+def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
     if rounds < 1:
         raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
+    if (inner := Options.parse(options).inner) != "inductor":
+        raise OptionError(
+            f"operators are timed in the code that Inductor writes, and {inner!r} writes none",
+            where='option "inner"',
+            do="leave the option out",
+        )
     module = unwrapped(model)
     elsewhere = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
     if elsewhere is not None:

@@ -68,10 +68,11 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
     """Returns what tells a model in its mode, with inputs of these shapes and under these options, from others."""
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
-    lines += [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
-    lines += [asked] if (asked := Options.parse(options).beside_plan) else []
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return Model(type(module).__name__, digest, sum(parameter.numel() for parameter in module.parameters()))
+    evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
+    asked = Options.parse(options).beside_plan
+    digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [asked])]).encode()).hexdigest()[:16]
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return Model(type(module).__name__, digest, parameters, asked, len(evaluated))
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -33,22 +33,33 @@ class Model:
         name: of the model's class.
         digest: of its operators and of all shapes, of the modules that are in the mode to evaluate, and of the backend's options.
         parameters: how many numbers it holds.
+        options: those of the backend that were not as by default, in words.
+        evaluated: how many of its modules were in the mode to evaluate.
     """
 
     name: str
     digest: str
     parameters: int
+    options: str = ""
+    evaluated: int = 0
+
+    @property
+    def conditions(self) -> str:
+        """In words, what is not as by default: times hold under these conditions alone."""
+        modes = f"{self.evaluated} modules in the mode to evaluate" if self.evaluated else ""
+        return ", ".join(filter(None, (self.options, modes)))
 
     def check(self, here: Model) -> None:
         """Raises `ProfileError` where this is another model than `here`."""
-        if self != here:
+        if self.digest != here.digest:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {here}",
                 do="measure this model; its layers, the shapes of its inputs, its mode (train or eval) and options of the backend matter",
             )
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]})"
+        conditions = f" with {self.conditions}" if self.conditions else ""
+        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]}){conditions}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """One training step, timed.
 
-Invariant: with one thread, times are of the processor: they stay what they are when others load the machine, as far as caches and memory
-let them. Several threads wait for one another, which counts as computing, so there times are those of the clock on the wall.
+Invariant: with one thread, times are of the processor, for this thread alone: they stay what they are when others load the machine, as far
+as caches and memory let them, and when this process does something else beside. Several threads wait for one another, which counts as
+computing, so there times are those of the clock on the wall.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ StepFunction = Callable[[Any, Any], Tensor]
 
 
 def clock_for(threads: int) -> Clock:
-    """Returns the clock that times a process whose torch computes with so many threads."""
-    return time.process_time if threads == 1 else time.perf_counter
+    """Returns the clock that times a thread from which torch computes with so many."""
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ def timeline_table(timeline: Timeline, shown: int = _SHOWN) -> RenderableType:
     operators = timeline.by_operator()
     left = len(operators) - shown
     more = [Text(f"{left} more operators")] if left > 0 else []
-    return Group(Text(_head(timeline)), _devices(timeline, operators), _operators(timeline, operators[:shown]), *more)
+    taken = [Text(f"{name}: measured with {found}") for name, found in timeline.conditions.items()]
+    tables = (_devices(timeline, operators), _operators(timeline, operators[:shown]))
+    return Group(Text(_head(timeline)), *tables, *more, *taken)
 
 
 def _head(timeline: Timeline) -> str:

@@ -86,6 +86,12 @@ def graph_of(name: str, profile: Known) -> ModelGraph:
     return graph
 
 
+def conditions(profiles: Mapping[str, Known]) -> dict[str, str]:
+    """Returns in words, for each class of devices, what was not as by default when its profile was taken, where anything was."""
+    models = {name: getattr(profile, "model", None) for name, profile in profiles.items()}
+    return {name: model.conditions for name, model in models.items() if model is not None and model.conditions}
+
+
 def _read(given: Given) -> Known:
     """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
     from qsync_fx.profiling.profile import Profile

@@ -16,7 +16,7 @@ from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
-from qsync_fx.timeline.known import Given, Known, by_name, for_all, graph_of, known_devices, read_cluster
+from qsync_fx.timeline.known import Given, Known, by_name, conditions, for_all, graph_of, known_devices, read_cluster
 from qsync_fx.timeline.timeline import Timeline
 
 
@@ -46,7 +46,7 @@ def replay(
     schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
     peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
     known = {name: peak for name, peak in peaks.items() if peak is not None}
-    return Timeline(played(schedules, fleet), known)
+    return Timeline(played(schedules, fleet), known, conditions(profiles))
 
 
 def replay_traces(

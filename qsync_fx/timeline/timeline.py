@@ -64,10 +64,13 @@ class Timeline:
         played: what was replayed.
         peak_bytes: by class of devices, what a step holds at most, as `qsync_fx.predictor.memory` foresees it from the model and the plan
             alone, uncorrected by what a profile measured (docs/predictor.md says how near); empty while that is not known.
+        conditions: by class of devices, in words, what was not as by default when its profile was taken: options of the backend, and
+            modules in the mode to evaluate. Times hold under these conditions alone.
     """
 
     played: Played
     peak_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    conditions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def seconds(self) -> float:

@@ -55,6 +55,31 @@ def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert [operator["operator"] for operator in found["runs"][0]["operators"]] == ["/linear"]
 
 
+def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, other, plan = tmp_path / "linear.json", tmp_path / "other.json", tmp_path / "plan.json"
+    Plan.uniform("bf16").save(plan)
+    model = ["measure", "measured_nets:linear", "--optimizer", "sgd", "--rounds", "1"]
+    assert main([*model, "--precisions", "fp32", "--sensitivity", "none", "--output", str(first)]) == 0
+    before = Profile.load(first)
+    capsys.readouterr()
+    assert main([*model, "--plan", str(plan), "--profile", str(first), "--output", str(other)]) == 0
+    assert "under 1 plans" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
+    assert Profile.load(first) == before
+    found = Profile.load(other)
+    assert found.runs[:1] == before.runs and [run.planned for run in found.runs] == [False, True]
+    assert main([*model, "--plan", str(plan), "--profile", str(first)]) == 0
+    assert f"wrote {first}" in capsys.readouterr().err
+    assert [run.planned for run in Profile.load(first).runs] == [False, True]
+    for more, says in (
+        (["--profile", str(first)], "and there is none"),
+        (["--profile", str(first), "--plan", str(plan), "--sensitivity", "fisher"], "keeps its sensitivity"),
+        (["--profile", str(first), "--plan", str(plan), "--precisions", "fp32"], "keeps its precisions"),
+        (["--profile", str(tmp_path / "nowhere.json"), "--plan", str(plan)], "cannot be read"),
+    ):
+        assert main([*model, *more]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -72,12 +72,22 @@ def test_nearer_neighbours_count_more() -> None:
 
 
 def test_a_plan_that_was_measured_is_foreseen_as_it_was_measured() -> None:
-    own = run("plan", (BF16, BF16, 0.7), (FP32, FP32, 2.3), (BF16, BF16, 1.9), planned=True)
-    asked = times(WIDE, NARROW, BETWEEN, own)
+    """Its passes, whatever other runs say of quantizers and of what is outside; its operators in the proportion that they had."""
+    calls = [Quantized("0/linear", FP32, INT8, 100, False, 0.2), Quantized("0/linear", FP32, INT8, 100, True, 0.1)]
+    own = replace(
+        run("plan", (BF16, BF16, 0.7), (FP32, FP32, 2.3), (BF16, BF16, 1.9), planned=True, outside=0.4),
+        quantized=[replace(call, seconds=1.5 * call.seconds) for call in calls],
+    )
+    asked = times(WIDE, NARROW, replace(BETWEEN, quantized=calls), own)
     states = [state(BF16), state(FP32), state(BF16)]
-    for at, seconds in enumerate((0.7, 2.3, 1.9)):
-        beside = [states[at + by] if 0 <= at + by < 3 else None for by in (-1, 1, -2, 2)]
-        assert asked.operator(f"{at}/linear", states[at], beside) == Seconds(seconds, 2 * seconds)
+    beside = [[states[at + by] if 0 <= at + by < 3 else None for by in (-1, 1, -2, 2)] for at in range(3)]
+    found = [asked.operator(f"{at}/linear", states[at], beside[at]) for at in range(3)]
+    quantizing = asked.cast("0/linear", FP32, INT8, 100, True)
+    assert sum((*found, quantizing, asked.outside()), Seconds(0.0, 0.0)) == Seconds(
+        pytest.approx(own.forward), pytest.approx(own.backward)
+    )
+    for one, seconds in zip(found, (0.7, 2.3, 1.9), strict=True):
+        assert one.forward / found[0].forward == pytest.approx(seconds / 0.7) and not one.interpolated
 
 
 @pytest.mark.parametrize(("computes", "gives"), list(itertools.product((FP32, BF16), (FP32, BF16))))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from measured_layer import BATCH, Counted, layer, quick
 from small_models import Perceptron, build
 from tiers import ALL
-from torch import Tensor, nn
+from torch import nn
 
 import qsync_fx
 from qsync_fx.errors import OptionError, ProfileError
@@ -17,31 +17,6 @@ from qsync_fx.profiling.kernels import watching
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.samples import SAMPLES
-
-BATCH = torch.ones(4, 16), torch.ones(4, 8)
-
-
-class Counted:
-    """A step that counts its calls, and is interrupted at one of them."""
-
-    def __init__(self, interrupted_at: int = -1) -> None:
-        self.calls, self.interrupted_at = 0, interrupted_at
-
-    def __call__(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.calls += 1
-        if self.calls == self.interrupted_at:
-            raise KeyboardInterrupt
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def layer(inputs: int = 16) -> nn.Module:
-    """A model whose kernels are all libraries', so that nothing is compiled with a compiler of C++."""
-    torch.manual_seed(0)
-    return nn.Linear(inputs, 8, bias=False)
-
-
-def quick(model: nn.Module, step: Any, **more: Any) -> Profile:
-    return measure(model, step, [BATCH], ["fp32"], **{"rounds": 2, "progress": False, "sensitivity": None, **more})
 
 
 def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError
 
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
@@ -19,7 +21,8 @@ _EXAMPLES = """\
 examples:
   qsync measure bert:small --output cpu.json
   qsync measure bert:small --precisions fp32,bf16 --optimizer sgd
-  qsync measure bert:small --plan plan.json --output cpu.json  measures the plan itself, too"""
+  qsync measure bert:small --plan plan.json --output cpu.json   measures the plan itself, too
+  qsync measure bert:small --plan plan.json --profile cpu.json  the plan alone, which corrects cpu.json"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +33,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_optimizer(measured)
     measured.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="one that is there: only what --plan names is measured, and corrects it; --output may name another file to write",
+    )
+    measured.add_argument(
         "--sensitivity",
         metavar="METHOD",
-        default="exact",
         help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
     )
     measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
@@ -48,6 +56,10 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     trained = training.read(arguments, "a profile")
     given = trained.given
+    if arguments.profile is not None and arguments.sensitivity is not None:
+        what = "a profile that is corrected keeps its sensitivity"
+        raise OptionError(what, where="--sensitivity", do="leave it out, or leave --profile out to measure anew")
+    path = arguments.output or arguments.profile
     options = {name: value for name, value in model.given(arguments).items() if name != "plan"}
     profile = measure(
         trained.module,
@@ -56,13 +68,14 @@ def _measure(arguments: argparse.Namespace) -> None:
         trained.precisions,
         optimizer=training.optimizer(arguments.optimizer, trained.module),
         plan=() if given.options.plan is None else given.options.plan,
+        profile=arguments.profile,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
-        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity,
-        path=arguments.output,
+        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity or "exact",
+        path=path,
         options=options,
     )
-    if arguments.output is not None:
-        output.wrote(arguments.output)
+    if path is not None:
+        output.wrote(path)
     if arguments.json:
         output.as_json(PROFILE.plain(profile))
     else:
