@@ -9,13 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from qsync_fx.allocator.judge import Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.plan import ClusterPlan, Plan
+
+if TYPE_CHECKING:
+    from qsync_fx.profiling.profile import Profile
+
+AGREES: Final = 0.02
+"""The share by which a step that is foreseen well may differ from one that was measured: what compiling twice makes of one plan."""
 
 
 class NoteKind(StrEnum):
@@ -31,6 +37,9 @@ class NoteKind(StrEnum):
     RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
     KEEPS = "trains in its widest format alone, as the quickest class"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
+    UNSETTLED = (
+        "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
+    )
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,30 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A plan that was found and then run, on a device at hand.
+
+    Attributes:
+        device: the class.
+        foreseen: seconds that a device computes in a step, as they were known before.
+        measured: the same, as it took.
+        spread: how far steps lay from that, in the median, as a share of it.
+        interpolated: how many operators nothing had been measured of in the states that the plan puts them into.
+    """
+
+    device: str
+    foreseen: float
+    measured: float
+    spread: float
+    interpolated: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both differ by chance alone, as far as can be told."""
+        return abs(self.foreseen - self.measured) <= max(AGREES, self.spread) * self.measured
+
+
+@dataclass(frozen=True)
 class Answer:
     """
     Attributes:
@@ -81,6 +114,9 @@ class Answer:
         took: seconds that finding it took.
         rounds: in order; empty where an allocator asks the judge all along.
         notes: what else to know.
+        trials: of each round in which a plan was run, those of all classes at hand.
+        ran: the number of the round in which this plan was run, from 1; None where it was not.
+        profiles: of the classes at hand, corrected by what was measured; none where nothing was.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -91,6 +127,9 @@ class Answer:
     took: float = field(default=0.0, compare=False)
     rounds: tuple[Round, ...] = field(default=(), repr=False)
     notes: tuple[Note, ...] = field(default=(), repr=False)
+    trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
+    ran: int | None = field(default=None, compare=False)
+    profiles: Mapping[str, Profile] = field(default_factory=lambda: MappingProxyType({}), repr=False, compare=False)
 
     @property
     def value(self) -> float:
@@ -124,6 +163,12 @@ class Answer:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
         gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
         figures = {"seconds": f"{self.judged.seconds:.6g}", "variance": f"{self.judged.variance:.6g}", **gap}
+        if self.ran is not None:
+            figures["rounds"] = str(len(self.trials))
+            own = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
+            figures |= {key: f"{value:.6g}" for one in own for key, value in _said(one).items()}
+        if conditions := self.problem.classes[name].conditions:
+            figures["measured with"] = conditions
         return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures})
 
     def to_plans(self) -> dict[str, Plan]:
@@ -165,6 +210,10 @@ class Allocator(Protocol):
         Raises:
             PlanError: there is no plan within the limits; the error says which of them, by how much, and what would do.
         """
+
+
+def _said(trial: Trial) -> dict[str, float]:
+    return {"seconds foreseen": trial.foreseen, "seconds measured": trial.measured}
 
 
 def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:

@@ -22,7 +22,7 @@ from qsync_fx.predictor.model.value import Choices, ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.timeline.known import Known, graph_of
+from qsync_fx.timeline.known import Known, conditions, graph_of
 
 Objective = Literal["hybrid", "fastest", "recover"]
 Memory = float | int | str
@@ -87,6 +87,7 @@ def _class(
         tuple(fmt for fmt in formats if fmt not in unknown),
         training=None if optimizer is None else Training(optimizer, buckets=sends),
         memory=memory,
+        conditions=conditions(known).get(name, ""),
     )
 
 

@@ -6,17 +6,24 @@ says beyond its plan, about limits, devices and operators, is figured out from p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Allocator, Answer
 from qsync_fx.allocator.asking import Memory, Objective, Wishes, problem_of
 from qsync_fx.allocator.known import allocator_of
 from qsync_fx.allocator.looking import looked
+from qsync_fx.allocator.rounds import AtHand, settled
 from qsync_fx.codec import Path
+from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.timeline.known import Given, known_devices
+from qsync_fx.profiling.steps import StepFunction
+from qsync_fx.timeline.known import Given, Known, known_devices
 
 
 def find_plan(
@@ -31,6 +38,14 @@ def find_plan(
     sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None,
     precisions: Sequence[str] | None = None,
     tie_blocks: bool = False,
+    model: nn.Module | None = None,
+    step: StepFunction | None = None,
+    batches: Iterable[Any] = (),
+    optimizer: Optimizer | None = None,
+    options: Mapping[str, object] | None = None,
+    rounds: int = 3,
+    turns: int = 3,
+    progress: bool = True,
 ) -> Answer:
     """Returns the plan that is best for a model on devices of which profiles are at hand.
 
@@ -50,13 +65,31 @@ def find_plan(
         sensitivity: of the model, or of each class; by default what profiles hold.
         precisions: formats that the plan may ask for; by default those that were measured.
         tie_blocks: whether operators at one place of equal blocks get one format.
+        model: the model itself, where the device that a profile was measured on is at hand. Then the plan is run, the profile corrected by
+            what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `Answer.trials` says what
+            came out, `Answer.profiles` has the profile as corrected.
+        step, batches, optimizer, options: as `qsync_fx.measure` was given them for the profile.
+        rounds: how often at most that is done; 0 to leave it.
+        turns: how many turns a plan has each time.
+        progress: whether to show how far that is.
 
     Raises:
         PlanError: no plan keeps the limits; says which of them, by how much, and what would do.
-        ProfileError: a profile is missing, or does not say what is needed of it.
+        ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
     fleet, known = known_devices(profile, cluster)
     wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks)
-    problem, notes = problem_of(fleet, known, wishes)
-    answer = allocator_of(allocator).allocate(problem)
-    return replace(answer, notes=(*notes, *answer.notes, *looked(answer)))
+    chosen = allocator_of(allocator)
+
+    def solve(known: Mapping[str, Known]) -> Answer:
+        problem, notes = problem_of(fleet, known, wishes)
+        answer = chosen.allocate(problem)
+        return replace(answer, notes=(*notes, *answer.notes, *looked(answer)))
+
+    if model is None:
+        return solve(known)
+    if step is None:
+        do = "give step(model, batch), which returns the loss, and batches"
+        raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
+    at_hand = AtHand(model, step, batches, optimizer, options, turns, progress)
+    return settled(solve(known), known, solve, at_hand, rounds)

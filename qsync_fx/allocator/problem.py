@@ -40,6 +40,7 @@ class DeviceClass:
         training: what a step holds beside both passes; None where that is not known, and peaks are not.
         memory: bytes that a step may take; None for any.
         anchors: plans whose peak was measured, which predicted ones are corrected by.
+        conditions: in words, what was not as by default when its times were measured.
     """
 
     graph: ModelGraph = field(repr=False)
@@ -50,6 +51,7 @@ class DeviceClass:
     training: Training | None = field(default_factory=Training)
     memory: float | None = None
     anchors: tuple[Anchor, ...] = field(default=(), repr=False)
+    conditions: str = ""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.formats if name not in self.graph.formats]:

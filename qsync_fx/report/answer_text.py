@@ -29,7 +29,8 @@ def answer_text(answer: Answer, width: int | None = None) -> str:
 
 def answer_table(answer: Answer) -> RenderableType:
     """Returns an answer for a rich console."""
-    return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, _notes(answer)))
+    lines = (*_trials(answer), *_conditions(answer), *_notes(answer))
+    return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
 def _head(answer: Answer) -> list[str]:
@@ -61,6 +62,26 @@ def _classes(answer: Answer) -> RenderableType:
             *(str(counts[fmt] or "-") for fmt in formats),
         )
     return table
+
+
+def _trials(answer: Answer) -> Iterator[str]:
+    """What came out where plans were run, round by round."""
+    count = len(answer.trials)
+    for at, trials in enumerate(answer.trials, 1):
+        for trial in trials:
+            off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
+            unknown = f", {trial.interpolated} operators interpolated before" if trial.interpolated else ""
+            which = "this plan" if at == answer.ran else "another plan"
+            yield (
+                f"{trial.device} ran {which} in round {at} of {count}: {duration(trial.foreseen)} foreseen, "
+                f"{duration(trial.measured)} measured ({off:+.1%}){unknown}"
+            )
+
+
+def _conditions(answer: Answer) -> Iterator[str]:
+    yield from (
+        f"{name}: measured with {one.conditions}" for name, one in answer.problem.classes.items() if one.conditions
+    )
 
 
 def _notes(answer: Answer) -> Iterator[str]:

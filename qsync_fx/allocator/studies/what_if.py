@@ -33,4 +33,6 @@ def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = Non
     found = judged(problem, plans)
     over = found.exceeds(problem)
     notes = (Note(NoteKind.UNFIT, numbers=over),) if over else ()
-    return replace(answer, plans=plans, judged=found, bound=answer.bound, took=0.0, rounds=(), notes=notes)
+    return replace(
+        answer, plans=plans, judged=found, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
+    )

@@ -1,0 +1,152 @@
+"""The plan that was found, run where its device is at hand: what it takes corrects the profile, and the plan is looked for again.
+
+Invariant: it ends after so many rounds, or once what is foreseen and what is measured agree: of the plan's seconds, or of which plan it is.
+Where they never do, the best of the plans that ran is taken, as they ran.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
+from qsync_fx.allocator.judge import Judge, judged
+from qsync_fx.allocator.problem import Plans
+from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.profiling.machine import this_machine
+from qsync_fx.profiling.measurement import ROUNDS as TURNS, measure
+from qsync_fx.profiling.profile import Profile
+from qsync_fx.profiling.steps import StepFunction
+from qsync_fx.timeline.known import Known
+
+ROUNDS: Final = 3
+
+Solve = Callable[[Mapping[str, Known]], Answer]
+"""From what is known of each class of devices to the plan that is best for them."""
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """A model as it trains here: what a plan is run with.
+
+    Attributes:
+        model, step, batches, optimizer, options: as `qsync_fx.measure` takes them, and as the profile was taken.
+        turns: how many turns a plan has.
+        progress: whether to show it.
+    """
+
+    model: nn.Module
+    step: StepFunction
+    batches: Iterable[Any]
+    optimizer: Optimizer | None = None
+    options: Mapping[str, object] | None = None
+    turns: int = TURNS
+    progress: bool = True
+
+    def corrected(self, profile: Profile, answer: Answer, name: str) -> Profile:
+        """Returns a profile of a class, corrected by a run of its part of an answer."""
+        return measure(
+            self.model,
+            self.step,
+            self.batches,
+            optimizer=self.optimizer,
+            plan=answer.plan(name),
+            profile=profile,
+            rounds=self.turns,
+            options=self.options,
+            progress=self.progress,
+        )
+
+
+class Rounds:
+    """
+    Attributes:
+        answer: the plan to run next, or, where no more is to run, the one to take.
+        more: whether it is to run.
+    """
+
+    def __init__(self, answer: Answer, solve: Solve, limit: int) -> None:
+        if limit < 0:
+            raise OptionError(f"a plan cannot be run in {limit} rounds", where="rounds", do="give 0 or more")
+        self.answer, self.more = answer, limit > 0
+        self._solve, self._limit = solve, limit
+        self._tried: list[Plans] = []
+        self._trials: list[tuple[Trial, ...]] = []
+
+    def learn(self, known: Mapping[str, Known], before: Mapping[str, Profile], after: Mapping[str, Profile]) -> None:
+        """Takes what was measured of the answer's plan.
+
+        Args:
+            known: of all classes, corrected.
+            before, after: the profiles of the classes that ran, before and since.
+        """
+        trials = tuple(_trial(self.answer, name, before[name], after[name]) for name in after)
+        self._trials.append(trials)
+        self._tried.append(self.answer.plans)
+        if all(trial.agrees for trial in trials):
+            self._take(self.answer, after)
+            return
+        again = self._solve(known)
+        if again.plans in self._tried:
+            self._take(again, after)
+        elif len(self._trials) == self._limit:
+            self._take(_best(again, self._tried), after, (Note(NoteKind.UNSETTLED),))
+        else:
+            self.answer = again
+
+    def _take(self, answer: Answer, profiles: Mapping[str, Profile], notes: tuple[Note, ...] = ()) -> None:
+        self.more = False
+        self.answer = replace(
+            answer,
+            trials=tuple(self._trials),
+            ran=self._tried.index(answer.plans) + 1 if answer.plans in self._tried else None,
+            profiles=dict(profiles),
+            notes=(*answer.notes, *notes),
+        )
+
+
+def settled(answer: Answer, known: Mapping[str, Known], solve: Solve, at_hand: AtHand, limit: int = ROUNDS) -> Answer:
+    """Returns the answer that holds once its plans have run on the devices at hand.
+
+    Raises:
+        ProfileError: no profile is of this machine, or one is of another model, or was taken under other conditions.
+        PlanError: as corrected, no plan keeps the limits.
+    """
+    rounds = Rounds(answer, solve, limit)
+    here = this_machine()
+    mine: dict[str, Profile] = {
+        name: found for name, found in known.items() if isinstance(found, Profile) and found.machine == here
+    }
+    if not mine:
+        what = f"no profile is of this machine, on which the plan is to run: {', '.join(known)}"
+        raise ProfileError(what, where="profiles", do="leave the model out, or measure it here")
+    while rounds.more:
+        after = {name: at_hand.corrected(profile, rounds.answer, name) for name, profile in mine.items()}
+        known = {**known, **after}
+        rounds.learn(known, mine, after)
+        mine = after
+    return rounds.answer
+
+
+def _trial(answer: Answer, name: str, before: Profile, after: Profile) -> Trial:
+    run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
+    optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
+    return Trial(
+        name,
+        Judge(answer.problem, answer.plans).computing(name) / slowdown,
+        run.passes + optimizer,
+        run.spread,
+        len(before.interpolated(answer.plan(name))),
+    )
+
+
+def _best(again: Answer, tried: list[Plans]) -> Answer:
+    """Returns the best of the plans that ran, by what was measured of them; `again` itself where none of them keeps the limits."""
+    problem = again.problem
+    ran = [replace(again, plans=plans, judged=judged(problem, plans), rounds=()) for plans in tried]
+    return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
