@@ -13,8 +13,8 @@ from enum import StrEnum
 from torch import nn
 
 from qsync_fx.coverage.log import Frame, Outcome
+from qsync_fx.coverage.reached import has_run
 from qsync_fx.coverage.tree import Tree, stale
-from qsync_fx.module_tree import own_parameters
 
 
 class Why(StrEnum):
@@ -142,8 +142,7 @@ def cause_of(tree: Tree, path: str) -> Cause:
             inbuilt = inbuilt or found
     if inbuilt is not None:
         return inbuilt
-    ran = any(p.grad is not None for p in own_parameters(tree.modules[path]))
-    return Cause(Why.ELSEWHERE if ran else Why.NOT_CALLED)
+    return Cause(Why.ELSEWHERE if has_run(tree.modules[path], tree.log) else Why.NOT_CALLED)
 
 
 def nested(frame: Frame) -> Cause | None:

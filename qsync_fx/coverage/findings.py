@@ -14,6 +14,7 @@ from torch import nn
 
 from qsync_fx.coverage.causes import Cause, Why, cause_of, nested
 from qsync_fx.coverage.log import Frame
+from qsync_fx.coverage.reached import has_gradients
 from qsync_fx.coverage.tree import Tree, stale
 from qsync_fx.graph.values import format_of
 from qsync_fx.module_tree import joined, own_parameters
@@ -123,6 +124,15 @@ def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
     return tuple(_uncovered(tree, path, module) for path, module in tree.parameterised.items() if _missing(tree, path))
 
 
+def in_doubt(tree: Tree) -> list[nn.Module]:
+    """Returns the modules that are in no graph and have gradients, where it is not known whether they have run on this rank."""
+    return [
+        module
+        for path, module in tree.parameterised.items()
+        if _missing(tree, path) and has_gradients(module) and cause_of(tree, path).why is Why.NOT_CALLED
+    ]
+
+
 def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
     """Returns which of a model's layers run as written because one of these functions packs what they take into nested tensors."""
     causes = {frame.module(): cause for frame in frames if (cause := nested(frame)) is not None}
@@ -159,6 +169,7 @@ def _unused(entry: OpId | str, precision: Precision, near: tuple[str, ...], modu
 
 def _ran(tree: Tree, module: nn.Module, cause: Cause) -> bool:
     """Whether a module that is in no graph has run: by its gradients, where the model has any."""
-    trained = any(p.grad is not None for p in own_parameters(module))
+    if cause.why is Why.NOT_CALLED:
+        return False
     learns = any(p.requires_grad for p in own_parameters(module)) and tree.trained
-    return trained if learns or cause.why in (Why.NOT_CALLED, Why.NOT_MET) else True
+    return has_gradients(module) if learns or cause.why is Why.NOT_MET else True

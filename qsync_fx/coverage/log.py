@@ -94,6 +94,8 @@ class Log:
         told: the operators and patterns of the plan that were told to decide on nothing.
         frames: by code and module, in the order that Dynamo met them.
         settled: the models that have been checked after a training step.
+        reached: the modules that a backward pass of this rank was seen to reach; see `reached`.
+        watched: the models of which it is watched for a step what backward passes reach.
         last: grows with each entry of any log, so that the later one of two logs is known.
     """
 
@@ -101,6 +103,8 @@ class Log:
     declared: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
     frames: dict[tuple[CodeType, weakref.ref[nn.Module]], Frame] = field(default_factory=dict)
     settled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    reached: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    watched: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     told: set[OpId | str] = field(default_factory=set)
     last: int = field(default_factory=lambda: next(_counting))
 
@@ -110,6 +114,7 @@ class Log:
         self.declared = [(ref, path) for ref, path in self.declared if ref() is not None and ref() is not module]
         self.declared.append((weakref.ref(module), within))
         self.settled.discard(module)
+        self.watched.discard(module)
 
     @property
     def given(self) -> list[nn.Module]:

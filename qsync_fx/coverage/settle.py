@@ -4,7 +4,7 @@ Invariant: every model that torch.compile was given is checked once for each set
 that holds its parameters. Where something planned is not applied, that raises with the option "strict", and warns else, once. The hook on
 optimizers is there only as long as a model waits for it, or a later hook of someone else's stands behind it. A model that is not trained is
 checked as its forward pass starts for the second time, for what is known then: that an operator is not there in modules that are in graphs.
-What is in none may be there for training.
+What is in none may be there for training. Where several ranks train, and a gradient may be another rank's, a model is checked a step later.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from qsync_fx.coverage.causes import nested
-from qsync_fx.coverage.findings import Findings, findings, packed, uncovered
+from qsync_fx.coverage.findings import Findings, findings, in_doubt, packed, uncovered
 from qsync_fx.coverage.log import Frame, Log, log_of, logs
+from qsync_fx.coverage.reached import watch
 from qsync_fx.coverage.telling import not_applied
 from qsync_fx.coverage.tree import Tree, models
 from qsync_fx.errors import PlanWarning
@@ -59,6 +60,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for log in known:
         for root in models(log):
             if root not in log.settled and any(id(p) in trained and p.grad is not None for p in root.parameters()):
+                if _waits(root, log):
+                    _hook.checked.pop(optimizer, None)
+                    continue
                 log.settled.add(root)
                 settle(root, log)
     if not any(root not in log.settled for log in known for root in models(log)) and _hook.handle is not None:
@@ -71,6 +75,17 @@ def _leave(handle: RemovableHandle) -> None:
     if hooks is None or next(reversed(hooks), None) == handle.id:
         handle.remove()
         _hook.handle = None
+
+
+def _waits(root: nn.Module, log: Log) -> bool:
+    """Whether a model is to be checked after the next step, where modules in it will be known to have run on this rank, or not."""
+    if root in log.watched:
+        return False
+    doubtful = in_doubt(Tree(root, log))
+    if doubtful:
+        log.watched.add(root)
+        watch(doubtful, log)
+    return bool(doubtful)
 
 
 def settle(root: nn.Module, log: Log) -> None:

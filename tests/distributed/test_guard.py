@@ -37,6 +37,20 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 @tiers.ALL
+def test_a_layer_that_other_ranks_alone_reach_is_not_said_to_run_as_written(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="branches")
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    for rank in ended:
+        assert rank.result["others"]["told"] == [[], [], [], []]
+        assert rank.result["others"]["left"] == ["beside"], "called by nobody, and compiled once it is"
+        once, again, *later = rank.result["beside"]["told"]
+        assert (once, later) == ([], [[], []])
+        assert len(again) == 1
+        assert "beside (Linear): it ran, but not where compiled code calls it" in again[0]
+    assert first.result["others"]["weights"] == second.result["others"]["weights"]
+
+
+@tiers.ALL
 def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="averaging")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log

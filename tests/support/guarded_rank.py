@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,44 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with guard(fast, check_every=1):
         list(train(fast, rank, 2))
     return {**found, "plan": plan.to_json(), "printed": str(plan), "weights": weights(fast)}
+
+
+class Branching(nn.Module):
+    """Has a layer that only some inputs reach, and one that its user calls beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.side, self.beside = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, side: bool) -> Tensor:
+        return self.side(self.body(x)) if side else self.body(x)
+
+
+def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A layer that one rank alone reaches, and one that both do, but not where compiled code calls it."""
+    found: dict[str, Any] = {}
+    for name in ("others", "beside"):
+        model = Branching()
+        parallel = DistributedDataParallel(
+            compiled(model, Plan.uniform("bf16")), find_unused_parameters=name == "others"
+        )
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        told = []
+        for step in range(4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.zero_grad()
+                out = parallel(data(rank), name == "beside" or rank == 0 or step > 2)
+                (out if name == "others" else model.beside(out)).square().mean().backward()
+                optimizer.step()
+            told.append([str(w.message) for w in caught if issubclass(w.category, qsync_fx.PlanWarning)])
+        found[name] = {
+            "told": told,
+            "weights": weights(model),
+            "left": [m.path for m in qsync_fx.applied(parallel).uncovered],
+        }
+    return found
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
