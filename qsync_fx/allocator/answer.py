@@ -11,6 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.allocator.judge import Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
@@ -169,7 +170,8 @@ class Answer:
             figures |= {key: f"{value:.6g}" for one in own for key, value in _said(one).items()}
         if conditions := self.problem.classes[name].conditions:
             figures["measured with"] = conditions
-        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures})
+        foreseen = Foreseen.of(self.judged.classes[name], self.problem.classes[name].memory).notes()
+        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen})
 
     def to_plans(self) -> dict[str, Plan]:
         """Returns the plans of all classes."""

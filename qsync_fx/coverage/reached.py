@@ -1,8 +1,8 @@
 """Whether a module that is in no graph has run on this rank, as far as its gradients tell.
 
-Where one process trains alone, a gradient says so. Where several ranks do, it may be the mean of what others had: DistributedDataParallel
-with find_unused_parameters gives one to parameters that this rank's pass did not reach. Autograd calls a hook where it adds a gradient up, and
-nothing does where one is put there.
+Where one process trains alone, a gradient says so. Where several ranks do, it may be the mean of what others had: with
+find_unused_parameters, DistributedDataParallel gives one to parameters that this rank's pass did not reach. Autograd calls a hook where it
+adds a gradient up; where one is put there, nothing does.
 
 Invariant: with several ranks, a module of which nothing but a gradient tells that it ran has run where a backward pass of this rank's was
 seen to reach it, in the step after the first one.
@@ -43,7 +43,8 @@ def _watch(module: nn.Module, parameter: nn.Parameter, log: Log) -> None:
         handle.remove()
         log.reached.add(module)
 
-    handle = parameter.register_post_accumulate_grad_hook(reached)
+    hooks: Any = parameter
+    handle = hooks.register_post_accumulate_grad_hook(reached)
 
 
 def _several_ranks() -> bool:

@@ -6,7 +6,6 @@ While a rank measures itself, and while rank 0 chooses, no other is in a collect
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.asking import Memory, Objective
-from qsync_fx.allocator.finding import find_plan as find_plan_of_profiles
+from qsync_fx.codec import Path
 from qsync_fx.devices import names
 from qsync_fx.distributed import statements
 from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
+from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.precision import Precision
-from qsync_fx.predictor.replay.cluster import Cluster, Device
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import PROFILE, Profile
@@ -42,11 +41,12 @@ def find_plan(
     memory: Mapping[str, Memory] | Memory | None = None,
     target: str | float | None = None,
     precisions: Sequence[str | Precision] | None = None,
+    save: Path | None = None,
     compiling: float = COMPILING,
     silence: float | None = None,
     progress: bool = True,
     **measuring: Any,
-) -> ClusterPlan:
+) -> FoundPlan:
     """Returns the plan that is best for the ranks that are up; every rank calls it, after `init_process_group`, with the model as written.
 
     Args:
@@ -55,6 +55,7 @@ def find_plan(
             the device. Ranks of one class get one plan.
         objective, budget, memory, target: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
         precisions: formats to measure, and to choose from.
+        save: the file that rank 0 writes the plan to.
         compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
         progress: whether rank 0 shows how far it is.
         measuring: what else `qsync_fx.measure` takes.
@@ -67,7 +68,7 @@ def find_plan(
     wishes = {"objective": objective, "budget": budget, "memory": memory, "target": target}
     if not several_ranks():
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
-        return _chosen([mine], [profile], wishes)
+        return _chosen([mine], [profile], wishes, save)
     with Meeting(compiling, silence, collectives=False) as meeting:
 
         def watched(module: Any, batch: Any) -> Tensor:
@@ -85,28 +86,24 @@ def find_plan(
         if meeting.rank == 0:
             classes = [meeting.get("class", rank, compiling) for rank in range(meeting.world)]
             profiles = [PROFILE.decode(meeting.get("profile", rank, compiling)) for rank in range(meeting.world)]
-            meeting.put("plan", _chosen(classes, profiles, wishes).to_json())
+            chosen = _chosen(classes, profiles, wishes, save)
+            meeting.put("plan", chosen.to_json())
         found = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
         meeting.agree("plans", {"plan": [found.to_json()]}, {})
-        return found
+        return chosen if meeting.rank == 0 else FoundPlan(found)
 
 
-def _chosen(classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any]) -> ClusterPlan:
-    """Returns the plan for ranks of these classes, each measured by itself; the slowest of a class speaks for it."""
-    slowest: dict[str, Profile] = {}
-    for name, profile in zip(classes, profiles, strict=True):
-        if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
-            slowest[name] = profile
-    counts = Counter(classes)
-    cluster = Cluster({name: Device(counts[name]) for name in slowest})  # its links are what the profiles measured
-    answer = find_plan_of_profiles(slowest, cluster, **wishes)
-    return ClusterPlan(answer.to_plans(), ranks=classes, notes={"answer": str(answer)})
+def _chosen(
+    classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], save: Path | None
+) -> FoundPlan:
+    """Returns the plan for ranks of these classes, each measured by itself; writes it where that is wished."""
+    survey = Survey.of(classes, profiles, wishes)
+    found = FoundPlan.of(survey.answer(), survey)
+    if save is not None:
+        found.save(save)
+    return found
 
 
 def _class_of(device: str) -> str:
     """Returns the name of a device in the catalog, or what it is called."""
     return max((name for name in names() if is_called(device, name)), key=len, default=device)
-
-
-def _seconds(profile: Profile) -> float:
-    return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)

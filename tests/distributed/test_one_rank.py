@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, distributed, nn
 
 import qsync_fx
-from qsync_fx import OptionError, Plan
+from qsync_fx import ClusterPlan, OptionError, Plan
+from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.distributed import average_by_batch, check_replicas, guard
 from qsync_fx.distributed.alive import gone, identity
 from qsync_fx.distributed.channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.meeting import Meeting, compiles_told
 from qsync_fx.distributed.replicas import digests
+from qsync_fx.distributed.survey import under
 from qsync_fx.distributed.timeouts import at_least, limit_of_group
 from qsync_fx.errors import PlanError
 
@@ -107,15 +110,34 @@ def test_a_process_that_has_ended_is_known() -> None:
 
 
 @tiers.ALL
-def test_one_rank_finds_its_plan_alone() -> None:
+def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
     plan = qsync_fx.distributed.find_plan(
-        nn.Linear(16, 16), step, [torch.randn(32, 16)], precisions=["fp32", "bf16"], progress=False, rounds=2
+        nn.Linear(16, 16),
+        step,
+        [torch.randn(32, 16)],
+        precisions=["fp32", "bf16"],
+        progress=False,
+        rounds=2,
+        save=tmp_path / "plan.json",
     )
     assert plan.ranks == ("cpu",)
     assert set(plan.classes) == {"cpu"}
+    saved = ClusterPlan.load(tmp_path / "plan.json")
+    assert (plan == saved, saved == plan, hash(plan) == hash(saved)) == (True, True, True)
+    assert type(pickle.loads(pickle.dumps(plan))) is ClusterPlan
+    # What it was found from is kept, so that another plan takes no measurement: for a device that is three times as slow.
+    assert plan.survey is not None
+    assert plan.answer is not None
+    slow = plan.survey.answer({"cpu": 3.0})
+    assert slow.judged.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
+    assert Foreseen.noted(plan.classes["cpu"].notes).computing == pytest.approx(
+        plan.answer.judged.classes["cpu"].computing
+    )
+    with pytest.raises(PlanError, match=r"0\.001 MB"):
+        plan.survey.answer(memory={"cpu": 1000.0})
 
 
 def test_what_cannot_be_is_said() -> None:

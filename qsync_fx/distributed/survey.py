@@ -1,0 +1,101 @@
+"""What the ranks have measured, kept by the one that chooses: another plan can be found from it without measuring again.
+
+Invariant: a survey is a value. Its plans follow from it, what devices take longer than their profiles say, and the memory that they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_fx.allocator.answer import Answer
+from qsync_fx.allocator.finding import find_plan
+from qsync_fx.allocator.judge import Judged, judged
+from qsync_fx.plan import ClusterPlan
+from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.profiling.profile import Profile
+
+
+@dataclass(frozen=True)
+class Survey:
+    """
+    Attributes:
+        ranks: the class of each rank.
+        profiles: of each class, that of its slowest rank, which speaks for it.
+        wishes: of the user, as `qsync_fx.find_plan` takes them.
+    """
+
+    ranks: tuple[str, ...]
+    profiles: Mapping[str, Profile] = field(repr=False)
+    wishes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, ranks: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any]) -> Survey:
+        """Returns the survey of ranks that each have measured themselves."""
+        slowest: dict[str, Profile] = {}
+        for name, profile in zip(ranks, profiles, strict=True):
+            if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
+                slowest[name] = profile
+        return cls(tuple(ranks), slowest, wishes)
+
+    def answer(
+        self, slowdowns: Mapping[str, float] = MappingProxyType({}), memory: Mapping[str, float] | None = None
+    ) -> Answer:
+        """Returns what `qsync_fx.find_plan` finds.
+
+        Args:
+            slowdowns: by class, what everything takes longer than its profile says.
+            memory: by class, the bytes that a step may take, in the place of what the user wished; None for that.
+
+        Raises:
+            QSyncError: no plan keeps the limits.
+        """
+        counts = Counter(self.ranks)
+        devices = {name: Device(counts[name], slowdown=slowdowns.get(name, 1.0)) for name in self.profiles}
+        wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
+        return find_plan(self.profiles, Cluster(devices), **wishes)  # its links are what the profiles measured
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class FoundPlan(ClusterPlan):
+    """The plan that ranks have found for themselves, with what it was found from.
+
+    Attributes:
+        survey: what was measured, on the rank that chooses; None on the others.
+        answer: what the plan was made of, there.
+
+    It equals the plan without them; nothing of them is saved or pickled.
+    """
+
+    survey: Survey | None
+    answer: Answer | None
+
+    def __init__(self, plan: ClusterPlan, survey: Survey | None = None, answer: Answer | None = None) -> None:
+        super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes)
+        object.__setattr__(self, "survey", survey)
+        object.__setattr__(self, "answer", answer)
+
+    @classmethod
+    def of(cls, answer: Answer, survey: Survey) -> FoundPlan:
+        """Returns the plan of an answer, with the class of each rank in its table."""
+        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes={"answer": str(answer)})
+        return cls(plan, survey, answer)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ClusterPlan):
+            return NotImplemented
+        return (self.classes, self.devices, self.ranks) == (other.classes, other.devices, other.ranks)
+
+    __hash__ = ClusterPlan.__hash__
+
+
+def under(plans: Answer, now: Answer) -> Judged:
+    """Returns what the plans of one answer cost where things are as in another."""
+    return judged(now.problem, plans.plans)
+
+
+def _seconds(profile: Profile) -> float:
+    return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)

@@ -1,0 +1,111 @@
+"""When the ranks plan anew, as a pure function: a lasting change is seen once it has lasted, and noise alone never is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, strategies as st
+
+from qsync_fx import OptionError
+from qsync_fx.distributed.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
+
+HOW = Hysteresis(tolerance=0.15, patience=8, cooldown=30)
+WITHIN = st.floats(1 / 1.15, 1.15)
+ANY = st.floats(0.1, 10)
+
+
+def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
+    """Returns the steps after which a rank that is alone would be planned for anew, with a cool-down after each."""
+    seen, decided = Seen(), []
+    for step, pace in enumerate(paces):
+        seen = after_step(seen, pace, rooms[step] if rooms else None, how)
+        if drift([stated(seen, how)], ["device"]) is not None:
+            decided.append(step)
+            seen = Seen(resting=how.cooldown)
+    return decided
+
+
+@given(st.lists(WITHIN, max_size=200))
+def test_what_stays_within_the_tolerance_is_no_drift(paces: list[float]) -> None:
+    assert run(paces) == []
+
+
+@given(st.lists(st.lists(ANY, max_size=HOW.patience - 1), max_size=20), st.lists(WITHIN, min_size=20, max_size=20))
+def test_noise_of_any_size_is_none_where_a_step_in_time_comes_before_patience_ends(
+    bursts: list[list[float]], between: list[float]
+) -> None:
+    paces = [pace for burst, calm in zip(bursts, between, strict=False) for pace in (*burst, calm)]
+    assert run(paces) == []
+
+
+@given(st.lists(ANY, max_size=100))
+def test_two_decisions_are_as_far_apart_as_they_must_be(paces: list[float]) -> None:
+    steps = run(paces)
+    assert all(after - before >= HOW.cooldown + HOW.patience for before, after in itertools.pairwise(steps))
+    # And there is one wherever enough steps in a row lie beyond: the mirror of the tests above.
+    first = next((at for at in range(HOW.patience, len(paces) + 1) if _beyond(paces[at - HOW.patience : at])), None)
+    assert (steps[0] + 1 if steps else None) == first
+
+
+def _beyond(paces: list[float]) -> bool:
+    return all(pace > 1.15 for pace in paces) or all(pace < 1 / 1.15 for pace in paces)
+
+
+@given(st.lists(WITHIN, max_size=50), st.floats(1.4, 5), st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50))
+def test_a_device_that_has_become_slower_is_seen_after_patience_and_once(
+    before: list[float], slowdown: float, noise: list[float]
+) -> None:
+    steps = run([*before, *(slowdown * one for one in noise)])
+    assert steps[0] <= len(before) + HOW.patience - 1
+    # What was seen is what is reckoned with from then on, so that the same slowness is not seen again.
+    assert run([*before, *(one for one in noise)]) == []
+
+
+@given(st.lists(st.tuples(ANY, st.sampled_from("ab")), min_size=1, max_size=6))
+def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) -> None:
+    everyones = [
+        Stated(pace, slower=pace > 1.15, faster=pace < 1 / 1.15, allowed=1e9 * pace) for pace, _ in ranks
+    ]  # fmt: skip
+    classes = [name for _, name in ranks]
+    found = drift(everyones, classes) or Drift()
+    of = {name: [pace for pace, other in ranks if other == name] for name in classes}
+    assert set(found.slower) == {rank for rank, (pace, _) in enumerate(ranks) if pace > 1.15}
+    assert set(found.faster) == {rank for rank, (_, name) in enumerate(ranks) if max(of[name]) < 1 / 1.15}
+    if found != Drift():
+        assert found.paces == {name: max(paces) for name, paces in of.items()}
+        assert found.allowed == {name: 1e9 * min(paces) for name, paces in of.items()}
+
+
+@given(st.lists(st.floats(1e6, 1e12), min_size=8, max_size=40))
+def test_memory_counts_where_the_plan_takes_more_than_there_is(allowed: list[float]) -> None:
+    rooms = [Room(size, needed=1e9) for size in allowed]
+    tight = [at for at in range(8, len(rooms) + 1) if max(allowed[at - 8 : at]) < 1e9]
+    assert run([1.0] * len(rooms), rooms=rooms)[:1] == [at - 1 for at in tight][:1]
+
+
+def test_memory_that_is_back_counts_where_the_plan_was_made_for_less() -> None:
+    back = [Room(2e9, 0.4e9, planned=0.5e9)] * 8
+    assert run([1.0] * 8, rooms=back) == [7]
+    assert run([1.0] * 8, rooms=[Room(2e9, 0.4e9)] * 8) == []
+    assert run([1.0] * 8, rooms=[Room(0.55e9, 0.4e9, planned=0.5e9)] * 8) == []
+
+
+def test_a_rank_that_has_seen_too_little_states_nothing() -> None:
+    assert stated(Seen((9.0,) * 7, (None,) * 7), HOW) == Stated()
+    assert drift([Stated(), Stated(1.0)], ["a", "b"]) is None
+    assert drift([Stated(), Stated(2.0, slower=True)], ["a", "b"]) == Drift({"b": 2.0}, slower=(1,))
+
+
+@given(ANY, ANY, ANY, ANY)
+def test_a_plan_is_worth_compiling_for_where_it_wins_time_or_exactness(s: float, v: float, t: float, w: float) -> None:
+    found = wins((s, v), (t, w), True, 0.02)
+    assert found == (t < 0.98 * s or (w < 0.98 * v and t <= 1.02 * s))
+    assert wins((s, v), (t, w), False, 0.02)
+    assert not wins((s, v), (s, v), True, 0.0)
+
+
+@pytest.mark.parametrize("wrong", [{"patience": 0}, {"cooldown": -1}, {"tolerance": -0.1}, {"gain": float("nan")}])
+def test_what_cannot_be_is_said(wrong: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        Hysteresis(**wrong)  # type: ignore[arg-type]
