@@ -1,22 +1,25 @@
 """What conversions and quantizers take, as linear expressions: one for all that read a value in one format, as the mapper has them.
 
-Whose a cast is, the first of its readers, decides in which stretch of the backward pass it is differentiated, and may decide what it takes.
-So the readers of a value are gone through in order, in groups that are alike in that, and it counts for each group whether it or one before
-needs the cast.
+Most values are read in most formats by one operator alone. What its casts take follows from two choices, its own and that of the value's
+format: `_edge`. Where several read a value in one format, whose the cast is, the first of them, decides in which stretch of the backward
+pass it is differentiated, and may decide what it takes. So these are gone through in order, in groups that are alike in that, and it counts
+for each group whether it or one before needs the cast: `_first`.
 
 Invariant: at whole choices the casts are those of `mapper.states`, with the same owners but for those that take the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from qsync_fx.allocator.exact.formats import Formats, Spread, renamed
 from qsync_fx.allocator.exact.program import ONE, Expression, Program, constant, total
-from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.mapper.tables import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Tables
+from qsync_fx.predictor.mapper.asking import cast_seconds
+from qsync_fx.predictor.mapper.tables import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Reader, Tables
+from qsync_fx.predictor.model.reachable import followed, widest
+from qsync_fx.predictor.model.value import Follows, Name
 from qsync_fx.predictor.times import Seconds, Times
 
 ZERO = Seconds(0.0, 0.0)
@@ -40,8 +43,9 @@ class Charge:
 
 @dataclass(frozen=True)
 class _Want:
-    """A reader that wants a value in a format."""
+    """A reader that wants a value in a format; `reader` is its place among those of the value."""
 
+    reader: int
     owner: int
     where: Expression
 
@@ -84,24 +88,41 @@ class Casting:
         before = self._held(point.held)
         wants: dict[int, list[_Want]] = {}
         kept: dict[tuple[int, int], list[_Want]] = {}
-        for reader in point.readers:
+        behind: set[int] = set()
+        partly: set[int] = set()
+        for place, reader in enumerate(point.readers):
             owner = reader.operator if reader.operator >= 0 else point.held.operator
             spread: Spread = self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
-            found: dict[int, dict[int, float]] = {}
+            found: dict[int, Expression] = {}
             for name, where in spread.items():
                 number = NUMBERS[name]
                 after = reader.wanted[number]
-                found[after] = total((1.0, found.get(after, {})), (1.0, where))
+                if after and self._may_convert(point.held, before, reader, name):
+                    found[after] = total((1.0, found[after]), (1.0, where)) if after in found else where
+                else:
+                    partly.add(place)
                 if reader.kept[number]:
-                    kept.setdefault((after, reader.kept[number]), []).append(_Want(owner, where))
+                    kept.setdefault((after, reader.kept[number]), []).append(_Want(place, owner, where))
             for after, where in found.items():
                 used = self._held(reader.used) if reader.used is not None and PLAIN[after] else {}
                 already = used.get(NAMES[after])
-                if after and (already is None or constant(already) != 1):
-                    where = where if already is None else total((1.0, where), (-1.0, already))
-                    wants.setdefault(after, []).append(_Want(owner, where))
+                if already is None or constant(already) != 1:
+                    if already is not None:
+                        where = self.program.any_of([where], already)
+                        behind.add(after)
+                    wants.setdefault(after, []).append(_Want(place, owner, where))
+        edges: dict[int, dict[int, Expression]] = {}
         for after, readers in wants.items():
-            yield from self._converted(point.value, before, after, readers)
+            if len(readers) == 1 and after not in behind:
+                edges.setdefault(readers[0].reader, {})[after] = readers[0].where
+            else:
+                yield from self._converted(point.value, before, after, readers)
+        for place, edge in edges.items():
+            reader = point.readers[place]
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            names = self.formats.precisions[reader.operator] if reader.operator >= 0 else (None,)
+            whole = place not in partly and all(reader.wanted[NUMBERS[name]] in edge for name in names)
+            yield from self._edge(owner, point.value, before, edge, whole)
         for (fmt, plain), readers in kept.items():
             # Backward the last of the readers comes first, and there the conversion is.
             taken = {
@@ -109,6 +130,63 @@ class Casting:
             }
             costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in taken.items()}
             yield from self._first(readers[::-1], costs, None)
+
+    def _may_convert(self, held: Held, before: Spread, reader: Reader, name: Name) -> bool:
+        """Whether a reader that computes in a format may find the value in one that has to be converted."""
+        after = reader.wanted[NUMBERS[name]]
+        sources = [source for source in before if source is not None and NEEDED[NUMBERS[source]][after]]
+        decided = self.graph.operators[reader.operator].decided if reader.operator >= 0 else None
+        if isinstance(decided, Follows) and held.operator in decided.operators and followed(decided, name) == name:
+            # What follows the value is as wide as it is.
+            return any(widest(source, name) == name for source in sources)
+        return bool(sources)
+
+    def _edge(
+        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], whole: bool
+    ) -> Iterator[Charge]:
+        """Yields what the casts of one reader take that share nothing with others.
+
+        Of two sources of the value the one takes longer than the other by what follows from the format that is read. In the order of these
+        differences it counts where the value has the one source and is read in a format from a place in the order on: as exact as if there
+        were a variable for each pair of formats.
+
+        Args:
+            wants: by format, where the reader wants the value in it.
+            whole: whether it always wants one of these.
+        """
+        sources = [name for name in before if name is not None]
+        costs = {
+            name: {
+                after: self._taken(owner, value, name, NAMES[after]) if NEEDED[NUMBERS[name]][after] else ZERO
+                for after in wants
+            }
+            for name in sources
+        }
+        if not sources:
+            return
+        base = costs[sources[0]]
+        for after, where in wants.items():
+            yield Charge(owner, where, base[after].forward, base[after].backward)
+        rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
+        for name in sources[1:]:
+            levels: dict[tuple[float, float], list[Expression]] = {}
+            if not whole:
+                levels[0.0, 0.0] = [rest]
+            for after, where in wants.items():
+                one, other = costs[name][after], base[after]
+                levels.setdefault((one.forward - other.forward, one.backward - other.backward), []).append(where)
+            ahead, back = 0.0, 0.0
+            below: list[Expression] = []
+            for (forward, backward), there in sorted(levels.items(), key=lambda level: (sum(level[0]), level[0])):
+                if below:
+                    now = self.program.any_of([before[name]], total(*((1.0, where) for where in below)))
+                    if (forward < ahead or backward < back) and constant(now) is None:
+                        self._no_more_than(now, [before[name]], total(*((1.0, where) for where in below)))
+                else:
+                    now = before[name]
+                yield Charge(owner, now, forward - ahead, backward - back)
+                ahead, back = forward, backward
+                below += there
 
     def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[Charge]:
         sources = {name: where for name, where in before.items() if name is not None and NEEDED[NUMBERS[name]][after]}
@@ -189,12 +267,5 @@ class Casting:
         given = self.formats.outputs[held.operator]
         return renamed(given, {name: name or own for name in given})
 
-    def _taken(
-        self, owner: int, value: int, before: str | None, after: str | None, differentiated: bool | None = None
-    ) -> Seconds:
-        held, operator = self.graph.values[value], self.graph.operators[owner]
-        if not isinstance(held.numel, int):
-            what = f"the time of a cast of {held.numel} elements is not known"
-            raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
-        gradient = held.differentiated if differentiated is None else differentiated
-        return self.times.cast(operator.id, before or "", after or "", held.numel, gradient)
+    def _taken(self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True) -> Seconds:
+        return cast_seconds(self.graph, self.times, owner, value, before or "", after or "", differentiated)

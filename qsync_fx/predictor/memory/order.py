@@ -40,26 +40,60 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
     A task joins the nearest of its kind that writes some of what it reads, or reads half of it, and that nothing which it needs waits
     for. What such a kernel needs runs before all of it.
     """
-    groups: list[list[Task]] = []
+    groups: list[_Kernel] = []
     needs: list[set[int]] = []
     place: dict[Buffer, int] = {}
+    touching: defaultdict[Buffer, set[int]] = defaultdict(set)
     for task in tasks:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
         found = len(groups)
         if not task.library:
+            # What it joins has some of its reads in common with it.
             behind = _reaching(needs, needed)
-            near = (at for at in range(len(groups) - 1, -1, -1) if at not in behind and _joins(task, groups[at]))
-            found = next(near, found)
+            near = sorted(set().union(*(touching[buffer] for buffer in task.reads)) - behind, reverse=True)
+            found = next((at for at in near if groups[at].takes(task)), found)
         if found == len(groups):
-            groups.append([])
+            groups.append(_Kernel())
             needs.append(set())
-        groups[found].append(task)
+        groups[found].add(task)
         needs[found] |= needed - {found}
-        place |= dict.fromkeys(task.writes, found)
+        for buffer in task.writes:
+            place[buffer] = found
+            touching[buffer].add(found)
+        for buffer in task.reads:
+            touching[buffer].add(found)
     order: dict[int, None] = {}
     for at in range(len(groups)):
         visit(at, needs, int, order)
-    return [groups[at] for at in order]
+    return [groups[at].tasks for at in order]
+
+
+class _Kernel:
+    """Tasks that are one kernel to the sorts."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.written: set[Buffer] = set()
+        self.read: set[Buffer] = set()
+
+    def add(self, task: Task) -> None:
+        self.tasks.append(task)
+        self.written.update(task.writes)
+        self.read |= task.reads
+
+    def takes(self, task: Task) -> bool:
+        """Whether a task that is no library's is of its kind, and has enough in common with it."""
+        first = self.tasks[0]
+        if first.library:
+            return False
+        if first.sums and not task.sums:
+            return bool(task.reads) and task.reads <= self.written  # what is done to sums alone is done with them
+        if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
+            return False
+        if not task.reads.isdisjoint(self.written):
+            return True
+        common = sum(buffer.bytes for buffer in task.reads if buffer in self.read)
+        return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
 
 
 def _reaching(needs: Sequence[set[int]], needed: set[int]) -> set[int]:
@@ -84,22 +118,6 @@ def visit(
             stack.append(min(missing, key=key))
         else:
             order[stack.pop()] = None
-
-
-def _joins(task: Task, group: Sequence[Task]) -> bool:
-    first = group[0]
-    if first.library:
-        return False
-    written = {buffer for one in group for buffer in one.writes}
-    if first.sums and not task.sums:
-        return bool(task.reads) and task.reads <= written  # what is done to sums alone is done with them
-    if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
-        return False
-    if task.reads & written:
-        return True
-    there = {buffer for one in group for buffer in one.reads}
-    common = sum(buffer.bytes for buffer in task.reads if buffer in there)
-    return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
 
 
 @dataclass(frozen=True)

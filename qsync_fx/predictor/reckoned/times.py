@@ -57,6 +57,7 @@ class DeviceTimes:
         self.device, self.graph = device, graph
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
+        self._casts: dict[tuple[str, str, int, bool], Seconds] = {}
         self._sides: dict[str, Product | Window | None] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
@@ -72,6 +73,12 @@ class DeviceTimes:
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""
+        key = before, after, numel, differentiated
+        if key not in self._casts:
+            self._casts[key] = self._cast(*key)
+        return self._casts[key]
+
+    def _cast(self, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         if before == after or not numel:
             return Seconds(0.0, 0.0, interpolated=True)
         source, target = precision(before), precision(after)
