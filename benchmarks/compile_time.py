@@ -26,10 +26,10 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
     timing, spent = Timing(), [0.0]
     original = backend.rewrite
 
-    def timed(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Any:
+    def timed(module: fx.GraphModule, inputs: Sequence[Any], options: Options, **more: Any) -> Any:
         begin = time.perf_counter()
         try:
-            return original(module, inputs, options, (timing,))
+            return original(module, inputs, options, (timing,), **more)
         finally:
             spent[0] += time.perf_counter() - begin
 
