@@ -35,7 +35,7 @@ class Data:
     Attributes:
         name: what they are, for reports.
         train, test: images, uint8 of shape (number, 1, height, width), and labels, int64 of shape (number,).
-        epochs, batch: how long to train on them, and the batch of each rank, unless the user says otherwise.
+        epochs, batch, samples: how long to train on how many of them, and the batch of rank 0, unless the user says otherwise.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Data:
     test: tuple[torch.Tensor, torch.Tensor]
     epochs: int
     batch: int
+    samples: int
 
     @property
     def classes(self) -> int:
@@ -64,7 +65,9 @@ class Data:
     def subset(self, samples: int, seed: int) -> Data:
         """Returns the data with `samples` of the training images, drawn at random."""
         chosen = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed))[:samples]
-        return Data(self.name, (self.train[0][chosen], self.train[1][chosen]), self.test, self.epochs, self.batch)
+        return Data(
+            self.name, (self.train[0][chosen], self.train[1][chosen]), self.test, self.epochs, self.batch, samples
+        )
 
 
 def load(source: str | None) -> Data:
@@ -87,7 +90,7 @@ def load(source: str | None) -> Data:
             "training and test images are of different sizes", where=str(folder), do="take files of one set"
         )
     name = "Fashion-MNIST" if folder.name.lower() == "fashion-mnist" else folder.resolve().name
-    return Data(name, train, test, epochs=3, batch=128)
+    return Data(name, train, test, epochs=2, batch=96, samples=20_000)
 
 
 def _digits() -> Data:
@@ -105,7 +108,9 @@ def _digits() -> Data:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[len(order) // 5 :], order[: len(order) // 5]
     name = "scikit-learn's digits"
-    return Data(name, (images[train], labels[train]), (images[test], labels[test]), epochs=20, batch=32)
+    return Data(
+        name, (images[train], labels[train]), (images[test], labels[test]), epochs=10, batch=24, samples=len(train)
+    )
 
 
 def _found(folder: Path) -> list[Path]:

@@ -27,19 +27,20 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, three stages of one block each, and a linear head; float (batch, 1, h, w) -> (batch, classes)."""
+    """A stem, stages of one block each, and a linear head; float (batch, 1, h, w) -> (batch, classes)."""
 
-    def __init__(self, classes: int, width: int = 16) -> None:
+    def __init__(self, classes: int, width: int = 16, stages: int = 3) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        self.stage1 = Block(width, width, 1)
-        self.stage2 = Block(width, 2 * width, 2)
-        self.stage3 = Block(2 * width, 4 * width, 2)
-        self.head = nn.Linear(4 * width, classes)
+        self.stages = [f"stage{stage}" for stage in range(1, stages + 1)]
+        for stage, name in enumerate(self.stages):
+            self.add_module(name, Block(width * 2 ** max(0, stage - 1), width * 2**stage, 1 + (stage > 0)))
+        self.head = nn.Linear(width * 2 ** (stages - 1), classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.norm(self.stem(x)))
-        x = self.stage3(self.stage2(self.stage1(x)))
+        for name in self.stages:
+            x = self.get_submodule(name)(x)
         logits: torch.Tensor = self.head(x.mean((2, 3)))
         return logits

@@ -1,4 +1,4 @@
-"""What one of the two processes does: explain, compile and train the model under its plan, and say how it went.
+"""What one of the two processes does: measure itself, agree on a plan, train the model under two plans in turns, and say how it went.
 
 Invariant: a rank owns no screen. It tells the launcher everything through its pipe, as the values below, and what libraries print goes
 to its log. Whatever goes wrong is told before the process ends.
@@ -9,28 +9,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import hashlib
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import data
-import models
+import planning
 import torch
 import torch.distributed as dist
-from clock import Clock
-from messages import WARM_UP, WORLD, Epoch, Failed, Job, Phase, Result, Step
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from messages import RUNS, WORLD, Failed, Job, Phase, Result
+from training import Run, batches, fresh
 
 import qsync_fx
 from qsync_fx.files import write_text
@@ -66,66 +59,37 @@ def _end_with_launcher(pipe: Connection) -> None:
 
 
 def train(job: Job, pipe: Connection) -> Result:
-    """Trains, and returns how it went."""
+    """Finds a plan, trains, and returns how it went."""
     torch.set_num_threads(1)
     pipe.send(Phase("reading the images"))
     images = data.load(job.source)
     if job.samples is not None:
         images = images.subset(job.samples, job.seed)
-
-    torch.manual_seed(job.seed)
-    model = models.ResNet(images.classes)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    options: dict[str, Any] = {"plan": job.plan, "inner": job.inner}
-    pipe.send(Phase("explaining"))
-    explained = explain(model, images.normalized(images.train[0][: job.batch]), options, job)
-
     pipe.send(Phase("ready"))
     connect(job)
-    with warnings.catch_warnings():
-        # torch 2.13 renames the argument, and torch 2.11 does not know the new name.
-        warnings.simplefilter("ignore", FutureWarning)
-        # Batch norms' statistics are averaged once an epoch instead: see `average_buffers`.
-        ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    clock = Clock()
-    ddp.register_comm_hook(clock, Clock.hand_over)
-    ran: list[dict[str, str]] = []
-    options["passes"] = [recorder(ran)]
-    compiled = torch.compile(ddp, backend="qsync", options=options)
+    plan = planning.found(job, images, pipe) if job.given is None else planning.given(job)
+    pipe.send(Phase("explaining"))
+    plans = dict(zip(RUNS, (planning.uniform(), plan), strict=True))
+    explained = {name: explain(name, one, job, images) for name, one in plans.items()}
     pipe.send(Phase("compiling"))
-    correct = _epochs(job, images, model, compiled, clock, pipe)
-
-    operators = {name: precision for graph in ran for name, precision in graph.items()}
-    differ = {name for name, _ in operators.items() ^ explained.items()}
-    return Result(
-        operators=dict(Counter(operators.values())),
-        graphs=len(ran),
-        unexplained=sorted(differ),
-        compute=clock.median(clock.computing),
-        waiting=clock.median(clock.waiting),
-        timed=max(0, len(clock.computing) - WARM_UP),
-        digest=digest(model),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        correct=correct,
-    )
+    runs = [Run(name, job, images, one) for name, one in plans.items()]
+    for epoch in range(1, job.epochs + 1):
+        for run in runs:
+            run.epoch(epoch, pipe)
+    parameters = sum(parameter.numel() for parameter in runs[0].model.parameters())
+    return Result({run.name: run.ran(explained[run.name]) for run in runs}, parameters)
 
 
-def explain(model: nn.Module, inputs: torch.Tensor, options: dict[str, Any], job: Job) -> dict[str, str]:
-    """Writes what the backend does to the model under the plan; returns the precision of each adjustable operator."""
-    explanation = qsync_fx.explain(model, inputs, options=options)
-    write_text(job.output / f"explain-rank{job.rank}.txt", f"{explanation}\n")
-    explanation.save_dot(job.output / f"explain-rank{job.rank}.dot")
+def explain(name: str, plan: qsync_fx.ClusterPlan, job: Job, images: data.Data) -> dict[str, str]:
+    """Returns the precision of each adjustable operator under a plan; writes what the backend does under the one that was found."""
+    model, _ = fresh(job, images)
+    x, _ = next(batches(job, images, 0))
+    options: dict[str, Any] = {"plan": plan, "inner": job.inner}
+    explanation = qsync_fx.explain(model, images.normalized(x), options=options)
+    if name == RUNS[-1]:
+        write_text(job.output / f"explain-rank{job.rank}.txt", f"{explanation}\n")
+        explanation.save_dot(job.output / f"explain-rank{job.rank}.dot")
     return {str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
-
-
-def recorder(ran: list[dict[str, str]]) -> object:
-    """Returns a pass that writes down what is compiled, graph by graph: what was explained is a promise, this is the deed."""
-
-    @qsync_fx.graph_pass(after="lower")
-    def record(graph: qsync_fx.PrecisionGraph) -> None:
-        ran.append({str(op.id): str(op.precision) for op in graph.operators(kind="adjustable")})
-
-    return record
 
 
 def connect(job: Job) -> None:
@@ -140,66 +104,6 @@ def connect(job: Job) -> None:
     store = dist.FileStore(str(job.rendezvous), WORLD)  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=WORLD, timeout=timeout)
-
-
-def _epochs(
-    job: Job, images: data.Data, model: nn.Module, compiled: Callable[..., torch.Tensor], clock: Clock, pipe: Connection
-) -> int | None:
-    """Trains all epochs; returns how many test images are right at the end, where this rank evaluates."""
-    steps = len(images.train[1]) // (WORLD * job.batch)
-    rate = 0.2 * WORLD * job.batch / 256
-    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=job.epochs * steps + 1)
-    correct = None
-    for epoch in range(1, job.epochs + 1):
-        shuffle = torch.Generator().manual_seed(job.seed * 1000 + epoch)
-        mine = torch.randperm(len(images.train[1]), generator=shuffle)[job.rank :: WORLD]
-        total = 0.0
-        for step in range(steps):
-            started = time.perf_counter()
-            chosen = mine[step * job.batch : (step + 1) * job.batch]
-            x, y = images.normalized(images.train[0][chosen]), images.train[1][chosen]
-            optimizer.zero_grad()
-            loss = F.cross_entropy(compiled(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            reduced = time.perf_counter()
-            optimizer.step()
-            clock.step(started, reduced, time.perf_counter())
-            schedule.step()
-            total += loss.item()
-            pipe.send(Step(epoch, step + 1, total / (step + 1)))
-        average_buffers(model)
-        correct = evaluate(model, images) if job.rank == 0 else None
-        pipe.send(Epoch(epoch, total / steps, correct))
-    return correct
-
-
-def average_buffers(model: nn.Module) -> None:
-    """Averages batch norms' statistics over the ranks: each has seen other images, in another precision."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer.div_(WORLD)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, images: data.Data) -> int:
-    """Returns how many test images the model gets right, in FP32 and not compiled."""
-    model.eval()
-    inputs, labels = images.test
-    batches = zip(torch.split(inputs, 500), torch.split(labels, 500), strict=True)
-    correct = sum(int((model(images.normalized(x)).argmax(1) == y).sum()) for x, y in batches)
-    model.train()
-    return correct
-
-
-def digest(model: nn.Module) -> str:
-    """Returns the SHA-256 of every bit of every parameter and buffer, with its name, type and shape."""
-    found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 if __name__ == "__main__":

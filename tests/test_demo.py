@@ -5,8 +5,10 @@ Every run is the real one, on scikit-learn's digits.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
+import json
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,15 +28,20 @@ import tiers
 import torch
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx import Plan
+from qsync_fx import ClusterPlan, Plan, Profile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DIGITS = ("--data", "digits")
+INT8 = Plan("int8", patterns=[("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32")])
+EAGER = ("--inner", "aot_eager")
+"""Where the plan is given nothing is measured, and no kernel is compiled."""
 
 
-def run(*arguments: str, output: Path, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, output: Path, python: tuple[str, ...] = (), seconds: float = 240
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *python, str(EXAMPLES / "demo.py"), *arguments, "--output", str(output)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=wide())
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=wide())
 
 
 def wide() -> dict[str, str]:
@@ -44,19 +52,23 @@ def wide() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     output = tmp_path_factory.mktemp("first run") / "demo"
-    return run(*DIGITS, "--epochs", "2", output=output), output
+    plan = output.parent / "given.json"
+    INT8.save(plan)
+    return run(*DIGITS, *EAGER, "--plan", str(plan), "--epochs", "2", output=output), output
 
 
-def weights_of(finished: subprocess.CompletedProcess[str]) -> str:
-    found = re.search(r"equal to the last bit: .*SHA-256 ([0-9a-f]+)", finished.stdout, re.DOTALL)
-    assert found, finished.stdout + finished.stderr
-    return found[1]
+def weights_of(finished: subprocess.CompletedProcess[str]) -> list[str]:
+    """What tells the weights of both runs."""
+    found = re.findall(r"equal to the last bit .*SHA-256 ([0-9a-f]+)", finished.stdout)
+    assert len(found) == 2, finished.stdout + finished.stderr
+    return found
 
 
 def test_both_ranks_end_with_the_same_weights_that_have_learned_something(demo: Any) -> None:
     finished, _ = demo
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert weights_of(finished)
+    uniform, planned = weights_of(finished)
+    assert uniform != planned
     accuracy = re.search(r"Test accuracy ([\d.]+)%", finished.stdout)
     assert accuracy and float(accuracy[1]) > 80, finished.stdout
     assert finished.stderr == ""
@@ -64,22 +76,58 @@ def test_both_ranks_end_with_the_same_weights_that_have_learned_something(demo: 
 
 def test_each_rank_ran_its_own_plan_and_explains_it(demo: Any) -> None:
     finished, output = demo
-    plans = [Plan.load(output / f"plan-rank{rank}.json") for rank in (0, 1)]
-    assert plans[0] == Plan.uniform("fp32") and str(plans[1].default) == "int8" and plans[1].patterns
     explained = [(output / f"explain-rank{rank}.txt").read_text() for rank in (0, 1)]
     assert "17 adjustable operators: 17 in fp32" in explained[0]
     assert re.search(r"stage1\.conv1/conv2d +adjustable +int8", explained[1])
     assert re.search(r"stem/conv2d +adjustable +fp32", explained[1])
     assert re.search(r"stage2\.shortcut/conv2d +adjustable +bf16", explained[1])
-    assert re.search(r"operators +17 in fp32 +2 in fp32", finished.stdout) and "6 in int8" in finished.stdout
+    assert re.search(r"operators +17 in fp32 +17 in fp32 +17 in bf16 +2 in fp32", finished.stdout)
+    assert "6 in int8" in finished.stdout
     for rank in (0, 1):
         assert (output / f"explain-rank{rank}.dot").read_text().startswith("digraph")
 
 
+def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
+    _, output = demo
+    found = json.loads((output / "outcome.json").read_text())
+    assert found["foreseen"] == {} and found["batches"] == [24, 32]
+    for run in found["measured"].values():
+        for took, peak in zip(run["ranks"], run["peak"], strict=True):
+            assert min(took.values()) > 0 and peak > 10**6
+            assert max(took["computing"], took["waiting"]) < took["seconds"]
+        assert run["steps"] == 2 * (1438 // 56) - 5
+    peaks = [found["measured"][run]["peak"][1] for run in ("uniform", "planned")]
+    assert peaks[0] < found["measured"]["uniform"]["peak"][0], "BF16 with a third more images holds less than FP32"
+
+
+@tiers.ALL
+@pytest.mark.timeout(900)
+def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memory(tmp_path: Path) -> None:
+    finished = run("--quick", output=tmp_path, seconds=800)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    plan = ClusterPlan.load(tmp_path / "plan.json")
+    assert plan.ranks == ("training", "inference")
+    assert {fmt.name for fmt in plan.classes["training"].operators.values()} == {"fp32"}
+    assert {fmt.name for fmt in plan.classes["inference"].operators.values()} <= {"fp32", "bf16"}
+    for role in plan.ranks:
+        assert Profile.load(tmp_path / f"profile-{role}.json").collectives
+    for which in ("uniform", "planned"):
+        trace = json.loads((tmp_path / f"timeline-{which}.json").read_text())
+        assert {event["pid"] for event in trace["traceEvents"]} == {1, 2}
+    found = json.loads((tmp_path / "outcome.json").read_text())
+    foreseen, real = found["foreseen"]["planned"], found["measured"]["planned"]
+    assert foreseen["variance"] <= found["foreseen"]["uniform"]["variance"]
+    assert real["operators"][1] == Counter(fmt.name for fmt in plan.classes["inference"].operators.values())
+    assert max(foreseen["peak"][1], real["peak"][1]) <= found["memory"]
+    assert "is recovered" in finished.stdout or "are recovered" in finished.stdout
+
+
 @tiers.ALL
 def test_the_same_seed_and_plan_give_the_same_weights(demo: Any, tmp_path: Path) -> None:
-    finished, output = demo
-    again = run(*DIGITS, "--epochs", "2", "--plan", str(output / "plan-rank1.json"), output=tmp_path)
+    finished, _ = demo
+    plan = tmp_path / "both.json"
+    ClusterPlan({"training": Plan.uniform("fp32"), "inference": INT8}).save(plan)
+    again = run(*DIGITS, *EAGER, "--epochs", "2", "--plan", str(plan), output=tmp_path / "out")
     assert weights_of(again) == weights_of(finished)
 
 
@@ -87,7 +135,7 @@ def test_the_same_seed_and_plan_give_the_same_weights(demo: Any, tmp_path: Path)
 def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -> None:
     plan = tmp_path / "other.json"
     Plan("int8", operators={"stage9.conv1/conv2d": "fp32"}).save(plan)
-    finished = run(*DIGITS, "--plan", str(plan), output=tmp_path / "out")
+    finished = run(*DIGITS, *EAGER, "--plan", str(plan), output=tmp_path / "out")
     assert finished.returncode == 1
     assert "rank 1 failed" in finished.stderr and "stage9.conv1/conv2d" in finished.stderr
     assert str(plan) in finished.stderr and "Traceback" not in finished.stderr
@@ -95,15 +143,21 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--plan", "cut.json"), ("--data", "nowhere"), ("--batch", "5000"), ("--output", "a file/out")],
+    [
+        ("--plan", "cut.json"),
+        ("--data", "nowhere"),
+        ("--batch", "5000"),
+        ("--inner", "eager"),
+        ("--output", "a file/out"),
+    ],
 )
 def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: str, tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
     (tmp_path / "a file").write_text("")
-    given = value if value.isdecimal() else str(tmp_path / value)
+    given = value if option in ("--batch", "--inner") else str(tmp_path / value)
     finished = run(*DIGITS, option, given, output=Path(given) if option == "--output" else tmp_path / "out")
     assert finished.returncode == 2
-    assert (option if value.isdecimal() else given) in finished.stderr
+    assert (option if given == value else given) in finished.stderr
     assert "do:" in finished.stderr and "Traceback" not in finished.stderr
     assert not list(tmp_path.glob("out/*.log"))
 
@@ -115,8 +169,16 @@ def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo that would run for long."""
-    command = [sys.executable, str(EXAMPLES / "demo.py"), *DIGITS, "--epochs", "5000", "--output", str(tmp_path)]
+    """A demo that would train for long."""
+    INT8.save(tmp_path / "given.json")
+    arguments = (*EAGER, "--plan", str(tmp_path / "given.json"), "--epochs", "5000")
+    with started(*arguments, output=tmp_path) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(*arguments: str, output: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *DIGITS, *arguments, "--output", str(output)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=wide()) as process:
         try:
             yield process
@@ -174,12 +236,27 @@ def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Pope
 
 
 @linux
-def test_ctrl_c_ends_both_ranks(running: subprocess.Popen[str]) -> None:
-    ranks = ranks_of(running)
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=200)
-    assert running.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
-    assert soon_gone(ranks)
+def test_ctrl_c_ends_both_ranks_also_while_they_measure(tmp_path: Path) -> None:
+    with started(output=tmp_path) as process:
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+        assert soon_gone(ranks)
+
+
+@tiers.ALL
+@linux
+def test_a_rank_that_is_killed_while_it_measures_ends_the_run(tmp_path: Path) -> None:
+    with started(output=tmp_path) as process:
+        ranks = ranks_of(process)
+        while b"profiler_start" not in (tmp_path / "rank1.log").read_bytes():
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 1 and "rank 1 failed" in errors and "SIGKILL" in errors
+        assert gone(ranks)
 
 
 @tiers.ALL
@@ -209,7 +286,7 @@ def example() -> Iterator[Any]:
 
 def test_the_digest_sees_a_single_bit(example: Any) -> None:
     model = example("models").ResNet(10)
-    digest = example("rank").digest
+    digest = example("training").digest
     before = digest(model)
     assert digest(model) == before
     names = list(model.state_dict())

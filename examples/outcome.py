@@ -1,0 +1,232 @@
+"""What a run has come to: a table of what was foreseen and what was measured, what it means, and the verdict.
+
+Invariant: every number is one that a rank has sent, or follows from those; what was not measured says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from messages import RUNS, WARM_UP, WORLD, Job, Planned, Ran, Result
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from screen import TITLES
+
+_BUG = "This is a bug; please report it."
+_ORDER = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+SLOWER, LESS, OFF = 0.02, 0.3, 0.05
+"""What is wanted: a step at most so much longer than under uniform low precision, so much less variance, and foreseen so nearly."""
+
+DISTURBED = 0.05
+"""From what share on it is said that other processes had the cores."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    Attributes:
+        job: of rank 0.
+        planned: what was foreseen; None where the user gave a plan.
+        results: of each rank.
+        tests: how many test images there are.
+    """
+
+    job: Job
+    planned: Planned | None
+    results: Sequence[Result]
+    tests: int
+
+    def ran(self, run: str) -> list[Ran]:
+        """Returns how a run went on each rank."""
+        return [result.runs[run] for result in self.results]
+
+    def seconds(self, run: str) -> float | None:
+        """Returns the seconds of a step of both ranks: a rank that waits at the end of one does not wait in the next."""
+        found = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
+        return sum(found) / len(found) if found else None
+
+    @property
+    def disturbed(self) -> float:
+        """How much of ranks' own work, of it, was time that other processes had the cores, in the run where that was most."""
+        took = [ran.took for run in RUNS for ran in self.ran(run) if ran.took is not None]
+        return max((1 - one["processor"] / one["computing"] for one in took), default=0.0)
+
+    @property
+    def right(self) -> bool:
+        """Whether replicas are equal, and what was compiled is what was explained."""
+        runs = [self.ran(run) for run in RUNS]
+        return all(one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran)
+
+    def to_json(self) -> dict[str, object]:
+        """Returns what was foreseen and measured, as plain values."""
+        return {
+            "batches": self.job.batches,
+            "memory": None if self.planned is None else self.planned.memory,
+            "foreseen": {} if self.planned is None else {run: vars(one) for run, one in self.planned.foreseen.items()},
+            "measured": {
+                run: {
+                    "seconds": self.seconds(run),
+                    "ranks": [ran.took for ran in self.ran(run)],
+                    "peak": [ran.peak for ran in self.ran(run)],
+                    "operators": [ran.operators for ran in self.ran(run)],
+                    "accuracy": (self.ran(run)[0].correct or 0) / self.tests,
+                    "steps": self.ran(run)[0].timed,
+                }
+                for run in RUNS
+            },
+        }
+
+
+def summary(outcome: Outcome, seconds: float) -> RenderableType:
+    """Returns what there is to say at the end."""
+    verdict = [Text.from_markup(line) for line in (*_wanted(outcome), "", *_verdict(outcome))]
+    return Group(_table(outcome), _notes(outcome), Text(), *verdict, Text(f"The run took {seconds:.0f} s."))
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for rank in range(WORLD):
+        for run in RUNS:
+            table.add_column(f"rank {rank}\n{run}", overflow="fold", justify="right")
+
+    def row(name: str, of: Callable[[str, int], str]) -> None:
+        table.add_row(name, *(of(run, rank) for rank in range(WORLD) for run in RUNS))
+
+    def measured(name: str, what: str) -> None:
+        took = {run: [ran.took or {} for ran in outcome.ran(run)] for run in RUNS}
+        row(f"{name}, measured", lambda run, rank: _milliseconds(took[run][rank].get(what)))
+
+    def foreseen(name: str, what: str, text: Callable[[float], str]) -> None:
+        if outcome.planned is not None:
+            known = outcome.planned.foreseen
+            row(f"{name}, foreseen", lambda run, rank: text(getattr(known[run], what)[rank]))
+
+    row("operators", lambda run, rank: _counts(outcome.ran(run)[rank]))
+    row("graphs", lambda run, rank: str(outcome.ran(run)[rank].graphs))
+    if outcome.planned is not None:
+        steps = outcome.planned.foreseen
+        row("iteration, foreseen", lambda run, _: _milliseconds(steps[run].seconds))
+    measured("iteration", "seconds")
+    foreseen("own work", "computing", _milliseconds)
+    measured("own work", "computing")
+    foreseen("waiting", "waiting", _milliseconds)
+    measured("waiting", "waiting")
+    foreseen("memory", "peak", _megabytes)
+    row("memory, measured", lambda run, rank: _megabytes(outcome.ran(run)[rank].peak))
+    if outcome.planned is not None:
+        cap = _megabytes(outcome.planned.memory)
+        row("memory, allowed", lambda _, rank: cap if rank == WORLD - 1 else "any")
+    row("test accuracy", lambda run, rank: f"{_accuracy(outcome, run):.2%}" if rank == 0 else "")
+    return table
+
+
+def _notes(outcome: Outcome) -> RenderableType:
+    """What the rows mean."""
+    timed = outcome.ran(RUNS[0])[0].timed
+    notes = [
+        ("operators", "those that a plan decides on, by the precision they were compiled in"),
+        ("graphs", f"how many were compiled, by {outcome.job.inner} after the passes of qsync_fx"),
+        ("iteration", f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer"),
+        ("waiting", "of that, until the other rank's gradients are there, and averaged; own work is the rest"),
+        ("memory", "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates"),
+    ]
+    if not timed:
+        notes[2:4] = [("iteration", f"the first {WARM_UP} steps are not measured, and there were no more")]
+    grid = Table.grid(padding=(0, 2))
+    for name, text in notes:
+        grid.add_row(Text(name, style="dim"), Text(text, style="dim"))
+    return grid
+
+
+def _wanted(outcome: Outcome) -> Iterator[str]:
+    """The aims of hybrid training, and what became of them in this run."""
+    uniform, planned = outcome.seconds("uniform"), outcome.seconds("planned")
+    if uniform is None or planned is None:
+        return
+    more = planned / uniform - 1
+    yield _told(more <= SLOWER, f"a step is {abs(more):.1%} {_than(more)} than with uniform low precision", SLOWER)
+    (before, other), (after, then) = (
+        [ran.took["waiting"] for ran in outcome.ran(run) if ran.took is not None] for run in RUNS
+    )
+    waits = f"rank 0 waits {_milliseconds(after)} a step in place of {_milliseconds(before)}"
+    yield _told(after - before <= SLOWER * uniform, waits)
+    yield f"  rank 1 waits {_milliseconds(then)} in place of {_milliseconds(other)}"
+    if outcome.planned is None:
+        return
+    known, memory = outcome.planned.foreseen, outcome.planned.memory
+    if known["uniform"].variance:
+        less = 1 - known["planned"].variance / known["uniform"].variance
+        yield _told(
+            less >= LESS, f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)", LESS
+        )
+    counts = [ran[-1].operators for ran in (outcome.ran("uniform"), outcome.ran("planned"))]
+    recovered = counts[1].get("fp32", 0) - counts[0].get("fp32", 0)
+    yield f"  {recovered} of {sum(counts[1].values())} operators of rank 1 are recovered to FP32"
+    off = known["planned"].seconds / planned - 1
+    yield _told(abs(off) <= OFF, f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}", OFF)
+    peak = outcome.ran("planned")[-1].peak
+    if peak is not None:
+        yield _told(peak <= memory, f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed")
+    if outcome.disturbed > DISTURBED:
+        yield (
+            f"  [yellow]Other processes had the cores for {outcome.disturbed:.0%} of a rank's own work: what was measured is theirs, "
+            "too.[/]"
+        )
+
+
+def _told(met: bool, text: str, limit: float | None = None) -> str:
+    color, word = ("green", "met") if met else ("yellow", "missed")
+    wanted = "" if limit is None else f", {limit:.0%} wanted" if limit == LESS else f", {limit:.0%} allowed"
+    return f"  {text}{wanted}: [{color}]{word}[/]"
+
+
+def _than(change: float) -> str:
+    return "longer" if change > 0 else "shorter"
+
+
+def _counts(ran: Ran) -> str:
+    names = sorted(ran.operators, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    return "\n".join(f"{ran.operators[name]:>2} in {name}" for name in names)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _megabytes(size: float | None) -> str:
+    return "not measured" if size is None else f"{size / 1e6:.2f} MB"
+
+
+def _accuracy(outcome: Outcome, run: str) -> float:
+    return (outcome.ran(run)[0].correct or 0) / outcome.tests
+
+
+def _verdict(outcome: Outcome) -> Iterator[str]:
+    planned, uniform = (_accuracy(outcome, run) for run in ("planned", "uniform"))
+    chance = 2 * sqrt(2 * planned * (1 - planned) / outcome.tests)
+    yield f"[bold]Test accuracy {planned:.2%}[/] under the plan, {uniform:.2%} with uniform low precision, evaluated in FP32."
+    yield f"One run of each: with {outcome.tests} test images a difference below {chance:.2%} is chance."
+    for run in RUNS:
+        first, second = outcome.ran(run)
+        if first.digest == second.digest:
+            yield (
+                f"[bold green]The weights of both ranks are equal to the last bit[/] ({TITLES[run]}): "
+                f"{outcome.results[0].parameters} parameters and batch norms' statistics, SHA-256 {first.digest[:16]}"
+            )
+        else:
+            yield f"[bold red]The weights of the ranks differ[/] ({TITLES[run]}). {_BUG}"
+            yield f"  rank 0: SHA-256 {first.digest}\n  rank 1: SHA-256 {second.digest}"
+        yield from _unexplained(outcome.ran(run))
+
+
+def _unexplained(ran: Sequence[Ran]) -> Iterator[str]:
+    for rank, one in enumerate(ran):
+        if one.unexplained:
+            named = escape(", ".join(one.unexplained[:5]))
+            yield f"[bold red]On rank {rank} other precisions were compiled than explained[/]: {named}. {_BUG}"

@@ -1,0 +1,102 @@
+"""How the ranks come to a plan for both of them, and what it foresees.
+
+Invariant: what is foreseen follows from what the ranks measured of themselves, before either run begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import data
+import torch
+from messages import FORMATS, ROLES, RUNS, Foreseen, Job, Phase, Planned
+from training import Batch, batches, fresh, step_of
+
+import qsync_fx
+from qsync_fx.allocator.judge import Judge
+from qsync_fx.plan.reading import read_plan
+from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.memory import Training, peak_bytes
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.profiling.optimizers import optimizer_memory
+
+SHARE = 0.8
+"""How much of the memory that a step in FP32 takes the inference rank may have, unless the user says otherwise."""
+_SEEN = 4
+"""Batches that sensitivities are the mean over."""
+
+
+def uniform() -> qsync_fx.ClusterPlan:
+    """Returns the plan to compare with: the inference rank in its narrowest format."""
+    lowest = [qsync_fx.Plan.uniform(formats[-1]) for formats in FORMATS]
+    return qsync_fx.ClusterPlan(dict(zip(ROLES, lowest, strict=True)), ranks=ROLES)
+
+
+def given(job: Job) -> qsync_fx.ClusterPlan:
+    """Returns the plan that the user gave, which may be one for the inference rank alone."""
+    assert job.given is not None
+    plan = read_plan(job.given)
+    if isinstance(plan, qsync_fx.Plan):
+        plan = qsync_fx.ClusterPlan({ROLES[0]: qsync_fx.Plan.uniform("fp32"), ROLES[1]: plan})
+    return plan.for_ranks(ROLES)
+
+
+def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan:
+    """Measures, and returns the plan that is best for both ranks, of which rank 0 tells the launcher."""
+    model, optimizer = fresh(job, images)
+    step, steps = step_of(job, images), 0
+
+    def counted(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        pipe.send(Phase("measuring", steps))
+        return step(model, batch)
+
+    memory = _share(job, images) if job.memory is None else job.memory
+    plan = qsync_fx.distributed.find_plan(
+        model,
+        counted,
+        list(islice(batches(job, images, 0), _SEEN)),
+        optimizer=optimizer,
+        device_class=job.role,
+        memory={ROLES[1]: memory},
+        precisions=FORMATS[job.rank],
+        rounds=job.rounds,
+        save=job.plan,
+        progress=False,
+    )
+    print(f"measured in {steps} steps")
+    if plan.answer is not None and plan.survey is not None:
+        for role, profile in plan.survey.profiles.items():
+            profile.save(job.profile(role))
+        problem = plan.answer.problem
+        runs = dict(zip(RUNS, (problem.uniform(), plan.answer.plans), strict=True))
+        foreseen = {name: _foreseen(Judge(problem, plans), job.timeline(name)) for name, plans in runs.items()}
+        pipe.send(Planned(plan.answer.text(job.width), memory, foreseen))
+    return plan
+
+
+def _share(job: Job, images: data.Data) -> float:
+    """Returns a share of what a step of the inference rank would take in FP32."""
+    model, optimizer = fresh(job, images)
+    x, _ = next(batches(replace(job, rank=1), images, 0))
+    graph = model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
+    held = Training(optimizer_memory(optimizer), buckets=True)
+    return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), held)
+
+
+def _foreseen(judge: Judge, timeline: Path) -> Foreseen:
+    """Returns what is foreseen of a run, and writes its timeline."""
+    judge.timeline.save_perfetto(timeline)
+    judged = judge.judged()
+    ranks = [judged.classes[role] for role in ROLES]
+    return Foreseen(
+        judged.seconds,
+        tuple(rank.computing for rank in ranks),
+        tuple(rank.waiting + rank.sending for rank in ranks),
+        tuple(rank.peak_bytes or 0 for rank in ranks),
+        judged.variance,
+    )

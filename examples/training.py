@@ -1,0 +1,189 @@
+"""A model that a rank trains under a plan: its steps, what they take, and what came of it.
+
+Invariant: both runs of a rank see the same images in the same order, from the same weights on; what tells them apart is the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import data
+import models
+import torch
+import torch.distributed as dist
+from clock import Clock
+from messages import WARM_UP, WORLD, Epoch, Job, Ran, Step
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.profiling.peak import measured_peak
+
+_MEASURED = 2
+"""Steps before the two of which memory is measured: weights, state of the optimizer and buckets are there."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def fresh(job: Job, images: data.Data) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the network with its first weights, which are the same on all ranks, and what updates them."""
+    torch.manual_seed(job.seed)
+    model = models.ResNet(images.classes, 8, 1) if job.small else models.ResNet(images.classes)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, torch.optim.SGD(model.parameters(), _rate(job), momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]:
+    """Returns what a step of this rank computes: the loss of its images, by their share in those of all ranks.
+
+    DistributedDataParallel takes the mean over ranks, in which an image of a small batch would count for more.
+    """
+    share = job.batches[job.rank] * WORLD / sum(job.batches)
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        return share * F.cross_entropy(model(images.normalized(batch[0])), batch[1])
+
+    return step
+
+
+def batches(job: Job, images: data.Data, epoch: int) -> Iterator[Batch]:
+    """Yields what this rank has of each step of an epoch."""
+    shuffle = torch.Generator().manual_seed(job.seed * 1000 + epoch)
+    order, whole = torch.randperm(len(images.train[1]), generator=shuffle), sum(job.batches)
+    first = sum(job.batches[: job.rank])
+    for start in range(0, len(order) - whole + 1, whole):
+        chosen = order[start + first : start + first + job.batches[job.rank]]
+        yield images.train[0][chosen], images.train[1][chosen]
+
+
+class Run:
+    """A model under a plan.
+
+    Args:
+        name: what the run is called.
+        job: of the rank.
+        images: to train on.
+        plan: of the cluster.
+    """
+
+    def __init__(self, name: str, job: Job, images: data.Data, plan: qsync_fx.ClusterPlan) -> None:
+        self.name, self.job, self.images = name, job, images
+        self.model, self.optimizer = fresh(job, images)
+        self.clock = Clock()
+        self.peak: int | None = None
+        self.correct: int | None = None
+        steps = job.epochs * (len(images.train[1]) // sum(job.batches)) + 1
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, _rate(job), total_steps=steps)
+        self._step = step_of(job, images)
+        self._compiled, self._graphs = compiled(self.model, plan, job.inner, self.clock)
+
+    def epoch(self, epoch: int, pipe: Connection) -> None:
+        """Trains on all images once, and evaluates on rank 0."""
+        loss, done = 0.0, 0
+        steps = self._steps(epoch)
+        for done, loss in steps:
+            if self.peak is None and done == _MEASURED:
+                self.peak = self._held() + measured_peak(lambda: next(steps, None))
+            pipe.send(Step(self.name, epoch, done, loss))
+        average_buffers(self.model)
+        self.correct = evaluate(self.model, self.images) if self.job.rank == 0 else None
+        pipe.send(Epoch(self.name, epoch, loss, self.correct))
+
+    def ran(self, explained: Mapping[str, str]) -> Ran:
+        """Returns how it went; `explained` is the precision of each operator as `qsync_fx.explain` has it."""
+        operators = {name: precision for graph in self._graphs for name, precision in graph.items()}
+        return Ran(
+            operators=dict(Counter(operators.values())),
+            graphs=len(self._graphs),
+            unexplained=sorted({name for name, _ in operators.items() ^ explained.items()}),
+            took=self.clock.medians(),
+            timed=max(0, len(self.clock.computing) - WARM_UP),
+            peak=self.peak,
+            digest=digest(self.model),
+            correct=self.correct,
+        )
+
+    def _steps(self, epoch: int) -> Iterator[tuple[int, float]]:
+        """Yields how many steps are done, and their mean loss, after each."""
+        total = 0.0
+        for done, batch in enumerate(batches(self.job, self.images, epoch), start=1):
+            self.clock.start()
+            loss = self._step(self._compiled, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.clock.reduced()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.clock.end()
+            self._schedule.step()
+            total += loss.item()
+            yield done, total / done
+
+    def _held(self) -> int:
+        """Returns the bytes that lie there before a step: parameters, buffers, what the optimizer keeps, and DDP's buckets."""
+        parameters = sum(parameter.nbytes for parameter in self.model.parameters())
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        return parameters + sum(buffer.nbytes for buffer in self.model.buffers()) + kept + parameters
+
+
+def compiled(
+    model: nn.Module, plan: qsync_fx.ClusterPlan, inner: str, clock: Clock
+) -> tuple[Callable[..., torch.Tensor], list[dict[str, str]]]:
+    """Returns the model of all ranks, compiled under this one's plan, and a list of the precisions in each graph that is compiled."""
+    with warnings.catch_warnings():
+        # torch 2.13 renames the argument, and torch 2.11 does not know the new name.
+        warnings.simplefilter("ignore", FutureWarning)
+        # Batch norms' statistics are averaged once an epoch instead: see `average_buffers`.
+        ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    ddp.register_comm_hook(clock, Clock.hand_over)
+    ran: list[dict[str, str]] = []
+    options: dict[str, Any] = {"plan": plan, "inner": inner, "passes": [recorder(ran)]}
+    return torch.compile(ddp, backend="qsync", options=options), ran
+
+
+def recorder(ran: list[dict[str, str]]) -> object:
+    """Returns a pass that writes down what is compiled, graph by graph: what was explained is a promise, this is the deed."""
+
+    @qsync_fx.graph_pass(after="lower")
+    def record(graph: qsync_fx.PrecisionGraph) -> None:
+        ran.append({str(op.id): str(op.precision) for op in graph.operators(kind="adjustable")})
+
+    return record
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Averages batch norms' statistics over the ranks: each has seen other images, in another precision."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer.div_(WORLD)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, images: data.Data) -> int:
+    """Returns how many test images the model gets right, in FP32 and not compiled."""
+    model.eval()
+    inputs, labels = images.test
+    parts = zip(torch.split(inputs, 500), torch.split(labels, 500), strict=True)
+    correct = sum(int((model(images.normalized(x)).argmax(1) == y).sum()) for x, y in parts)
+    model.train()
+    return correct
+
+
+def digest(model: nn.Module) -> str:
+    """Returns the SHA-256 of every bit of every parameter and buffer, with its name, type and shape."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _rate(job: Job) -> float:
+    return 0.2 * sum(job.batches) / 256
