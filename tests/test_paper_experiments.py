@@ -1,0 +1,71 @@
+"""The experiments of benchmarks/paper: that a pair in one process is two ranks, and that each runs, goes on, and says where it ran."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pair_rank
+import pytest
+import tiers
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAPER = ROOT / "benchmarks" / "paper"
+
+
+@pytest.fixture
+def experiment() -> Iterator[Any]:
+    """Imports modules of the experiments, whose names are too general to stay in a process that tests other things."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(PAPER))
+    yield importlib.import_module
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@tiers.ALL
+def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path, experiment: Any) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(Path(pair_rank.__file__))]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)]
+    try:
+        assert [rank.wait(250) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    model = pair_rank.network()
+    pair = experiment("_pair").Pair(model, pair_rank.PLANS, pair_rank.loss_of)
+    optimizer = pair_rank.optimizer_of(model)
+    for step in range(pair_rank.STEPS):
+        pair.backward(pair_rank.parts(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, replica in enumerate(pair.replicas):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert found.keys() == replica.state_dict().keys()
+        for name, tensor in replica.state_dict().items():
+            assert torch.equal(tensor, found[name]), (rank, name)
+    first, second = (dict(replica.named_buffers()) for replica in pair.replicas)
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), "each has statistics of its own"
+
+
+def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path, experiment: Any) -> None:
+    kept = experiment("_kept").Kept
+    path, ran = tmp_path / "partial.json", []
+
+    def run() -> int:
+        ran.append(1)
+        return len(ran)
+
+    assert kept(path).get({"seed": 0}, run) == 1
+    assert kept(path).get({"seed": 0}, run) == 1
+    assert kept(path).get({"seed": 1}, run) == 2
+    assert kept(None).get({"seed": 1}, run) == 3
