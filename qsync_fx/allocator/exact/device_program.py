@@ -1,8 +1,8 @@
 """The program of one class of devices: choices, what they take until each bucket can be sent, and what is held.
 
-The backward pass is cut into stretches, one until each bucket is ready and one behind the last. When a bucket is ready is a variable: the
-one before it and its stretch. So a step of T seconds is a bound on each of them, the bucket's and all later ones' travelling subtracted:
-the closed form of the replayer, in rows that are sparse.
+The backward pass is cut into stretches, one until each bucket is ready and one behind the last. A bucket is ready after all stretches until
+then: a step of T seconds is a bound on that, the bucket's and all later ones' travelling subtracted. That is the closed form of the
+replayer. In rows that are sparse when a bucket is ready is a variable, the one before it and its stretch: `ready`.
 
 Invariant: seconds in rows are in thousandths of `unit`, so that tolerances are relative to a step.
 """
@@ -72,15 +72,26 @@ class DeviceProgram:
         name: of the class.
         formats: what its operators compute in, as expressions.
         variance: as an expression, weighed as the mean gradient weighs it.
-        ends: by stretch, the variable of when it ends, and what of the step follows, both in thousandths of the unit.
+        stretches: seconds of each, those of the forward pass in the first, as expressions, in thousandths of the unit.
+        after: by stretch, what of the step follows it, in the same.
         held: bytes that a step holds at each moment at which it may hold most; none where memory does not matter.
     """
 
     name: str
     formats: Formats
     variance: Expression
-    ends: list[tuple[int, float]]
+    stretches: Sequence[Expression]
+    after: Sequence[float]
     held: tuple[Expression, ...]
+
+    def ready(self, program: Program) -> list[int]:
+        """Adds a variable for the end of each stretch, and returns them."""
+        found: list[int] = []
+        for stretch in self.stretches:
+            before: Expression = {found[-1]: 1.0} if found else {}
+            found.append(program.variable(upper=INFINITY))
+            program.row(total((1.0, before), (1.0, stretch), (-1.0, {found[-1]: 1.0})), most=0.0)
+        return found
 
 
 def device_program(
@@ -107,18 +118,14 @@ def device_program(
     outside = prices.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit
-    ends: list[tuple[int, float]] = []
-    ready: Expression = total((sends.slowdown * scale, forward))
-    for stretch, extra, rest in zip(backward, sends.extra, sends.after, strict=True):
-        variable = program.variable(upper=INFINITY)
-        now = total((1.0, ready), (sends.slowdown * scale, stretch), (scale * extra, ONE), (-1.0, {variable: 1.0}))
-        program.row(now, most=0.0)
-        ready = {variable: 1.0}
-        ends.append((variable, scale * rest))
+    parts: list[Expression] = []
+    for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
+        ahead = [(sends.slowdown * scale, forward)] if number == 0 else []
+        parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))
     weight = problem.weight(name)
     variance: dict[int, float] = {}
     for operator, known in formats.choices.items():
         for fmt, variable in known.items():
             variance[variable] = variance.get(variable, 0.0) + weight * part.omega(operator, fmt)
     at_peaks = tuple(held.expressions(formats)) if held is not None else ()
-    return DeviceProgram(name, formats, variance, ends, at_peaks)
+    return DeviceProgram(name, formats, variance, parts, [scale * rest for rest in sends.after], at_peaks)

@@ -111,7 +111,7 @@ class Program:
             relaxed: whether whole variables may be anything between.
             fixed: variables that are given.
         """
-        highs = self._highs(relaxed, fixed or {})
+        highs = self.highs(relaxed, fixed)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", float(seconds))
         if start and not relaxed:
@@ -129,7 +129,8 @@ class Program:
         values = np.array(highs.getSolution().col_value)
         return Solved(values, objective, bound, False, status == states.kTimeLimit)
 
-    def _highs(self, relaxed: bool, fixed: Mapping[int, float]) -> highspy.Highs:
+    def highs(self, relaxed: bool, fixed: Mapping[int, float] | None = None) -> highspy.Highs:
+        """Returns the solver, with the program; see `solve`."""
         highs: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
@@ -139,7 +140,7 @@ class Program:
         problem.num_col_, problem.num_row_ = len(self.costs), len(self._most)
         problem.col_cost_ = np.array(self.costs)
         lower, upper = np.zeros(len(self.costs)), np.array(self.upper)
-        for variable, value in fixed.items():
+        for variable, value in (fixed or {}).items():
             lower[variable] = upper[variable] = value
         problem.col_lower_, problem.col_upper_ = lower, upper
         problem.row_lower_, problem.row_upper_ = np.array(self._least), np.array(self._most)

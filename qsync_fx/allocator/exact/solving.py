@@ -1,27 +1,26 @@
 """One program of one or several classes of devices, within limits: built, solved, and read as plans.
 
-Of many thousands of operators the relaxed program is solved first. Few of its choices are between formats, one a limit or so, and with the
-narrowest of these all limits are kept: a plan that is known to be as near to the best as it is to the relaxed program's.
+Of thousands of operators the relaxed program is solved first: `relaxing`.
 
 Invariant: no plan of the program is below the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
-from qsync_fx.allocator.exact.program import INFINITY, Program, Solved, total
+from qsync_fx.allocator.exact.program import INFINITY, Program, total
+from qsync_fx.allocator.exact.relaxing import Coupling, Relaxing
 from qsync_fx.allocator.judge import TOLERANCE, Judge
-from qsync_fx.allocator.problem import Asked, Plans, Problem, width
+from qsync_fx.allocator.problem import Asked, Plans, Problem
 
-LARGE: Final = 8000
+LARGE: Final = 4000
 """Choices from which on the relaxed program is solved first."""
-_SOME: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -82,24 +81,49 @@ def find(
     program = Program()
     memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
     devices = [device_program(program, problem, judge, name, prices[name], unit, memory.get(name)) for name in names]
-    _limited(program, devices, limits, unit)
     scale = _minimised(program, devices, limits, least, unit)
-    found = _solved(program, devices, start, gap, seconds)
+    found = None
+    if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
+        groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
+        found = Relaxing(program, list(_coupling(devices, limits, unit)), list(groups.values()), seconds).solved(gap)
+    if found is None:
+        _limited(program, devices, limits, unit)
+        first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
+        found = program.solve(gap, seconds, first)
     if found.values is None:
         return Found(None, INFINITY, INFINITY, found.infeasible, found.stopped)
     plans = {device.name: device.formats.asked(found.values.tolist()) for device in devices}
     return Found(plans, found.objective / scale, found.bound / scale, False, found.stopped)
 
 
+def _coupling(devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> Iterator[Coupling]:
+    """Yields the limits of seconds and memory as rows of all that they couple."""
+    for device in devices:
+        if limits.seconds is not None:
+            most = _most_seconds(limits.seconds, unit)
+            yield Coupling(device.stretches, [most - rest for rest in device.after], running=True)
+        if (limit := limits.memory.get(device.name)) is not None:
+            held = [total((THOUSANDTHS / limit, one)) for one in device.held]
+            yield Coupling(held, [_most_held()] * len(held), running=False)
+
+
+def _most_seconds(seconds: float, unit: float) -> float:
+    return THOUSANDTHS * seconds / unit * (1 + TOLERANCE / 2)
+
+
+def _most_held() -> float:
+    return THOUSANDTHS * (1 + TOLERANCE / 2)
+
+
 def _limited(program: Program, devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> None:
     for device in devices:
         if limits.seconds is not None:
-            most = THOUSANDTHS * limits.seconds / unit * (1 + TOLERANCE / 2)
-            for variable, rest in device.ends:
+            most = _most_seconds(limits.seconds, unit)
+            for variable, rest in zip(device.ready(program), device.after, strict=True):
                 program.row({variable: 1.0}, most=most - rest)
         if (limit := limits.memory.get(device.name)) is not None:
             for held in device.held:
-                program.row(total((THOUSANDTHS / limit, held)), most=THOUSANDTHS * (1 + TOLERANCE / 2))
+                program.row(total((THOUSANDTHS / limit, held)), most=_most_held())
     if limits.variance is not None:
         variance = total(*((1.0, device.variance) for device in devices))
         size = max([limits.variance, *variance.values()])
@@ -113,7 +137,7 @@ def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limit
     if least == "seconds":
         step = program.variable(1.0, INFINITY)
         for device in devices:
-            for variable, rest in device.ends:
+            for variable, rest in zip(device.ready(program), device.after, strict=True):
                 program.row({variable: 1.0, step: -1.0}, most=-rest)
         program.row({step: 1.0}, least=THOUSANDTHS * limits.floor / unit)
         return THOUSANDTHS / unit
@@ -133,38 +157,9 @@ def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limit
     return scale
 
 
-def _solved(program: Program, devices: Sequence[DeviceProgram], start: Plans, gap: float, seconds: float) -> Solved:
-    first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
-    if sum(program.whole) < LARGE:
-        return program.solve(gap, seconds, first)
-    relaxed = program.solve(gap, seconds, relaxed=True)
-    if relaxed.values is None:
-        return relaxed
-    rounded = {
-        variable: one for device in devices for variable, one in _rounded(device, relaxed.values.tolist()).items()
-    }
-    found = program.solve(gap, seconds, relaxed=True, fixed=rounded)
-    if found.values is not None:
-        if found.objective - relaxed.bound <= gap * abs(found.objective):
-            return Solved(found.values, found.objective, relaxed.bound)
-        first = rounded
-    better = program.solve(gap, seconds, first)
-    if better.values is None and found.values is not None:
-        return Solved(found.values, found.objective, relaxed.bound, stopped=True)
-    return better
-
-
 def _chosen(device: DeviceProgram, asked: Asked) -> dict[int, float]:
     return {
         variable: float(fmt == asked[operator])
         for operator, known in device.formats.choices.items()
         for fmt, variable in known.items()
     }
-
-
-def _rounded(device: DeviceProgram, values: Sequence[float]) -> dict[int, float]:
-    narrowest = {
-        operator: min((fmt for fmt in known if values[known[fmt]] > _SOME), key=width)
-        for operator, known in device.formats.choices.items()
-    }
-    return _chosen(device, narrowest)

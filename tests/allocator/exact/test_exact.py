@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import PlanError
 from qsync_fx.allocator import DeviceClass, Judge, Judged, NoteKind, Problem
-from qsync_fx.allocator.exact import search as searching, solving
+from qsync_fx.allocator.exact import relaxing, search as searching, solving
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.exact.search import FEW, Search
 from qsync_fx.allocator.paper import Greedy
@@ -219,6 +219,28 @@ def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
     assert answer.bound is not None
     assert answer.bound <= best.judged.variance * (1 + 1e-9)
     assert answer.judged.variance >= best.judged.variance * (1 - 1e-4)
+
+
+@settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9))
+def test_limits_as_prices_first_lead_to_what_brute_force_finds(
+    seed: int, formats: tuple[str, ...], tight: float
+) -> None:
+    """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
+    part = device(seed, formats)
+    cluster = Cluster({"a": Device(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    problem = Problem({"a": part}, cluster)
+    known = every(problem, "a")
+    problem = replace(problem, seconds=sorted(one.seconds for _, one in known)[int(tight * (len(known) - 1))])
+    best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solving, "LARGE", 0)
+        patch.setattr(relaxing, "_FREE", 1)
+        answer = Exact().allocate(problem)
+    assert answer.fits
+    assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
+    assert answer.bound is not None
+    assert answer.bound <= best * (1 + 1e-6)
 
 
 def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def solved(
     program = Program()
     device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, held)
     step = program.variable(1.0, INFINITY)
-    for variable, rest in device.ends:
+    for variable, rest in zip(device.ready(program), device.after, strict=True):
         program.row({variable: 1.0, step: -1.0}, most=-rest)
     fixed = {
         variable: float(fmt == asked[operator])
