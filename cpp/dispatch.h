@@ -2,6 +2,7 @@
 // this very processor.
 #pragma once
 
+#include "codecs.h"
 #include "kernels.h"
 
 #include <string>
@@ -12,12 +13,13 @@ namespace qsync {
 struct Path {
     std::string name;
     const Kernels *kernels;
+    const Codecs *codecs;
 };
 
 // Those that this build and this processor have, best first; "scalar" is always the last.
 const std::vector<Path> &available_paths();
 
-// Returns whether both give the same bits for every kernel, on values of all kinds and on sizes that leave a tail.
-bool agree(const Kernels &first, const Kernels &second);
+// Returns whether a path gives the scalar path's bits for every kernel, on values of all kinds and on sizes that leave a tail.
+bool agrees_with_scalar(const Path &path);
 
 } // namespace qsync

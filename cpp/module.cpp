@@ -1,9 +1,8 @@
 // The Python module: checks arguments, picks the path, releases the interpreter lock. The contract is in qsync_fx/_C.pyi.
 
-#include "dispatch.h"
+#include "arguments.h"
 #include "quantizer.h"
 
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdlib>
@@ -20,13 +19,6 @@ std::string known(const std::vector<std::string> &names) {
     std::string text;
     for (const auto &name : names) text += (text.empty() ? "" : ", ") + name;
     return text;
-}
-
-// Returns the position of `name` among `names`; raises ValueError naming all of them.
-int named(const char *what, const std::string &name, const std::vector<std::string> &names) {
-    for (std::size_t i = 0; i < names.size(); ++i)
-        if (names[i] == name) return static_cast<int>(i);
-    throw py::value_error(std::string(what) + " " + name + " is not one of: " + known(names));
 }
 
 std::vector<std::string> available_isas() {
@@ -57,8 +49,8 @@ const Path &choose() {
         throw py::error_already_set();
     }
     for (const auto &path : paths) {
-        if (path.kernels == &qsync::scalar_kernels || qsync::agree(*path.kernels, qsync::scalar_kernels)) return path;
-        warn("qsync_fx: the " + path.name + " quantizer gives other results than the scalar one on this processor; it is not used");
+        if (qsync::agrees_with_scalar(path)) return path;
+        warn("qsync_fx: the " + path.name + " kernels give other results than the scalar ones on this processor; they are not used");
     }
     return paths.back();
 }
@@ -70,41 +62,23 @@ const Path &chosen() {
     return *path;
 }
 
-const qsync::Kernels &kernels(const std::optional<std::string> &isa) {
-    if (!isa) return *chosen().kernels;
-    return *qsync::available_paths()[static_cast<std::size_t>(named("isa", *isa, available_isas()))].kernels;
-}
-
-template <class T> void within(const char *name, T value, T low, T high) {
-    if (!(value >= low && value <= high))
-        throw py::value_error(std::string(name) + " is " + std::to_string(value) + ", not within " + std::to_string(low) + " to " +
-                              std::to_string(high));
-}
-
-template <class T> T *pointer(std::uintptr_t address, bool needed) {
-    if (needed && address == 0) throw py::value_error("a null pointer for memory that is not empty");
-    return reinterpret_cast<T *>(address);
-}
-
 qsync::Rounding rounding_of(const std::string &name) {
-    return static_cast<qsync::Rounding>(named("rounding", name, {"stochastic", "nearest", "floor"}));
+    return static_cast<qsync::Rounding>(qsync::named("rounding", name, {"stochastic", "nearest", "floor"}));
 }
-
-constexpr int MOST_THREADS = 4096;
 
 void quantize(std::uintptr_t src, std::uintptr_t dst, std::uintptr_t scales, std::size_t rows, std::size_t columns,
               const std::string &dtype, const std::string &rounding, int levels, std::uint64_t seed, std::uint32_t stream, int threads,
               std::uint64_t first, const std::optional<std::string> &isa) {
-    const auto type = static_cast<qsync::Type>(named("dtype", dtype, {"float32", "bfloat16", "float16"}));
+    const auto type = static_cast<qsync::Type>(qsync::named("dtype", dtype, {"float32", "bfloat16", "float16"}));
     const auto how = rounding_of(rounding);
-    within("levels", levels, 1, 127);
-    within("threads", threads, 1, MOST_THREADS);
+    qsync::within("levels", levels, 1, 127);
+    qsync::within("threads", threads, 1, qsync::MOST_THREADS);
     if (columns != 0 && rows > SIZE_MAX / 8 / columns) throw py::value_error("rows * columns does not fit into memory");
     const bool any = rows != 0 && columns != 0;
-    const auto *source = pointer<const void>(src, any);
-    auto *target = pointer<std::int8_t>(dst, any);
-    auto *found = pointer<float>(scales, rows != 0);
-    const qsync::Kernels &table = kernels(isa);
+    const auto *source = qsync::pointer<const void>(src, any);
+    auto *target = qsync::pointer<std::int8_t>(dst, any);
+    auto *found = qsync::pointer<float>(scales, rows != 0);
+    const qsync::Kernels &table = *qsync::path(isa).kernels;
     const py::gil_scoped_release unlocked;
     qsync::quantize(table, source, target, found, rows, columns, type, how, levels, {seed, stream, first}, threads);
 }
@@ -113,18 +87,33 @@ void round_float(std::uintptr_t src, std::uintptr_t dst, std::size_t n, int mant
                  const std::string &rounding, std::uint64_t seed, std::uint32_t stream, int threads, std::uint64_t first,
                  const std::optional<std::string> &isa) {
     const auto how = rounding_of(rounding);
-    within("mantissa_bits", mantissa_bits, 0, 23);
-    within("e_min", e_min, -126, 127);
-    within("max", max, 0x1p-149, 0x1.fffffep127);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const float>(src, n != 0);
-    auto *target = pointer<float>(dst, n != 0);
-    const qsync::Kernels &table = kernels(isa);
+    qsync::within("mantissa_bits", mantissa_bits, 0, 23);
+    qsync::within("e_min", e_min, -126, 127);
+    qsync::within("max", max, 0x1p-149, 0x1.fffffep127);
+    qsync::within("threads", threads, 1, qsync::MOST_THREADS);
+    const auto *source = qsync::pointer<const float>(src, n != 0);
+    auto *target = qsync::pointer<float>(dst, n != 0);
+    const qsync::Kernels &table = *qsync::path(isa).kernels;
     const py::gil_scoped_release unlocked;
     qsync::round_float(table, source, target, n, {mantissa_bits, e_min, max}, how, {seed, stream, first}, threads);
 }
 
 } // namespace
+
+namespace qsync {
+
+const Path &path(const std::optional<std::string> &isa) {
+    if (!isa) return chosen();
+    return available_paths()[static_cast<std::size_t>(named("isa", *isa, available_isas()))];
+}
+
+int named(const char *what, const std::string &name, const std::vector<std::string> &names) {
+    for (std::size_t i = 0; i < names.size(); ++i)
+        if (names[i] == name) return static_cast<int>(i);
+    throw py::value_error(std::string(what) + " " + name + " is not one of: " + known(names));
+}
+
+} // namespace qsync
 
 PYBIND11_MODULE(_C, module) {
     module.doc() = "Native kernels of qsync_fx: pointers and sizes in, nothing of torch's ABI.";
@@ -141,4 +130,5 @@ PYBIND11_MODULE(_C, module) {
     module.def("round_float", &round_float, py::arg("src"), py::arg("dst"), py::arg("n"), py::arg("mantissa_bits"), py::arg("e_min"),
                py::arg("max"), py::arg("rounding"), py::arg("seed") = 0, py::arg("stream") = 0, py::arg("threads") = 1,
                py::arg("first") = 0, py::arg("isa") = py::none());
+    qsync::add_codecs(module);
 }

@@ -15,6 +15,7 @@ The random number of element `i` (its index in memory order, plus `first`), all 
 from typing import Literal
 
 Rounding = Literal["stochastic", "nearest", "floor"]
+Layout = Literal["sign", "endpoints"]
 
 openmp: bool
 """Whether the module was built with threads; if not, `threads` is taken and changes nothing."""
@@ -67,6 +68,94 @@ def round_float(
     minus infinity), exactly; denormals of the grid are kept. Finite values saturate at +-`max`; NaN and infinities pass through.
     `dst` may be `src`.
     """
+
+def qsgd_encode(
+    src: int,
+    wire: int,
+    n: int,
+    bits: int,
+    unit: int,
+    norm: Literal["max", "two"] = "max",
+    layout: Layout = "sign",
+    seed: int = 0,
+    stream: int = 0,
+    first: int = 0,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Writes `n` float32 of `src` as QSGD of 2, 4, 8 or 16 `bits` into `qsgd_bytes(n, bits, unit)` bytes of `wire`.
+
+    First a float32 a unit of `unit` values (a multiple of 64; the last may have fewer): its scale S, the largest magnitude or the
+    2-norm (summed in float64 in sixteen lanes, halves folded onto halves). Then the codes of each unit, in groups of sixteen bytes:
+    value k * 16 + l of a group is bits k * `bits` and up of byte l; 16 bits take two bytes each, lowest first. The last group is
+    filled up with the codes of zeros. In float32, r being the random number of the value:
+
+    - sign: u = |x| * (s / S) with s = 2**(bits - 1) - 1; floor(u) + (r < u - floor(u)), at most s, and the sign as the highest bit
+    - endpoints: u = x * (L / S) / 2 - 1/2 with L = 2**bits - 1; 2**(bits - 1) + floor(u) + (r < u - floor(u)), in 0 to L
+
+    Below S = 2**-64 values and scale are multiplied by 2**64 first, above 2**64 by 2**-64. A unit with a NaN or an infinity has scale
+    NaN and codes of zero. `first` is the index of the first value, and `first + n` at most 2**32.
+    """
+
+def qsgd_decode(
+    wire: int,
+    dst: int,
+    n: int,
+    bits: int,
+    unit: int,
+    layout: Layout = "sign",
+    add: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Reads `n` values that `qsgd_encode` wrote into `dst`, or adds them to it.
+
+    With a step of S / s, or S / L, lowered by its last bit where s or L of them were infinite: code * step with its sign, or
+    (2 * code - L) * step.
+    """
+
+def qsgd_bytes(n: int, bits: int, unit: int) -> int:
+    """Returns how many bytes `n` values make."""
+
+def onebit_encode(
+    src: int, residual: int, wire: int, n: int, unit: int, threads: int = 1, isa: str | None = None
+) -> None:
+    """Writes `n` float32 of `src` plus `residual`, which may be 0, as 1bitSGD into `onebit_bytes(n, unit)` bytes of `wire`.
+
+    First two float32 a unit of `unit` values (any number): the mean of those that are zero or more, and of the others; 0 where there
+    are none. Sums run in sixteen lanes, folded halves onto halves. Then a bit a value, four bytes at a time, lowest bit first: 1 where
+    it is zero or more. `residual` becomes the value less its mean. Where a mean is not finite both are NaN, and `residual` stays.
+    """
+
+def onebit_decode(
+    wire: int, dst: int, n: int, unit: int, add: bool = False, threads: int = 1, isa: str | None = None
+) -> None:
+    """Reads `n` values that `onebit_encode` wrote into `dst`, or adds them to it."""
+
+def onebit_bytes(n: int, unit: int) -> int:
+    """Returns how many bytes `n` values make."""
+
+def truncate_encode(
+    src: int, residual: int, wire: int, n: int, bits: int, partition: int, threads: int = 1, isa: str | None = None
+) -> None:
+    """Writes the highest `bits` (12, 16, ..., 32) of `n` float32 of `src` plus `residual`, which may be 0, into `wire`.
+
+    That is partitions of partition * 8 / bits values, `partition` being a multiple of 420 bytes; the last may have fewer. Each begins
+    with four bytes, the count of values times 8 plus (bits - 12) / 4. Then come the highest bytes of all values, the next ones, and so
+    on, and at last half bytes: those of the first half of the values (one more, where their number is odd) below those of the second;
+    and zeros up to a multiple of four bytes. A NaN is made quiet. `residual` becomes what is cut off; where a value is not finite it stays.
+    """
+
+def truncate_decode(
+    wire: int, size: int, dst: int, n: int, add: bool = False, threads: int = 1, isa: str | None = None
+) -> None:
+    """Reads `n` values from `size` bytes of partitions of any levels into `dst`, or adds them to it.
+
+    Raises `ValueError` where headers do not say as many values, or more bytes than there are; nothing was read then.
+    """
+
+def truncate_bytes(n: int, bits: int, partition: int) -> int:
+    """Returns how many bytes `n` values make."""
 
 def isa() -> str:
     """Returns the path in use: the best of `available_isas` that passed its self-test, or what QSYNC_CPU_ISA asks for."""

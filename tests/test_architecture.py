@@ -100,7 +100,7 @@ LAYERS = (
     "predictor",
     "passes",
     "backend",
-    "allocator explanation profiling report switching timeline",
+    "allocator communication explanation profiling report switching timeline",
     "distributed",
     "cli",
 )

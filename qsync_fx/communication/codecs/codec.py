@@ -1,0 +1,77 @@
+"""What a codec of gradients is.
+
+A codec turns n values into bytes and back. Values are coded in units, a scale or two means for each, and a tensor may be cut between units:
+the parts make the same bytes as the whole.
+
+Invariant: a codec has no state. What is random is drawn by seed, stream and the index of the value; what is left of a value that cannot be
+sent goes into a residual that the caller keeps. A NaN or an infinity stays one, or becomes NaN with the unit it is in, and leaves the
+residual as it was: such a gradient is not used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where random numbers come from.
+
+    Attributes:
+        seed, stream: 64 and 32 bits.
+        first: the index of the first value.
+    """
+
+    seed: int = 0
+    stream: int = 0
+    first: int = 0
+
+
+class Codec(ABC):
+    """One way to write gradients; a subclass is a frozen dataclass.
+
+    Attributes:
+        name: what users write.
+        residual: whether it says what it leaves of a value, to be sent with the next gradient.
+    """
+
+    name: str
+    residual: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Between how many values a tensor may be cut."""
+
+    @abstractmethod
+    def nbytes(self, n: int) -> int:
+        """Returns how many bytes n values make; a multiple of four."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        """Writes FP32 `values` into the bytes of `wire`, with `residual` added to them, which takes what is left."""
+
+    @abstractmethod
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+        """Reads FP32 `values` from the bytes of `wire`, or adds them to what is there."""
+
+    def settle(self, values: Tensor) -> Tensor:
+        """Makes of FP32 `values`, in place, what a mean is behind this codec, and returns them."""
+        return values
+
+    def fitted(self, shape: Sequence[int]) -> Codec:
+        """Returns the codec for a parameter of this shape."""
+        return self
+
+    def columns(self, gradient: Tensor) -> Tensor | None:
+        """Returns the view of a gradient whose values lie in the order they are coded in; None where that is as they lie in memory."""
+        return None
+
+    def theory(self, n: int) -> float:
+        """Returns the bytes that the paper gives for n values."""
+        return self.nbytes(n)

@@ -1,0 +1,88 @@
+"""1bitSGD (F. Seide et al., 2014), as in the study of low-precision communication (sections 2.2 and 3.2): signs, two means and a residual.
+
+Of a unit every value that is zero or more becomes the mean of those, every other the mean of the others; what that leaves of a value is
+added to the next gradient. A unit is a column of the gradient as CNTK has it, or, reshaped (1bitSGD*), so many consecutive values.
+
+Invariant: what is decoded and what is left sum to what was given; the rest of a unit sums to zero, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.errors import QSyncError
+
+
+@dataclass(frozen=True)
+class Reshaped(Codec):
+    """1bitSGD*: units of consecutive values."""
+
+    size: int
+    name: str = "1bit*"
+    residual: ClassVar[bool] = True
+
+    @property
+    def unit(self) -> int:
+        return self.size
+
+    def nbytes(self, n: int) -> int:
+        found: int = memory.kernels().onebit_bytes(n, self.size)
+        return found
+
+    def theory(self, n: int) -> float:
+        return n * (1 + 64 / self.size) / 8
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        n = values.numel()
+        where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
+        memory.kernels().onebit_encode(*where, n, self.size, memory.threads())
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+        n = values.numel()
+        where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
+        memory.kernels().onebit_decode(*where, n, self.size, add, memory.threads())
+
+
+@dataclass(frozen=True)
+class Columns(Codec):
+    """1bitSGD: units are columns. Of a matrix, what feeds all outputs from one input; of a kernel of a convolution, its width; of a vector,
+    all of it. CNTK calls the first dimension a column, and its tensors lie in memory the other way round."""
+
+    name: str = "1bit"
+    residual: ClassVar[bool] = True
+
+    def fitted(self, shape: Sequence[int]) -> Codec:
+        last = shape[0] if len(shape) == 2 else shape[-1] if shape else 1
+        return _Column(max(last, 1), self.name)
+
+    @property
+    def unit(self) -> int:
+        raise QSyncError("1bitSGD codes columns: fit it to the shape of a parameter first")
+
+    def nbytes(self, n: int) -> int:
+        return n // self.unit
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+        raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
+
+
+@dataclass(frozen=True)
+class _Column(Reshaped):
+    """1bitSGD of a parameter whose columns have `size` values."""
+
+    def theory(self, n: int) -> float:
+        return n / self.size * (8 + 4 * -(-self.size // 32))
+
+    def columns(self, gradient: Tensor) -> Tensor | None:
+        if gradient.dim() == 2:
+            return gradient.t()
+        return None if gradient.is_contiguous() else gradient

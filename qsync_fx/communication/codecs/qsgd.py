@@ -1,0 +1,71 @@
+"""QSGD (D. Alistarh et al., 2017), as in the study of low-precision communication (section 2.3): stochastic rounding between levels.
+
+A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With the layout "sign" a value is its sign and one of
+2**(bits - 1) magnitudes from zero to the scale, with "endpoints" one of 2**bits points from minus the scale to the scale.
+
+Invariant: unbiased to 2**-24 of a step, and nearer than one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs.codec import Codec, Draw
+
+UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
+"""The units that the study picked, by bits (section 4.1)."""
+
+
+@dataclass(frozen=True)
+class Qsgd(Codec):
+    """QSGD of 2, 4, 8 or 16 bits."""
+
+    bits: int
+    size: int
+    norm: Literal["max", "two"] = "max"
+    layout: Literal["sign", "endpoints"] = "sign"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"qsgd{self.bits}"
+
+    @property
+    def unit(self) -> int:
+        return self.size
+
+    @property
+    def levels(self) -> int:
+        """How many steps there are from zero to the scale, or with endpoints from one end to the other."""
+        return (1 << (self.bits - 1)) - 1 if self.layout == "sign" else (1 << self.bits) - 1
+
+    def nbytes(self, n: int) -> int:
+        found: int = memory.kernels().qsgd_bytes(n, self.bits, self.size)
+        return found
+
+    def theory(self, n: int) -> float:
+        return n * (self.bits + 32 / self.size) / 8
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        n = values.numel()
+        memory.kernels().qsgd_encode(
+            memory.floats(values),
+            memory.bytes_of(wire, self.nbytes(n)),
+            n,
+            self.bits,
+            self.size,
+            self.norm,
+            self.layout,
+            draw.seed,
+            draw.stream,
+            draw.first,
+            memory.threads(),
+        )
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+        n = values.numel()
+        where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
+        memory.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, memory.threads())

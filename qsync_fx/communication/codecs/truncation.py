@@ -1,0 +1,57 @@
+"""AQGB's quantization (X. Liu et al., 2022): the highest 12, 16, 20, 24, 28 or 32 bits of each FP32 number.
+
+Values go in partitions, which all have the same bytes at every level but the last of a tensor, and each says its level: whoever reads them
+need not know it.
+
+Invariant: nearer to zero by less than 2**-(bits - 9) of the value; NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs.codec import Codec, Draw
+
+LEVELS = (12, 16, 20, 24, 28, 32)
+STEP = 420
+"""Bytes that are whole numbers of values at every level."""
+
+
+@dataclass(frozen=True)
+class Truncated(Codec):
+    """One level of AQGB. What it leaves of a value may be sent with the next gradient."""
+
+    bits: int
+    partition: int = 32 * STEP
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"aqgb{self.bits}"
+
+    @property
+    def unit(self) -> int:
+        return self.partition * 8 // self.bits
+
+    def nbytes(self, n: int) -> int:
+        found: int = memory.kernels().truncate_bytes(n, self.bits, self.partition)
+        return found
+
+    def theory(self, n: int) -> float:
+        return n * self.bits / 8
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        n = values.numel()
+        where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
+        memory.kernels().truncate_encode(*where, n, self.bits, self.partition, memory.threads())
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+        """Reads values of any levels.
+
+        Raises:
+            ValueError: the levels and counts in `wire` are not those of so many values.
+        """
+        where = memory.bytes_of(wire, 0), wire.numel(), memory.floats(values)
+        memory.kernels().truncate_decode(*where, values.numel(), add, memory.threads())

@@ -1,0 +1,207 @@
+"""The kernels of codecs do what their reference does, byte for byte, on every path, on any number of threads, in parts or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import codec_reference as reference
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from native_reference import SEEDS, STREAMS, vectors
+from numpy.typing import NDArray
+
+from qsync_fx import _C
+
+native: Any = _C
+every_isa = pytest.mark.parametrize("isa", _C.available_isas())
+SIZES = st.one_of(st.integers(0, 300), st.integers(0, 300), st.integers(0, 9000))
+BITS = st.sampled_from([2, 4, 8, 16])
+UNITS = st.sampled_from([64, 128, 512, 8192])
+NORMS, LAYOUTS = st.sampled_from(["max", "two"]), st.sampled_from(["sign", "endpoints"])
+_EDGE = 4
+
+
+class Guarded:
+    """Bytes with an edge on both sides that nobody may write to."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._all = np.full(nbytes + 2 * _EDGE, 77, np.uint8)
+        self.bytes = self._all[_EDGE : _EDGE + nbytes]
+        self.address = self.bytes.ctypes.data
+
+    def taken(self) -> NDArray[np.uint8]:
+        assert (self._all[:_EDGE] == 77).all()
+        assert (self._all[_EDGE + self.bytes.size :] == 77).all()
+        return self.bytes.copy()
+
+
+def encoded(nbytes: int, call: Callable[[int], None]) -> NDArray[np.uint8]:
+    wire = Guarded(nbytes)
+    call(wire.address)
+    return wire.taken()
+
+
+def decoded(n: int, call: Callable[[int], None], start: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    values = Guarded(4 * n)
+    values.bytes.view(np.float32)[:] = 5 if start is None else start
+    call(values.address)
+    return values.taken().view(np.float32)
+
+
+def same(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    np.testing.assert_array_equal(found, expected)
+
+
+def qsgd(x: torch.Tensor, bits: int, unit: int, *how: Any, first: int = 0, threads: int = 1, isa: Any = None) -> Any:
+    n = x.numel()
+    return encoded(
+        native.qsgd_bytes(n, bits, unit),
+        lambda wire: native.qsgd_encode(x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa),
+    )
+
+
+@every_isa
+@settings(max_examples=30)
+@given(data=st.data(), n=SIZES, bits=BITS, unit=UNITS, norm=NORMS, layout=LAYOUTS, seed=SEEDS, stream=STREAMS)
+def test_qsgd(
+    isa: str, data: st.DataObject, n: int, bits: int, unit: int, norm: str, layout: str, seed: int, stream: int
+) -> None:
+    x = data.draw(vectors(n))
+    first, threads = data.draw(st.sampled_from([0, 64, 2**31])), data.draw(st.integers(1, 4))
+    wire = qsgd(x, bits, unit, norm, layout, seed, stream, first=first, threads=threads, isa=isa)
+    np.testing.assert_array_equal(
+        wire, reference.qsgd_encoded(x.numpy(), bits, unit, norm, layout, seed, stream, first)
+    )
+    expected = reference.qsgd_decoded(wire, n, bits, unit, layout)
+    for add in (False, True):
+        found = decoded(
+            n, lambda y, add=add: native.qsgd_decode(wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa)
+        )
+        same(found, expected + np.float32(5) if add else expected)
+
+
+@every_isa
+@settings(max_examples=25)
+@given(data=st.data(), n=SIZES, unit=st.sampled_from([1, 3, 7, 64, 100, 512, 5000]))
+def test_one_bit(isa: str, data: st.DataObject, n: int, unit: int) -> None:
+    x, old, threads = data.draw(vectors(n)), data.draw(vectors(n, finite=True)), data.draw(st.integers(1, 4))
+    residual = Guarded(4 * n)
+    residual.bytes.view(np.float32)[:] = old.numpy()
+    nbytes = native.onebit_bytes(n, unit)
+    wire = encoded(
+        nbytes, lambda wire: native.onebit_encode(x.data_ptr(), residual.address, wire, n, unit, threads, isa)
+    )
+    expected, left = reference.onebit_encoded(x.numpy(), old.numpy(), unit)
+    same_means(wire, expected, -(-n // unit))
+    same(residual.taken().view(np.float32), left)
+    without = encoded(nbytes, lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, threads, isa))
+    same_means(without, reference.onebit_encoded(x.numpy(), np.zeros(n, np.float32), unit)[0], -(-n // unit))
+    values = reference.onebit_decoded(wire, n, unit)
+    for add in (False, True):
+        found = decoded(n, lambda y, add=add: native.onebit_decode(wire.ctypes.data, y, n, unit, add, threads, isa))
+        same(found, values + np.float32(5) if add else values)
+
+
+def same_means(found: NDArray[np.uint8], expected: NDArray[np.uint8], units: int) -> None:
+    """Compares means as numbers, NaN being NaN, and signs as bits."""
+    same(found[: 8 * units].view(np.float32), expected[: 8 * units].view(np.float32))
+    np.testing.assert_array_equal(found[8 * units :], expected[8 * units :])
+
+
+@every_isa
+@settings(max_examples=25)
+@given(data=st.data(), n=SIZES, bits=st.sampled_from(range(12, 36, 4)), partition=st.sampled_from([420, 1260, 13_440]))
+def test_truncation(isa: str, data: st.DataObject, n: int, bits: int, partition: int) -> None:
+    x, old, threads = data.draw(vectors(n)), data.draw(vectors(n, finite=True)), data.draw(st.integers(1, 4))
+    residual = Guarded(4 * n)
+    residual.bytes.view(np.float32)[:] = old.numpy()
+    nbytes = native.truncate_bytes(n, bits, partition)
+    call = native.truncate_encode
+    wire = encoded(nbytes, lambda wire: call(x.data_ptr(), residual.address, wire, n, bits, partition, threads, isa))
+    expected, left = reference.truncate_encoded(x.numpy(), old.numpy(), bits, partition)
+    with np.errstate(all="ignore"):
+        kept = reference.truncated(x.numpy() + old.numpy(), bits)
+    if not np.isnan(kept).any():
+        np.testing.assert_array_equal(wire, expected)
+    same(residual.taken().view(np.float32), left)
+    for add in (False, True):
+        found = decoded(n, lambda y, add=add: native.truncate_decode(wire.ctypes.data, nbytes, y, n, add, threads, isa))
+        same(found, kept + np.float32(5) if add else kept)
+
+
+@given(data=st.data(), bits=BITS, unit=UNITS, layout=LAYOUTS, seed=SEEDS, cut=st.integers(0, 4))
+def test_parts_are_those_of_the_whole(
+    data: st.DataObject, bits: int, unit: int, layout: str, seed: int, cut: int
+) -> None:
+    n, at = 4 * unit - 5, min(cut * unit, 4 * unit - 5)
+    x = data.draw(vectors(n, finite=True))
+    whole = reference.qsgd_decoded(qsgd(x, bits, unit, "max", layout, seed, 3), n, bits, unit, layout)
+    parts = [
+        reference.qsgd_decoded(
+            qsgd(part, bits, unit, "max", layout, seed, 3, first=first), part.numel(), bits, unit, layout
+        )
+        for part, first in ((x[:at], 0), (x[at:], at))
+    ]
+    same(np.concatenate(parts), whole)
+
+
+@every_isa
+def test_denormal_numbers_are_what_they_are_where_torch_flushes_them(isa: str) -> None:
+    x = torch.tensor([1e-39, -3e-40, 2e-45, 1e-38] * 32)
+    expected = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(found, expected)
+    assert np.abs(reference.qsgd_decoded(found, 128, 8, 64, "sign")).max() == np.float32(1e-38)
+
+
+def test_streams_and_steps_draw_other_numbers() -> None:
+    x = torch.linspace(-1, 1, 4096)
+    wires = {
+        qsgd(x, 8, 512, "max", "sign", seed, stream, first=first).tobytes()
+        for seed, stream, first in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 512))
+    }
+    assert len(wires) == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: native.qsgd_bytes(5, 3, 64),
+        lambda: native.qsgd_bytes(5, 4, 100),
+        lambda: native.onebit_bytes(5, 0),
+        lambda: native.truncate_bytes(5, 14, 420),
+        lambda: native.truncate_bytes(5, 12, 100),
+        lambda: native.qsgd_encode(0, 0, 5, 4, 64),
+        lambda: native.qsgd_encode(1, 1, 0, 4, 64, "infinity"),
+        lambda: native.qsgd_encode(1, 1, 64, 4, 64, first=2**32),
+        lambda: native.qsgd_encode(1, 1, 0, 4, 64, isa="none"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error(call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        call()
+
+
+@pytest.mark.parametrize("harm", ["level", "count", "cut", "more"])
+def test_headers_that_do_not_fit_are_an_error_and_nothing_is_written_beyond(harm: str) -> None:
+    x = torch.randn(1000)
+    nbytes = native.truncate_bytes(1000, 12, 420)
+    wire = encoded(nbytes, lambda wire: native.truncate_encode(x.data_ptr(), 0, wire, 1000, 12, 420))
+    heads = wire.view(np.uint32)
+    size = nbytes - 8 if harm == "cut" else nbytes
+    if harm == "level":
+        heads[0] |= 7
+    if harm == "count":
+        heads[0] += 8
+    values = Guarded(4000)
+    n = 999 if harm == "more" else 1000
+    with pytest.raises(ValueError, match="headers"):
+        native.truncate_decode(wire.ctypes.data, size, values.address, n)
+    values.taken()
