@@ -233,7 +233,7 @@ class Judge:
         if memory is None:
             return None
         if found.anchors:
-            return memory.held_bytes + anchored_bytes(self.states(name), found.anchors, found.training)
+            return memory.held_bytes + anchored_bytes(self.states(name), found.anchors, found.training, memory)
         return memory.peak.bytes
 
     def _transfer(self, sizes: Sequence[float]) -> Sequence[float]:

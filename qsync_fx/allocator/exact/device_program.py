@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_fx.allocator.exact.casting import Casting
+from qsync_fx.allocator.exact.certain import Holds
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Prices
+from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total
 from qsync_fx.allocator.judge import Judge
 from qsync_fx.allocator.problem import Problem
@@ -95,7 +95,7 @@ class DeviceProgram:
 
 
 def device_program(
-    program: Program, problem: Problem, judge: Judge, name: str, prices: Prices, unit: float, held: Held | None
+    program: Program, problem: Problem, judge: Judge, name: str, prices: Priced, unit: float, held: Holds | None
 ) -> DeviceProgram:
     """Adds a class of devices to a program."""
     part, sends = problem.classes[name], stretches(problem, judge, name)

@@ -9,6 +9,7 @@ from typing import Final
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.judge import Judge
 from qsync_fx.allocator.problem import Problem
 
 GAP: Final = 1e-4
@@ -44,9 +45,10 @@ class Exact:
             search.widen()
         if search.best is None:
             raise why_not(search)
-        plans, judged = search.best
+        bound = search.bound if certain else search.bounded()
+        plans = search.best[0]
+        judged = Judge(problem, plans).judged()
         value = judged.value(problem)
-        bound = search.bound if certain else search.unlimited()
         took = time.perf_counter() - began
         notes = () if certain else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)
         known = None if bound is None else min(bound, value)

@@ -1,20 +1,42 @@
 """What each state of each operator takes, as one number: a linear program has no neighbours.
 
 A time may depend on the states of an operator's neighbours. Taken is that with neighbours as they are under the uniform plan that has the
-operator in the state. Of plans that were judged, what their states took there is known better, and counts from then on.
+operator in the state. Of plans that were judged, what their states took there is known better, and counts from then on. What no plan is
+below is reckoned with the least beside any neighbours: `Least`.
 
-Invariant: at the plan that was learned last, the prices are the judge's.
+Invariant: at the plan that was learned last, the prices are the judge's. `Least` is above the judge's for no plan.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from typing import Final, Protocol
 
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.mapper.states import states
 from qsync_fx.predictor.model.names import state_named
+from qsync_fx.predictor.model.reachable import reachable
 from qsync_fx.predictor.model.value import StateNames
-from qsync_fx.predictor.times import NEIGHBOURS, Seconds
+from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
+
+QUESTIONS: Final = 100_000
+"""Times that are asked for at most to know the least."""
+
+
+class Priced(Protocol):
+    """What a program takes states to take.
+
+    Attributes:
+        times: what casts are asked of.
+    """
+
+    @property
+    def times(self) -> Times: ...
+
+    def operator(self, at: int, state: StateNames) -> Seconds:
+        """Returns the time of an operator in a state."""
 
 
 class Prices:
@@ -27,14 +49,17 @@ class Prices:
     """
 
     def __init__(self, part: DeviceClass) -> None:
-        self.part, self.times = part, part.times
+        self.part = part
         uniform = {fmt: states(part.graph, part.uniform(fmt)).names for fmt in part.formats}
         self._references = [list(names) for names in uniform.values()]
         self.differ = False
         self._learned: dict[tuple[int, StateNames], Seconds] = {}
 
+    @property
+    def times(self) -> Times:
+        return self.part.times
+
     def operator(self, at: int, state: StateNames) -> Seconds:
-        """Returns the time of an operator in a state."""
         key = at, state
         if key not in self._learned:
             # A state that no uniform plan has is like those that compute the same.
@@ -54,3 +79,35 @@ class Prices:
         near = (at + by for by in NEIGHBOURS)
         around = [state_named(names[n]) if 0 <= n < len(names) else None for n in near]
         return self.times.operator(self.part.graph.operators[at].id, state_named(state), around)
+
+
+class Least:
+    """
+    Args:
+        part: the class of devices.
+    """
+
+    def __init__(self, part: DeviceClass) -> None:
+        self.part = part
+        self._states = reachable(part.graph.operators, part.formats)
+
+    @property
+    def times(self) -> Times:
+        return self.part.times
+
+    @property
+    def questions(self) -> int:
+        """How many times there are to ask for."""
+        return sum(len(states) * math.prod(map(len, self._around(at))) for at, states in enumerate(self._states))
+
+    def operator(self, at: int, state: StateNames) -> Seconds:
+        name, own = self.part.graph.operators[at].id, state_named(state)
+        found = [
+            self.times.operator(name, own, [None if one is None else state_named(one) for one in around])
+            for around in itertools.product(*self._around(at))
+        ]
+        return Seconds(min(one.forward for one in found), min(one.backward for one in found))
+
+    def _around(self, at: int) -> list[Sequence[StateNames | None]]:
+        near = (at + by for by in NEIGHBOURS)
+        return [self._states[n] if 0 <= n < len(self._states) else (None,) for n in near]

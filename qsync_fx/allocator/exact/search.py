@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
+from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Prices
+from qsync_fx.allocator.exact.prices import QUESTIONS, Least, Priced, Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
 from qsync_fx.allocator.paper import Greedy
@@ -33,7 +34,9 @@ FEW: Final = 300
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 _LOOKS: Final = 1500
-"""Operators that are looked at in all when single ones are widened, and as many as the paper's allocator is asked about."""
+"""Operators that are looked at in all when single ones are widened."""
+_ASKED: Final = 32
+"""Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
 
 
 class Search:
@@ -52,8 +55,14 @@ class Search:
     """
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
-        remembering = {name: replace(part, times=Remembered(part.times)) for name, part in problem.classes.items()}
-        self.problem = replace(problem, classes=remembering)
+        # What a step holds takes long to know, and matters where it is limited.
+        self.problem = replace(
+            problem,
+            classes={
+                name: replace(part, times=Remembered(part.times), training=part.training if part.memory else None)
+                for name, part in problem.classes.items()
+            },
+        )
         self.gap, self.seconds = gap, seconds
         self.judge = Judge(self.problem, problem.uniform())
         self.prices = {name: Prices(self.problem.classes[name]) for name in problem.open}
@@ -62,9 +71,9 @@ class Search:
         self.bound = 0.0
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
-        self.held = {name: Held() for name in problem.open}
         memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
-        self.limits = Limits(problem.seconds, memory, problem.variance, self._floor())
+        self.held = {name: Held() for name in memory}
+        self.limits = self._asked = Limits(problem.seconds, memory, problem.variance, self._floor())
         if memory:
             self._uniforms()
         else:
@@ -164,19 +173,29 @@ class Search:
 
     def begin_elsewhere(self) -> None:
         """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
-        if sum(len(part.choices) for part in self.problem.classes.values()) > _LOOKS:
+        if sum(len(part.choices) for part in self.problem.classes.values()) > _ASKED:
             return
         with contextlib.suppress(PlanError):
             self.look(Greedy().allocate(self.problem).plans)
 
-    def unlimited(self) -> float | None:
-        """Returns a bound that holds whatever is held: that of the problem without limits of memory; None where times are learned."""
-        if any(prices.differ for prices in self.prices.values()):
+    def bounded(self) -> float | None:
+        """Returns what no plan is below: reckoned with what is certain to be held, and the least times; None where that takes too long."""
+        prices: dict[str, Priced] = {**self.prices}
+        for name in [name for name, known in self.prices.items() if known.differ]:
+            least = Least(self.problem.classes[name])
+            if least.questions > QUESTIONS:
+                return None
+            prices[name] = least
+        held: dict[str, Holds] = {}
+        for name in self.held:
+            memory = self.judge.memory(name)
+            assert memory is not None
+            held[name] = Certain(self.problem.classes[name], memory)
+        found = self._found(self.judge.plans, prices, held, self._asked)
+        if found.plans is None:
             return None
-        classes = {name: replace(part, memory=None) for name, part in self.problem.classes.items()}
-        free = Search(replace(self.problem, classes=classes), self.gap, self.seconds)
-        free.run(1)
-        return free.bound
+        self.look(self.problem.completed(found.plans))
+        return found.bound
 
     @property
     def approximate(self) -> bool:
@@ -201,7 +220,8 @@ class Search:
             states = self.judge.states(name)
             new |= self.prices[name].learn(states.names)
             if self.problem.classes[name].memory is not None:
-                new |= self.held[name].learn(states, self._passes(name)) > NEAR
+                off = self.held[name].learn(states, self._passes(name))
+                new |= off > NEAR
         return new
 
     def _better(self, one: Judged, other: Judged) -> bool:
@@ -220,36 +240,37 @@ class Search:
                 self.learn()
         self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
-    def _found(self, start: Plans) -> Found:
+    def _found(
+        self,
+        start: Plans,
+        prices: Mapping[str, Priced] | None = None,
+        held: Mapping[str, Holds] | None = None,
+        limits: Limits | None = None,
+    ) -> Found:
         """Solves the program of all classes, or one a class where nothing couples them."""
-        problem = self.problem
+        problem, limits = self.problem, limits or self.limits
+
+        def solved(limits: Limits, least: str, names: Sequence[str], start: Plans) -> Found:
+            known = prices or self.prices, held or self.held
+            return find(problem, self.judge, *known, limits, least, names, start, self.gap, self.seconds)
+
         if problem.least == "seconds":
-            return self._fastest(start)
+            # The least seconds, and then the least variance that these allow.
+            names = list(problem.open)
+            fastest = solved(limits, "seconds", names, start)
+            if fastest.plans is None:
+                return fastest
+            limits = replace(limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
+            calmest = _together([solved(limits, "variance", [name], fastest.plans) for name in names], 0.0)
+            plans = fastest.plans if calmest.plans is None else calmest.plans
+            return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
         apart = [[name] for name in problem.open] if problem.variance is None else [list(problem.open)]
-        found = [self._solved(self.limits, "variance", names, start) for names in apart]
         fixed = sum(
             problem.weight(name) * part.variance(part.kept)
             for name, part in problem.classes.items()
             if part.kept is not None
         )
-        return _together(found, fixed)
-
-    def _fastest(self, start: Plans) -> Found:
-        """The least seconds, and then the least variance that these allow."""
-        names = list(self.problem.open)
-        fastest = self._solved(self.limits, "seconds", names, start)
-        if fastest.plans is None:
-            return fastest
-        limits = replace(self.limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
-        apart = [self._solved(limits, "variance", [name], fastest.plans) for name in names]
-        calmest = _together(apart, 0.0)
-        plans = fastest.plans if calmest.plans is None else calmest.plans
-        return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
-
-    def _solved(self, limits: Limits, least: str, names: Sequence[str], start: Plans) -> Found:
-        return find(
-            self.problem, self.judge, self.prices, self.held, limits, least, names, start, self.gap, self.seconds
-        )
+        return _together([solved(limits, "variance", names, start) for names in apart], fixed)
 
     def _passes(self, name: str) -> float:
         """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
@@ -282,7 +303,8 @@ class Search:
         limits = self.limits
         if limits.seconds is not None and "seconds" in excess:
             limits = replace(limits, seconds=limits.seconds - excess["seconds"])
-        self.limits = limits
+        memory = {name: most - excess.get(f"memory {name}", 0.0) for name, most in limits.memory.items()}
+        self.limits = replace(limits, memory=memory)
 
 
 def _together(found: Sequence[Found], more: float) -> Found:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from qsync_fx.allocator.exact.certain import Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
-from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Prices
+from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, Program, total
 from qsync_fx.allocator.exact.relaxing import Coupling, Relaxing
 from qsync_fx.allocator.judge import TOLERANCE, Judge
@@ -61,8 +61,8 @@ class Found:
 def find(
     problem: Problem,
     judge: Judge,
-    prices: Mapping[str, Prices],
-    held: Mapping[str, Held],
+    prices: Mapping[str, Priced],
+    held: Mapping[str, Holds],
     limits: Limits,
     least: str,
     names: Sequence[str],
@@ -143,10 +143,10 @@ def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limit
         return THOUSANDTHS / unit
     if least == "memory":
         peak = program.variable(1.0, INFINITY)
-        size = max((sum(map(abs, held.values())) for device in devices for held in device.held), default=1.0) or 1.0
-        for device in devices:
-            for held in device.held:
-                program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
+        known = [held for device in devices for held in device.held]
+        size = max((sum(map(abs, held.values())) for held in known), default=1.0) or 1.0
+        for held in known:
+            program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
         return THOUSANDTHS / size
     costs = total(*((1.0, device.variance) for device in devices))
     size = max(costs.values(), default=0.0) or 1.0

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.mapper import States
-from qsync_fx.predictor.memory.step import step_memory
+from qsync_fx.predictor.memory.step import Memory, step_memory
 from qsync_fx.predictor.memory.training import Training
 
 
@@ -27,9 +28,24 @@ class Anchor:
     states: States
     step_bytes: int
 
+    def error(self, training: Training | None) -> int:
+        """Returns by how much more was measured than is predicted."""
+        if training not in self._errors:
+            self._errors[training] = self.step_bytes - step_memory(self.states, training).step_bytes
+        return self._errors[training]
 
-def anchored_bytes(states: States, anchors: Sequence[Anchor], training: Training | None = None) -> int:
+    @cached_property
+    def _errors(self) -> dict[Training | None, int]:
+        return {}
+
+
+def anchored_bytes(
+    states: States, anchors: Sequence[Anchor], training: Training | None = None, memory: Memory | None = None
+) -> int:
     """Returns the most that a step holds beyond what is held before it, corrected by measured plans.
+
+    Args:
+        memory: what `step_memory` says of these states, where that is known already.
 
     Raises:
         ProfileError: there is no anchor, or what was measured cannot be.
@@ -38,8 +54,8 @@ def anchored_bytes(states: States, anchors: Sequence[Anchor], training: Training
         raise ProfileError("no measured plan to predict from", do="measure one, or use predictor.memory.peak_bytes")
     if wrong := [anchor.step_bytes for anchor in anchors if anchor.step_bytes <= 0]:
         raise ProfileError(f"a step is said to have taken {wrong[0]} bytes", do="measure it again")
-    pure = step_memory(states, training).step_bytes
-    errors = [anchor.step_bytes - step_memory(anchor.states, training).step_bytes for anchor in anchors]
+    pure = (memory or step_memory(states, training)).step_bytes
+    errors = [anchor.error(training) for anchor in anchors]
     alike = [_alike(states, anchor.states) for anchor in anchors]
     if 1.0 in alike:
         return pure + errors[alike.index(1.0)]

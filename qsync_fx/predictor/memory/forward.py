@@ -102,12 +102,12 @@ class Forward:
     def made_by(self, value: int) -> Operator | None:
         """Returns the operator that makes a value; None for what is there before the step."""
         maker = self.graph.values[self.root(value)].operator
-        return None if maker is None or self._given(value) else self.graph.operators[maker]
+        return None if maker is None or self.given(value) else self.graph.operators[maker]
 
     def _wanted(self, read: Read, precision: Name) -> Name:
         return read.wanted.get(precision or "") or self.states.held(read.value)
 
-    def _given(self, value: int) -> bool:
+    def given(self, value: int) -> bool:
         return self.graph.values[self.root(value)].source != "operator"
 
     def _operator(self, at: int, operator: Operator) -> None:
@@ -117,7 +117,7 @@ class Forward:
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
-            lies = self._part if self._is_part(read.value) else self._lie
+            lies = self._part if self.is_part(read.value) else self._lie
             buffer = self.factors[at, place] = lies(read.value, self._wanted(read, precision), at)
             reads += [] if buffer is None else [buffer]
         size, workspace = self.bytes(result, output), 0
@@ -164,10 +164,10 @@ class Forward:
         # A place within a window takes a byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
-    def _is_part(self, value: int) -> bool:
+    def is_part(self, value: int) -> bool:
         """Whether it is a view of a part of a larger value, which a product reads from a copy."""
         whole_one = self.graph.values[self.root(value)]
-        return not self._given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
+        return not self.given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
 
     def _part(self, value: int, fmt: Name, at: int) -> Buffer:
         if (value, fmt) not in self._there:
@@ -179,8 +179,8 @@ class Forward:
     def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
         """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
         root = self.root(value)
-        held = self.graph.values[root].own if self._given(root) else self.states.held(value)
-        if self._given(root) and fmt == held:
+        held = self.graph.values[root].own if self.given(root) else self.states.held(value)
+        if self.given(root) and fmt == held:
             return None
         if (root, fmt) in self._there:
             return self._there[root, fmt]
@@ -216,12 +216,12 @@ class Forward:
                     continue  # the gradient of a pooling asks for places alone
                 root, fmt = self.root(self._by_name[name]), how or None
                 if self.multiplies(operator):
-                    if not any(self.root(read.value) == root and self._is_part(read.value) for read in operator.reads):
+                    if not any(self.root(read.value) == root and self.is_part(read.value) for read in operator.reads):
                         self._hold(at, root, fmt)
                 elif self._is_product(root):
                     # A copy that is wider than what it is made from is made again.
                     self._hold(at, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
-                elif not self._given(root):
+                elif not self.given(root):
                     late.append((at, root, fmt))
         certain = frozenset[Buffer]().union(*self.kept.values())
         for at, root, fmt in late:
@@ -271,7 +271,7 @@ class Forward:
 
     def _read_by(self, at: int, operator: Operator) -> Iterator[tuple[int, Name]]:
         for read in operator.reads:
-            if not self._given(read.value):
+            if not self.given(read.value):
                 yield self.root(read.value), self._wanted(read, self.states.names[at][0])
 
     def _hold(self, at: int, root: int, fmt: Name) -> None:

@@ -203,6 +203,9 @@ def test_times_that_follow_neighbours_are_learned() -> None:
         assert not search.best[1].exceeds(problem)
         assert search.approximate
         near += search.best[1].variance <= best * 1.5
+        bound = search.bounded()
+        assert bound is not None
+        assert 0 <= bound <= best * (1 + 1e-6)
         if len(known) <= FEW:
             assert Exact().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2

@@ -1,0 +1,203 @@
+"""What a step certainly holds when its backward pass begins, as a linear expression of states.
+
+All that the backward pass reads of the forward pass is there then. Certain of that are the factors of products, in the formats that these
+compute in, the results of products that others keep, and masks and statistics; each value counts once a format. What compilers may compute
+again is left out. So at whole choices the expression is no more than the judge says of any plan, and in most plans the better part of it.
+
+Invariant: `of` and `expression` count the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from qsync_fx.allocator.exact.formats import Formats, Spread
+from qsync_fx.allocator.exact.program import ONE, Expression, constant, total
+from qsync_fx.allocator.problem import DeviceClass
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.memory.buffers import Buffer
+from qsync_fx.predictor.memory.forward import Forward
+from qsync_fx.predictor.memory.telling import whole
+from qsync_fx.predictor.model.value import Name, StateNames
+
+Key = tuple[int, Name]
+"""A value, by its place, and the format that it is kept in."""
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A factor of a product: by what that computes in, the format that it is read in; `own` is what is there before the step."""
+
+    at: int
+    value: int
+    wanted: Mapping[Name, Name]
+    own: Name
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A product's result that another operator keeps: by its state, in which format, where the result is not narrower."""
+
+    at: int
+    value: int
+    maker: int
+    kept: Mapping[StateNames, Name]
+
+
+class Kept:
+    def __init__(self, part: DeviceClass) -> None:
+        self.graph = part.graph
+        uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
+        passes = [_Passes(one) for one in uniform]
+        self._factors: list[_Factor] = []
+        self._results: list[_Result] = []
+        self._extras: dict[int, Mapping[StateNames, int]] = {}
+        self._forward = forward = passes[0].forward
+        if any(operator.repeated for operator in self.graph.operators):
+            return
+        for at, operator in enumerate(self.graph.operators):
+            for place, read in enumerate(operator.reads[:2] if forward.multiplies(operator) else ()):
+                known = {name: read.wanted.get(name or "") for name, _ in operator.costs}
+                if all(known.values()) and all(one.reads_factor(at, place) for one in passes):
+                    root = forward.root(read.value)
+                    value = read.value if forward.is_part(read.value) else root
+                    own = self.graph.values[root].own if forward.given(read.value) else None
+                    self._factors.append(_Factor(at, value, known, own))
+            if forward.multiplies(operator):
+                continue
+            self._extras[at] = _extras(passes, at)
+            self._results += self._products_kept(passes, at)
+
+    def of(self, names: Sequence[StateNames]) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into."""
+        found: set[Key] = set()
+        for factor in self._factors:
+            fmt = factor.wanted[names[factor.at][0]]
+            if fmt != factor.own:
+                found.add((factor.value, fmt))
+        for result in self._results:
+            fmt, held = result.kept[names[result.at]], names[result.maker][1]
+            found.add((result.value, min((fmt, held), key=_width)))
+        extras = sum(sizes[names[at]] for at, sizes in self._extras.items())
+        return sum(self._bytes(*key) for key in found) + extras
+
+    def expression(self, formats: Formats) -> Expression:
+        """Returns the bytes."""
+        wants: dict[Key, list[Expression]] = {}
+        found: dict[int, float] = {}
+        for factor in self._factors:
+            by_format: dict[Name, Expression] = {}
+            for name, where in formats.precisions[factor.at].items():
+                fmt = factor.wanted[name]
+                by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
+            for fmt, where in by_format.items():
+                if fmt != factor.own:
+                    wants.setdefault((factor.value, fmt), []).append(where)
+        for result in self._results:
+            for fmt, where in self._result(formats, result):
+                wants.setdefault((result.value, fmt), []).append(where)
+        for at, sizes in self._extras.items():
+            for state, where in formats.states[at].items():
+                _add(found, where, sizes[state])
+        for key, several in wants.items():
+            _add(found, formats.program.any_of(several), self._bytes(*key))
+        return found
+
+    def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
+        held: Spread = formats.outputs[result.maker]
+        by_format: dict[Name, Expression] = {}
+        for state, where in formats.states[result.at].items():
+            fmt = result.kept[state]
+            by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
+        for fmt, where in by_format.items():
+            narrower = {name: there for name, there in held.items() if _width(name) < _width(fmt)}
+            rest = where
+            for name, there in narrower.items():
+                if held.get(fmt) == where and len(held) == len(by_format):
+                    break  # it has the format of what it keeps
+                if constant(there) == 1:
+                    both: Expression = where
+                else:
+                    both = formats.program.any_of([where], total((1.0, ONE), (-1.0, there)))
+                yield name, both
+                rest = total((1.0, rest), (-1.0, both))
+            yield fmt, rest
+
+    def _products_kept(self, passes: Sequence[_Passes], at: int) -> Iterator[_Result]:
+        operator, forward = self.graph.operators[at], self._forward
+        saved = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
+        for value in dict.fromkeys(forward.root(self._places[name]) for name in sorted(saved)):
+            maker = forward.made_by(value)
+            kept = self._formats_of(at, value)
+            if maker is None or not forward.multiplies(maker) or kept is None:
+                continue
+            if all(one.reads_kept(at, self.graph.values[value].name) for one in passes):
+                yield _Result(at, value, self.graph.places[maker.id], kept)
+
+    def _formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
+        """The format by state in which an operator keeps a value; None where it does not in each."""
+        found: dict[StateNames, Name] = {}
+        for state, cost in self.graph.operators[at].costs.items():
+            hows = [
+                how
+                for name, how in cost.saved
+                if not how.startswith("extra") and self._forward.root(self._places[name]) == value
+            ]
+            if len(hows) != 1 or not hows[0]:
+                return None
+            found[state] = hows[0]
+        return found
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {value.name: at for at, value in enumerate(self.graph.values)}
+
+    def _bytes(self, value: int, fmt: Name) -> int:
+        assert fmt is not None
+        held = self.graph.values[value]
+        return FORMATS[fmt].dtype.itemsize * whole(held.numel) + whole(held.fixed)
+
+
+class _Passes:
+    """Both passes of a plan, and what the second reads of the first."""
+
+    def __init__(self, found: States) -> None:
+        self.forward = Forward(found)
+        made = {buffer for task in self.forward.tasks for buffer in task.writes}
+        self.read = made & {buffer for task in Backward(self.forward).tasks for buffer in task.reads}
+
+    def reads_factor(self, at: int, place: int) -> bool:
+        """Whether the factor of a product is read again; of one that is there before the step, nothing is held."""
+        if (at, place) not in self.forward.factors:
+            return False
+        buffer = self.forward.factors[at, place]
+        return buffer is None or buffer in self.read
+
+    def reads_kept(self, at: int, name: str) -> bool:
+        """Whether what an operator keeps of a value is read again."""
+        return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(at, ()))
+
+    def extras(self, at: int) -> list[Buffer] | None:
+        """Returns what an operator keeps beside values, where all of it is read again."""
+        found = list(self.forward.extras(at))
+        return found if all(buffer in self.read for buffer in found) else None
+
+
+def _extras(passes: Sequence[_Passes], at: int) -> Mapping[StateNames, int]:
+    """By state, the bytes of masks and statistics that an operator keeps under all plans."""
+    known = [one.extras(at) for one in passes]
+    least = min((sum(buffer.bytes for buffer in one) if one is not None else 0) for one in known)
+    return dict.fromkeys(passes[0].forward.graph.operators[at].costs, least)
+
+
+def _width(name: Name) -> int:
+    return FORMATS[name].dtype.itemsize if name is not None else 0
+
+
+def _add(found: dict[int, float], where: Expression, size: float) -> None:
+    for variable, factor in where.items():
+        found[variable] = found.get(variable, 0.0) + factor * size
