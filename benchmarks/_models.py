@@ -58,6 +58,21 @@ def gpt2_block(batch: int = 4, length: int = 256) -> Case:
     return Case(build, loss, attention=True)
 
 
+def gpt2(layers: int = 12, batch: int = 8, length: int = 512) -> Case:
+    from transformers import GPT2Config, GPT2Model
+
+    ids = torch.randint(50000, (batch, length))
+    target = torch.randn(batch, length, 768)
+
+    def build(attention: str) -> nn.Module:
+        return GPT2Model(GPT2Config(n_layer=layers, attn_implementation=attention))  # type: ignore[call-arg]
+
+    def loss(model: Callable[..., Any]) -> Tensor:
+        return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
+
+    return Case(build, loss, attention=True)
+
+
 def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: int = 16, size: int = 96) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
