@@ -76,6 +76,7 @@ class Rounds:
         self.answer, self.more = answer, limit > 0
         self._solve, self._limit = solve, limit
         self._tried: list[Plans] = []
+        self._ran: list[Mapping[str, Profile]] = []
         self._trials: list[tuple[Trial, ...]] = []
 
     def learn(self, known: Mapping[str, Known], before: Mapping[str, Profile], after: Mapping[str, Profile]) -> None:
@@ -88,6 +89,7 @@ class Rounds:
         trials = tuple(_trial(self.answer, name, before[name], after[name]) for name in after)
         self._trials.append(trials)
         self._tried.append(self.answer.plans)
+        self._ran.append({name: _alone(profile) for name, profile in after.items()})
         if all(trial.agrees for trial in trials):
             self._take(self.answer, after)
             return
@@ -95,9 +97,14 @@ class Rounds:
         if again.plans in self._tried:
             self._take(again, after)
         elif len(self._trials) == self._limit:
-            self._take(_best(again, self._tried), after, (Note(NoteKind.UNSETTLED),))
+            self._take(self._best(again), after, (Note(NoteKind.UNSETTLED),))
         else:
             self.answer = again
+
+    def _best(self, again: Answer) -> Answer:
+        """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
+        ran = [_as_it_ran(again, plans, profiles) for plans, profiles in zip(self._tried, self._ran, strict=True)]
+        return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
 
     def _take(self, answer: Answer, profiles: Mapping[str, Profile], notes: tuple[Note, ...] = ()) -> None:
         self.more = False
@@ -145,8 +152,12 @@ def _trial(answer: Answer, name: str, before: Profile, after: Profile) -> Trial:
     )
 
 
-def _best(again: Answer, tried: list[Plans]) -> Answer:
-    """Returns the best of the plans that ran, by what was measured of them; `again` itself where none of them keeps the limits."""
-    problem = again.problem
-    ran = [replace(again, plans=plans, judged=judged(problem, plans), rounds=()) for plans in tried]
-    return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
+def _alone(profile: Profile) -> Profile:
+    """Returns a profile whose last run is the only one of the user's plans, which is foreseen from it just as it ran."""
+    return replace(profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:])
+
+
+def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
+    own = {name: replace(again.problem.classes[name], times=profile.times()) for name, profile in ran.items()}
+    problem = replace(again.problem, classes={**again.problem.classes, **own})
+    return replace(again, problem=problem, plans=plans, judged=judged(problem, plans), bound=None, rounds=())
