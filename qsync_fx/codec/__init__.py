@@ -5,6 +5,6 @@
 
 from qsync_fx.codec.schema import Path, Schema
 from qsync_fx.codec.structure import Check, converter, structured
-from qsync_fx.codec.text import Malformed, kind
+from qsync_fx.codec.text import Malformed, Parsed, kind
 
-__all__ = ["Check", "Malformed", "Path", "Schema", "converter", "kind", "structured"]
+__all__ = ["Check", "Malformed", "Parsed", "Path", "Schema", "converter", "kind", "structured"]

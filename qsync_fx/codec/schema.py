@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 from cattrs import Converter
 
 from qsync_fx.codec.structure import Check, converter, structured
-from qsync_fx.codec.text import Malformed, Number, kind, parse, written_twice
+from qsync_fx.codec.text import Malformed, Number, Parsed, kind, parse, written_twice
 from qsync_fx.errors import QSyncError, nearest, shown
 from qsync_fx.files import write_text
 
 T = TypeVar("T")
+V = TypeVar("V")
 Path = str | os.PathLike[str]
 
 
@@ -64,13 +65,13 @@ class Schema(Generic[T]):
         """Returns the text of a file."""
         return json.dumps(self.plain(value), indent=1, allow_nan=False) + "\n"
 
-    def decode(self, text: str | bytes) -> T:
+    def decode(self, text: str | bytes | Parsed) -> T:
         """Returns the value that a text holds; raises `error` for any other text."""
-        try:
-            return self._decoded(text)
-        except Malformed as wrong:
-            what = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
-            raise self.error(what, where=wrong.where or None, do=wrong.do or self.remedy) from None
+        return self._complaining(self._decoded, text)
+
+    def parsed(self, text: str | bytes) -> Parsed:
+        """Returns a text as `decode` takes it, which may hold a file of another kind; raises `error` for what is no JSON."""
+        return self._complaining(lambda text: Parsed(parse(text)), text)
 
     def read(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises `error` where there is no file, or one that is not readable."""
@@ -139,12 +140,9 @@ class Schema(Generic[T]):
             what, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
             raise self.error(f"the {self.noun} is not saved: {what}", where=shown(name), do=do) from error
 
-    def is_named_in(self, text: str | bytes) -> bool:
+    def is_named_in(self, text: Parsed) -> bool:
         """Whether a text says that it is such a file, right or wrong."""
-        try:
-            tree = parse(text)
-        except Malformed:
-            return False
+        tree = text.tree
         return self.name is not None and isinstance(tree, dict) and tree.get("format") == self.name
 
     @cached_property
@@ -165,12 +163,20 @@ class Schema(Generic[T]):
             raise self.error(what, do=f'give a path such as "{self.noun.split()[-1]}.json"')
         return name
 
-    def _decoded(self, text: str | bytes) -> T:
-        if not isinstance(text, str | bytes):
-            raise Malformed(f"a {self.noun} is read from text, not {kind(text)}", do="give text, or load a file")
-        if len(text) > self.largest:
-            raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
-        tree = parse(text)
+    def _complaining(self, read: Callable[[Any], V], text: str | bytes | Parsed) -> V:
+        """Returns what is read of a text; raises `error` for what is wrong with it."""
+        try:
+            if not isinstance(text, str | bytes | Parsed):
+                raise Malformed(f"a {self.noun} is read from text, not {kind(text)}", do="give text, or load a file")
+            if not isinstance(text, Parsed) and len(text) > self.largest:
+                raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
+            return read(text)
+        except Malformed as wrong:
+            what = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
+            raise self.error(what, where=wrong.where or None, do=wrong.do or self.remedy) from None
+
+    def _decoded(self, text: str | bytes | Parsed) -> T:
+        tree = text.tree if isinstance(text, Parsed) else parse(text)
         if not isinstance(tree, dict):
             raise Malformed(f"a {self.noun} is a JSON object, not {kind(tree)}")
         self._check_head(tree)

@@ -50,6 +50,13 @@ class Object(dict[str, object]):
         self.twice = None if len(self) == len(pairs) else next(repeated)
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """A text that has been parsed: what kind of file it is can be asked before it is read as one."""
+
+    tree: object
+
+
 # Numbers that occur again share one object: text of "1,1,1" takes no more memory than its list.
 _number: Final = functools.lru_cache(maxsize=4096)(Number)
 

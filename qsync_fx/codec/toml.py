@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from qsync_fx.codec.schema import Schema
 from qsync_fx.codec.structure import structured
-from qsync_fx.codec.text import Malformed, Number, decoded
+from qsync_fx.codec.text import Malformed, Number, Parsed, decoded
 
 T = TypeVar("T")
 
@@ -18,10 +18,9 @@ T = TypeVar("T")
 class TomlSchema(Schema[T]):
     """A kind of file that is TOML; such files are read and never written."""
 
-    def _decoded(self, text: str | bytes) -> T:
-        if len(text) > self.largest:
-            raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
-        found: T = structured(self._converter, parse(text), self.holds)
+    def _decoded(self, text: str | bytes | Parsed) -> T:
+        tree = text.tree if isinstance(text, Parsed) else parse(text)
+        found: T = structured(self._converter, tree, self.holds)
         return found
 
 

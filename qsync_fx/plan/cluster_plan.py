@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from qsync_fx.codec import Path, kind
+from qsync_fx.codec import Parsed, Path, kind
 from qsync_fx.codec.text import step
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.plan.plan import DEVICE_CLASS, Plan
@@ -125,7 +125,7 @@ class ClusterPlan:
         return block("{", entries) + "\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> ClusterPlan:
+    def from_json(cls, text: str | bytes | Parsed) -> ClusterPlan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
         found = CLUSTER_PLAN.decode(text)
         plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", found.classes).items()}

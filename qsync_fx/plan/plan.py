@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from qsync_fx.codec import Path, kind
+from qsync_fx.codec import Parsed, Path, kind
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.plan.opid import OpId
 from qsync_fx.plan.patterns import pattern_regex
@@ -28,6 +28,8 @@ _Operators = Mapping[OpId, Precision | str] | Mapping[str, Precision | str] | Ma
 _MOST_PATTERNS = 2000
 DEVICE_CLASS = "device class"
 """The note that a part of a plan for a cluster has: the class of devices that it is for."""
+CACHED = "cached profile"
+"""The note of a plan that nobody asked for, found from a profile in the cache: what is to be said of it."""
 _HOW_TO_WRITE_PATTERNS = 'write [["encoder.layer.*.output", "bf16"], ...]; a later one wins'
 
 
@@ -115,6 +117,8 @@ class Plan:
 
     @property
     def _name(self) -> str:
+        if CACHED in self.notes:
+            return "plan of a cached profile"
         part = self.notes.get(DEVICE_CLASS)
         return "plan" if part is None else f"plan of {part}"
 
@@ -145,7 +149,7 @@ class Plan:
         return entries + ([texts_block("notes", self.notes)] if self.notes else [])
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Plan:
+    def from_json(cls, text: str | bytes | Parsed) -> Plan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
         found = PLAN.decode(text)
         return cls(found.default, found.patterns, found.operators, found.notes)

@@ -25,8 +25,11 @@ class HoldsPlan(Protocol):
 def read_plan(path: Path) -> Plan | ClusterPlan:
     """Reads a file that may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
     data = CLUSTER_PLAN.read(path)
-    holds = ClusterPlan if CLUSTER_PLAN.is_named_in(data) else Plan
     try:
-        return holds.from_json(data)
+        large = len(data) > PLAN.largest
+        text = (CLUSTER_PLAN if large else PLAN).parsed(data)
+        if CLUSTER_PLAN.is_named_in(text):
+            return ClusterPlan.from_json(text)
+        return Plan.from_json(data if large else text)
     except PlanError as error:
         raise PLAN.within(path, error) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.errors import PlanError
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.opid import OpId
+from qsync_fx.plan.reading import read_plan
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_save_to_a_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 FAILED_WRITE = """
 import resource, sys
 from qsync_fx.errors import PlanError
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
 plan = Plan(operators={f"layer.{n}/linear": "int8" for n in range(1000)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
@@ -123,3 +125,13 @@ def test_load_where_no_plan_is(tmp_path: Path) -> None:
     for value in (None, 0, b"plan.json", ["plan.json"]):
         with pytest.raises(PlanError, match="lives at a path"):
             Plan.load(value)  # type: ignore[arg-type]
+
+
+def test_a_file_is_parsed_once_whichever_plan_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[object] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda *args, **how: (parsed.append(args), loads(*args, **how))[1])
+    for plan in (Plan.uniform("int8"), ClusterPlan({"t4": Plan.uniform("int8")})):
+        parsed.clear()
+        plan.save(tmp_path / "plan.json")
+        assert read_plan(tmp_path / "plan.json") == plan and len(parsed) == 1
