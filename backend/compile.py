@@ -23,9 +23,12 @@ from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
 from qsync_fx.backend.shared_code import tell_of_shared_code
 from qsync_fx.backend.skipped import told
+from qsync_fx.backend.unasked import candidates, note_unasked, tell_of_a_stale_profile, with_cached_plan
+from qsync_fx.cached.candidates import Candidates
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
 from qsync_fx.devices import check_target, support, targeted
+from qsync_fx.errors import PlanError
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
 from qsync_fx.passes.annotate_cost import AnnotateCost
@@ -51,6 +54,7 @@ def rewrite(
     options: Options,
     instruments: Sequence[Instrument] = (),
     seen: Iterable[OpId] = (),
+    unasked: Candidates | None = None,
 ) -> PrecisionGraph:
     """Runs the pipeline on a graph of Dynamo's; must be called while Dynamo compiles.
 
@@ -58,6 +62,7 @@ def rewrite(
         module, inputs, options: as a backend gets them.
         instruments: watch the passes.
         seen: the operators of the model's other graphs.
+        unasked: plans of cached profiles, of which one may be the model's.
 
     Raises:
         QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
@@ -66,11 +71,15 @@ def rewrite(
     with targeted(options.target, device), _unhooked():
         context = context_for(module, inputs, options, seen)
         fakes = _fake(inputs, context.fake_mode)
-        passes = pipeline(options, operators.lowerings(), context.training)
+        stale: list[str] = []
+        passes = with_cached_plan(pipeline(options, operators.lowerings(), context.training), unasked, stale.append)
         if not instruments and not options.passes:
             # Nobody reads what operators cost when a model is compiled, and counting it takes longer than a pass.
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
-        return run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
+        graph = run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
+    for why in stale[:1]:
+        tell_of_a_stale_profile(why, place(options), options)
+    return graph
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
@@ -78,17 +87,25 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     if in_backward_pass():
         return _compile_backward(module, inputs, options)
     plan, here = options.plan, place(options)
+    unasked = candidates(here, options, _device(module, inputs))
     alone = False
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
         alone = compile_for_this_module_only(here)
+    elif unasked is not None:
+        try:
+            alone = compile_for_this_module_only(here)
+        except PlanError as error:
+            tell_of_a_stale_profile(error.what, here, options)
+            unasked = None
     if options.target is not None:
         check_target(options.target, _device(module, inputs))
-    graph = rewrite(module, inputs, options, seen=_seen(here, options))
+    graph = rewrite(module, inputs, options, seen=_seen(here, options), unasked=unasked)
+    note_unasked(graph, here, options)
     record(graph, here, options, module, alone)
     if not options.automatic and graph.operators("adjustable"):
         warn_at_the_limit(here)
     if not alone:
-        tell_of_shared_code(graph, here, options)
+        tell_of_shared_code(graph, here, graph.context.options)
     wait_for_a_step()
     device = graph.context.device
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.

@@ -28,8 +28,8 @@ import torch
 
 import qsync_fx
 from qsync_fx import _C
+from qsync_fx.devices.processor import cpu
 from qsync_fx.files import write_text
-from qsync_fx.profiling.processor import cpu
 
 Row = Mapping[str, Any]
 Case = TypeVar("Case")

@@ -41,6 +41,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
+        "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
+        "fastest plan within the variance of bf16 that was found from it is in force",
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
         "root": "where a compiled module stands in the model that the plan was made for, a path as in state_dict; by default it is "
         "found, where the model calls it",
@@ -76,6 +78,7 @@ class Options:
     gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
     exact: bool = False
+    cached_plan: bool = True
     strict: bool = False
     root: str | None = None
     target: str | None = None
@@ -92,7 +95,7 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "strict"):
+        for name in ("exact", "cached_plan", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
         if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
@@ -114,8 +117,8 @@ class Options:
 
     @property
     def beside_plan(self) -> str:
-        """What is asked beside a plan and a precision, in words: options that are not as by default."""
-        asked = [f for f in fields(self) if f.compare and f.name not in ("precision", "plan")]
+        """What is asked beside a plan and a precision, in words: options that are not as by default, and change what is computed."""
+        asked = [f for f in fields(self) if f.compare and f.name not in ("precision", "plan", "cached_plan", "strict")]
         values = {f.name: getattr(self, f.name) for f in asked if getattr(self, f.name) != f.default}
         return ", ".join(f"{name}={_in_words(value)}" for name, value in values.items())
 

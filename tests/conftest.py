@@ -13,6 +13,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A rule that a pass of ours breaks is an error here, and a warning elsewhere.
 os.environ.setdefault("QSYNC_VERIFY", "raise")
 
+# What has been measured on this machine is nothing to tests.
+os.environ.setdefault("QSYNC_CACHED_PLAN", "0")
+
 # How wide the terminal is that tests start in is nothing to them.
 os.environ.pop("COLUMNS", None)
 

@@ -50,11 +50,11 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
         "qsync_fx/precision.py": "the table",
         "qsync_fx/devices/offers.py": "which devices have which units, and what runs when the user asks for nothing",
         "qsync_fx/devices/integers.py": "the one product of integers that a CPU may get wrong",
-        "qsync_fx/profiling/processor.py": "an instruction set of processors is called bf16",
+        "qsync_fx/devices/processor.py": "an instruction set of processors is called bf16",
         "qsync_fx/graph/values.py": "the short name of a torch type in texts of graphs is bf16",
     }
     assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/profiling/processor.py"] == named["qsync_fx/graph/values.py"] == {"bf16"}
+    assert named["qsync_fx/devices/processor.py"] == named["qsync_fx/graph/values.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
@@ -96,7 +96,7 @@ def test_one_file_a_pass() -> None:
 
 LAYERS = (
     "errors files codec installed plan rounding precision ops devices resolve this_process options plan_in_force "
-    "autocast_policy module_tree graph coverage",
+    "autocast_policy module_tree graph cached coverage",
     "predictor",
     "passes",
     "backend",

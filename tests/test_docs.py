@@ -66,6 +66,8 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment["HF_HUB_OFFLINE"] = "1"
+    # A page keeps profiles to itself.
+    environment |= {"QSYNC_CACHED_PLAN": "1", "QSYNC_CACHE_DIR": str(scratch / "cache")}
     outputs = scratch / "outputs.json"
     command = [sys.executable, str(Path(pages.__file__)), str(path), str(outputs)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

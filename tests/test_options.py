@@ -18,7 +18,9 @@ from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:
-    expected = Options(None, None, None, "inductor", "stochastic", "nearest", "tensor", False, False, None, None, ())
+    expected = Options(
+        None, None, None, "inductor", "stochastic", "nearest", "tensor", False, True, False, None, None, ()
+    )
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
 
@@ -33,6 +35,7 @@ def test_every_option() -> None:
         "gradient_rounding": "stochastic",
         "scaling": "channel",
         "exact": True,
+        "cached_plan": False,
         "strict": True,
         "root": "encoder.layer.0",
         "target": "t4",
@@ -47,6 +50,7 @@ def test_every_option() -> None:
         "stochastic",
         "channel",
         True,
+        False,
         True,
         "encoder.layer.0",
         "t4",
@@ -100,7 +104,7 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "there is no option 'precison'",
-            "did you mean 'precision'? known: device_class, exact, gradient_rounding, inner,",
+            "did you mean 'precision'? known: cached_plan, device_class, exact, gradient_rounding, inner,",
         ),
         ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: device_class, exact, gradient_rounding, inner,"),
         ({3: 1}, "there is no option a value of type int", "known: device_class, exact, gradient_rounding, inner,"),

@@ -17,12 +17,12 @@ from qsync_fx.allocator.answer import Allocator, Answer
 from qsync_fx.allocator.asking import Memory, Objective, Wishes, problem_of
 from qsync_fx.allocator.known import allocator_of
 from qsync_fx.allocator.looking import looked
-from qsync_fx.allocator.rounds import AtHand, settled
+from qsync_fx.allocator.rounds import CORRECTIONS, TURNS, AtHand, settled
 from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.steps import StepFunction
+from qsync_fx.profiling.steps import StepFunction, first_batch
 from qsync_fx.timeline.known import Given, Known, known_devices
 
 
@@ -43,8 +43,8 @@ def find_plan(
     batches: Iterable[Any] = (),
     optimizer: Optimizer | None = None,
     options: Mapping[str, object] | None = None,
-    rounds: int = 3,
-    turns: int = 3,
+    corrections: int = CORRECTIONS,
+    rounds: int = TURNS,
     progress: bool = True,
 ) -> Answer:
     """Returns the plan that is best for a model on devices of which profiles are at hand.
@@ -69,8 +69,8 @@ def find_plan(
             what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `Answer.trials` says what
             came out, `Answer.profiles` has the profile as corrected.
         step, batches, optimizer, options: as `qsync_fx.measure` was given them for the profile.
-        rounds: how often at most that is done; 0 to leave it.
-        turns: how many turns a plan has each time.
+        corrections: how often at most that is done; 0 to leave it.
+        rounds: how many turns a plan has each time.
         progress: whether to show how far that is.
 
     Raises:
@@ -91,5 +91,6 @@ def find_plan(
     if step is None:
         do = "give step(model, batch), which returns the loss, and batches"
         raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
-    at_hand = AtHand(model, step, batches, optimizer, options, turns, progress)
-    return settled(solve(known), known, solve, at_hand, rounds)
+    first, _ = first_batch(batches)
+    at_hand = AtHand(model, step, first, optimizer, options, rounds, progress)
+    return settled(solve(known), known, solve, at_hand, corrections)

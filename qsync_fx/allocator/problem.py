@@ -102,11 +102,12 @@ class DeviceClass:
 
     def uniform(self, fmt: str) -> dict[str, str]:
         """Returns the plan that asks for a format everywhere, in the words of `choices`."""
-        found = {}
-        for operator, known in self.choices.items():
-            runs = self.runs(operator, fmt)
-            found[operator] = next((name for name in known if self.runs(operator, name) == runs), known[0])
-        return found
+        return {operator: self.called(operator, fmt) for operator in self.choices}
+
+    def called(self, operator: str, fmt: str) -> str:
+        """Returns a format that is asked for an operator in the words of `choices`."""
+        known, runs = self.choices[operator], self.runs(operator, fmt)
+        return next((name for name in known if self.runs(operator, name) == runs), known[0])
 
     @cached_property
     def _omegas(self) -> dict[tuple[str, str], float]:

@@ -7,7 +7,7 @@ Where they never do, the best of the plans that ran is taken, as they ran.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
 from qsync_fx.allocator.judge import Judge, judged
 from qsync_fx.allocator.problem import Plans
+from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.profiling.machine import this_machine
-from qsync_fx.profiling.measurement import ROUNDS as TURNS, measure
+from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.steps import StepFunction
 from qsync_fx.timeline.known import Known
 
-ROUNDS: Final = 3
+CORRECTIONS: Final = 3
+TURNS: Final = 3
 
 Solve = Callable[[Mapping[str, Known]], Answer]
 """From what is known of each class of devices to the plan that is best for them."""
@@ -35,14 +36,15 @@ class AtHand:
     """A model as it trains here: what a plan is run with.
 
     Attributes:
-        model, step, batches, optimizer, options: as `qsync_fx.measure` takes them, and as the profile was taken.
+        model, step, optimizer, options: as `qsync_fx.measure` takes them, and as the profile was taken.
+        batch: that every step gets.
         turns: how many turns a plan has.
         progress: whether to show it.
     """
 
     model: nn.Module
     step: StepFunction
-    batches: Iterable[Any]
+    batch: Any
     optimizer: Optimizer | None = None
     options: Mapping[str, object] | None = None
     turns: int = TURNS
@@ -53,7 +55,7 @@ class AtHand:
         return measure(
             self.model,
             self.step,
-            self.batches,
+            [self.batch],
             optimizer=self.optimizer,
             plan=answer.plan(name),
             profile=profile,
@@ -72,7 +74,7 @@ class Rounds:
 
     def __init__(self, answer: Answer, solve: Solve, limit: int) -> None:
         if limit < 0:
-            raise OptionError(f"a plan cannot be run in {limit} rounds", where="rounds", do="give 0 or more")
+            raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
         self.answer, self.more = answer, limit > 0
         self._solve, self._limit = solve, limit
         self._tried: list[Plans] = []
@@ -117,7 +119,9 @@ class Rounds:
         )
 
 
-def settled(answer: Answer, known: Mapping[str, Known], solve: Solve, at_hand: AtHand, limit: int = ROUNDS) -> Answer:
+def settled(
+    answer: Answer, known: Mapping[str, Known], solve: Solve, at_hand: AtHand, limit: int = CORRECTIONS
+) -> Answer:
     """Returns the answer that holds once its plans have run on the devices at hand.
 
     Raises:

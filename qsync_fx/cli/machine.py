@@ -18,9 +18,9 @@ from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda.libraries import cache, sass
 from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.devices import Support, support
+from qsync_fx.devices.processor import Cpu, cpu
 from qsync_fx.errors import QSyncError
 from qsync_fx.precision import FORMATS, Precision
-from qsync_fx.profiling.processor import Cpu, cpu
 
 
 @dataclass(frozen=True)

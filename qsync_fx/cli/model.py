@@ -33,7 +33,7 @@ found as by "python -m": in the current folder, or installed. As in bert.py:
 The model runs once on these inputs, so that graph breaks are found. Nothing is
 trained, and the model is left as it was."""
 
-_OF_RUNS = ("inner", "strict")
+_OF_RUNS = ("inner", "cached_plan", "strict")
 _OF_LOOKS = ("target",)
 _SAID = {
     "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",

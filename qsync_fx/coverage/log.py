@@ -24,6 +24,7 @@ from torch import nn
 from qsync_fx.module_tree import paths
 from qsync_fx.ops import Kind
 from qsync_fx.options import Options
+from qsync_fx.plan import Plan
 from qsync_fx.plan.opid import OpId
 from qsync_fx.precision import Precision
 
@@ -92,6 +93,8 @@ class Log:
     Attributes:
         declared: what torch.compile was given, each with its path in a larger model, "" where the user gives none.
         told: the operators and patterns of the plan that were told to decide on nothing.
+        unasked: the plans of models for which none was asked, where a cached profile had one.
+        stale: the models of which it was told that a cached profile is not taken.
         frames: by code and module, in the order that Dynamo met them.
         settled: the models that have been checked after a training step.
         reached: the modules that a backward pass of this rank was seen to reach; see `reached`.
@@ -106,6 +109,8 @@ class Log:
     reached: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     watched: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     told: set[OpId | str] = field(default_factory=set)
+    unasked: weakref.WeakKeyDictionary[nn.Module, Plan] = field(default_factory=weakref.WeakKeyDictionary)
+    stale: set[str] = field(default_factory=set)
     last: int = field(default_factory=lambda: next(_counting))
 
     def declare(self, module: nn.Module, within: str) -> None:
@@ -184,6 +189,8 @@ def forget() -> None:
     for log in _logs.kept:
         log.frames.clear()
         log.told.clear()
+        log.unasked.clear()
+        log.stale.clear()
     _logs.kept = [log for log in _logs.kept if log.given]
 
 

@@ -48,7 +48,9 @@ class Tree:
 
     @property
     def plan(self) -> Plan:
-        """What the log's options plan for the model."""
+        """What the log's options plan for the model, or what a cached profile had for it where they say nothing."""
+        if (unasked := self.log.unasked.get(self.root)) is not None:
+            return unasked
         device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
         return plan_in_force(self.log.options, device)
 

@@ -1,11 +1,12 @@
 """`find_plan` for ranks that are up: each measures itself, rank 0 chooses, and all get the plan for the cluster.
 
 Invariant: all ranks return the same plan, with the class of each rank in its table, or all raise: an error of one is told on all of them.
-While a rank measures itself, and while rank 0 chooses, no other is in a collective, so that it hears of an error at once.
+While a rank measures itself or runs a plan, and while rank 0 chooses, no other is in a collective, so that it hears of an error at once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.asking import Memory, Objective
+from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
 from qsync_fx.devices import names
 from qsync_fx.distributed import statements
@@ -25,7 +27,7 @@ from qsync_fx.precision import Precision
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import PROFILE, Profile
-from qsync_fx.profiling.steps import StepFunction
+from qsync_fx.profiling.steps import StepFunction, first_batch
 from qsync_fx.this_process import named_class, this_process
 
 
@@ -42,6 +44,7 @@ def find_plan(
     target: str | float | None = None,
     precisions: Sequence[str | Precision] | None = None,
     save: Path | None = None,
+    corrections: int = CORRECTIONS,
     compiling: float = COMPILING,
     silence: float | None = None,
     progress: bool = True,
@@ -56,6 +59,8 @@ def find_plan(
         objective, budget, memory, target: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
         precisions: formats to measure, and to choose from.
         save: the file that rank 0 writes the plan to.
+        corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
+            what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
         compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
         progress: whether rank 0 shows how far it is.
         measuring: what else `qsync_fx.measure` takes.
@@ -67,8 +72,14 @@ def find_plan(
     mine = device_class or named_class() or _class_of(this_process().device)
     wishes = {"objective": objective, "budget": budget, "memory": memory, "target": target}
     if not several_ranks():
+        first, batches = first_batch(batches)
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
-        return _chosen([mine], [profile], wishes, save)
+        alone = _Choosing([mine], [profile], wishes, corrections)
+        while (plan := alone.next) is not None:
+            ran = {**measuring, "optimizer": optimizer, "progress": progress, "plan": plan.classes[mine]}
+            profile = measure(model, step, [first], profile=profile, **ran)
+            alone.learn([profile])
+        return alone.taken(save)
     with Meeting(compiling, silence, collectives=False) as meeting:
 
         def watched(module: Any, batch: Any) -> Tensor:
@@ -76,6 +87,7 @@ def find_plan(
             return step(module, batch)
 
         meeting.agree("models", statements.of_model(model), statements.REMEDIES)
+        first, batches = first_batch(batches)
         how = {"optimizer": optimizer, "progress": progress and meeting.rank == 0, "all_reduce": False}
         profile = measure(model, watched, batches, precisions, **{**measuring, **how})
         # All are here before any of them waits for another in a collective.
@@ -83,25 +95,64 @@ def find_plan(
         profile = replace(profile, collectives=collectives())
         meeting.put("class", mine)
         meeting.put("profile", profile.to_json())
+        choosing: _Choosing | None = None
         if meeting.rank == 0:
             classes = [meeting.get("class", rank, compiling) for rank in range(meeting.world)]
-            profiles = [PROFILE.decode(meeting.get("profile", rank, compiling)) for rank in range(meeting.world)]
-            chosen = _chosen(classes, profiles, wishes, save)
+            choosing = _Choosing(classes, _profiles(meeting, "profile", compiling), wishes, corrections)
+        for at in itertools.count():
+            if choosing is not None:
+                meeting.put(f"plan {at} to run", "" if choosing.next is None else choosing.next.to_json())
+            if not (text := meeting.get(f"plan {at} to run", 0, compiling)):
+                break
+            part = ClusterPlan.from_json(text).classes[mine]
+            profile = measure(model, watched, [first], profile=profile, **{**measuring, **how, "plan": part})
+            meeting.put(f"profile {at}", profile.to_json())
+            if choosing is not None:
+                choosing.learn(_profiles(meeting, f"profile {at}", compiling))
+        if choosing is not None:
+            chosen = choosing.taken(save)
             meeting.put("plan", chosen.to_json())
         found = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
         meeting.agree("plans", {"plan": [found.to_json()]}, {})
-        return chosen if meeting.rank == 0 else FoundPlan(found)
+        return FoundPlan(found) if choosing is None else chosen
 
 
-def _chosen(
-    classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], save: Path | None
-) -> FoundPlan:
-    """Returns the plan for ranks of these classes, each measured by itself; writes it where that is wished."""
-    survey = Survey.of(classes, profiles, wishes)
-    found = FoundPlan.of(survey.answer(), survey)
-    if save is not None:
-        found.save(save)
-    return found
+class _Choosing:
+    """What the rank that chooses does: from profiles of all ranks to plans to run, and to the one to take.
+
+    Attributes:
+        next: the plan to run next; None where there is none.
+    """
+
+    def __init__(
+        self, classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], corrections: int
+    ) -> None:
+        self._survey = Survey.of(classes, profiles, wishes)
+        self._rounds = Rounds(self._survey.answer(), lambda _: self._survey.answer(), corrections)
+
+    @property
+    def next(self) -> FoundPlan | None:
+        return self._found() if self._rounds.more else None
+
+    def learn(self, profiles: Sequence[Profile]) -> None:
+        """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
+        before = self._survey
+        self._survey = Survey.of(before.ranks, profiles, before.wishes)
+        self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
+
+    def taken(self, save: Path | None) -> FoundPlan:
+        """Returns the plan to take; writes it where that is wished."""
+        found = self._found()
+        if save is not None:
+            found.save(save)
+        return found
+
+    def _found(self) -> FoundPlan:
+        return FoundPlan.of(self._rounds.answer, self._survey)
+
+
+def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
+    return [PROFILE.decode(meeting.get(key, rank, limit)) for rank in range(meeting.world)]
 
 
 def _class_of(device: str) -> str:

@@ -16,6 +16,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import own_parameters, unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
+from qsync_fx.plan.plan import CACHED
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Applied:
         model: the name of its class.
         modules: its modules that have parameters or operators.
         unused: the operators and patterns of plans that decide on nothing.
+        unasked: of plans that nobody asked for, found from a cached profile, what there is to say.
     """
 
     model: str
     modules: tuple[AppliedModule, ...]
     unused: tuple[Unused, ...]
+    unasked: tuple[str, ...] = ()
 
     @property
     def operators(self) -> list[Ran]:
@@ -111,6 +114,7 @@ def applied(model: nn.Module) -> Applied:
             if module.operators or module.uncovered or own_parameters(unseen.modules[module.path])
         ),
         tuple(entry for tree in trees if id(tree) in used for entry in found[id(tree)].unused),
+        tuple(tree.plan.notes[CACHED] for tree in trees if id(tree) in used and CACHED in tree.plan.notes),
     )
 
 

@@ -88,6 +88,7 @@ def explained(
     from qsync_fx.backend.compile import rewrite
     from qsync_fx.backend.entry import through_dynamo
     from qsync_fx.backend.record import record
+    from qsync_fx.backend.unasked import candidates
     from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
 
     snapshots, timing = Snapshots(), Timing()
@@ -95,7 +96,8 @@ def explained(
         here = place(options)
         alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
         seen = [operator.id for part in before for operator in part.graph.operators()]
-        graph = rewrite(module, inputs, options, (timing, snapshots), seen)
+        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        graph = rewrite(module, inputs, options, (timing, snapshots), seen, candidates(here, options, device))
         record(graph, here, options, module, alone)
     except QSyncError as error:
         raise through_dynamo(error) from error.__cause__

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.plan import Plan
-from qsync_fx.profiling.machine import Machine
 from qsync_fx.profiling.profile import Model, Profile
 from qsync_fx.profiling.runs import Run
 

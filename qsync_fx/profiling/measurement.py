@@ -10,7 +10,6 @@ is not measured again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from qsync_fx.codec import Path
 from qsync_fx.devices import support
+from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
@@ -36,7 +36,6 @@ from qsync_fx.profiling.compiled import Compiled, compiling
 from qsync_fx.profiling.correcting import check_asked, check_same, corrected
 from qsync_fx.profiling.kernels import Files, watching
 from qsync_fx.profiling.lines import timing_lines
-from qsync_fx.profiling.machine import this_machine
 from qsync_fx.profiling.observed import Observed, observed
 from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.peak import measured_peak
@@ -45,7 +44,7 @@ from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
 from qsync_fx.profiling.statistics.measured import several as sensitivities
-from qsync_fx.profiling.steps import StepFunction, Training, clock_for
+from qsync_fx.profiling.steps import StepFunction, Training, clock_for, first_batch
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
@@ -99,7 +98,7 @@ def measure(
         QSyncError: an option, a precision or the plan does not fit.
     """
     module = _checked(model, rounds, options or {})
-    first, batches = _first(batches)
+    first, batches = first_batch(batches)
     asked = [plan] if isinstance(plan, Plan) else list(plan)
     known = _known(profile, asked, precisions)
     formats = _formats(precisions) if known is None else [precision(name) for name in known.graph.formats]
@@ -188,6 +187,7 @@ def _profile(
         [fmt.name for fmt in formats],
         runs,
         samples.optimizer,
+        fingerprint=seen.fingerprint,
     )
 
 
@@ -259,14 +259,6 @@ def _formats(precisions: Sequence[str | Precision] | None) -> list[Precision]:
     return [
         fmt for fmt in FORMATS.values() if fmt.bits <= 32 and encoding(fmt) is fmt and support(cpu, fmt).how == "native"
     ]
-
-
-def _first(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Returns the first batch, and all of them."""
-    rest = iter(batches)
-    for batch in rest:
-        return batch, itertools.chain([batch], rest) if rest is batches else batches
-    raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
 
 
 def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch._dynamo.config
 from torch import Tensor, nn
 
+from qsync_fx.cached.fingerprint import Fingerprint, fingerprint
 from qsync_fx.errors import ProfileError
 from qsync_fx.explanation import Explanation, explain
+from qsync_fx.explanation.replan import WRITTEN
 from qsync_fx.graph.values import describe
 from qsync_fx.options import Options
 from qsync_fx.profiling.profile import Model
@@ -25,11 +27,13 @@ class Observed:
     Attributes:
         explanation: what the backend does to the model, with no plan.
         model: which model that is.
+        fingerprint: by which its graphs are known for its.
         seconds: how long the step took as written.
     """
 
     explanation: Explanation
     model: Model
+    fingerprint: Fingerprint
     seconds: StepSeconds
 
 
@@ -54,14 +58,17 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
     args, kwargs = calls[0]
     # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        explanation = explain(module, *args, options=options, **kwargs)
+        # What a profile of the model has found before is nothing to what it is.
+        explanation = explain(module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs)
     if not explanation.operators:
         raise ProfileError(
             "Dynamo compiled no part of the model, so there is nothing to measure",
             where="; ".join(explanation.breaks) or type(module).__name__,
             do="remove the graph break; qsync_fx.explain says more",
         )
-    return Observed(explanation, model_of(module, explanation, options), seconds)
+    written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
+    found = fingerprint(module, written, Options.parse(options))
+    return Observed(explanation, model_of(module, explanation, options), found, seconds)
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import qsync_fx
 from qsync_fx.devices import Device
+from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import OptionError
 from qsync_fx.precision import FORMATS, Precision, precision
 from qsync_fx.predictor.mapper import States, scheduled, states
@@ -22,7 +23,6 @@ from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.schedule import Entry, Part
-from qsync_fx.profiling.machine import Machine
 from qsync_fx.profiling.observed import observed
 from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.profile import Collective, Profile

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+import pathlib
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from qsync_fx.cached.fingerprint import Fingerprint
 from qsync_fx.codec import Path, Schema
+from qsync_fx.devices.machine import Machine, this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.memory import OptimizerMemory
@@ -21,7 +24,6 @@ from qsync_fx.predictor.model.file import StoredGraph, restored
 from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.machine import Machine, this_machine
 from qsync_fx.profiling.runs import Measured, Quantized, Run, sizes, whole
 
 
@@ -90,6 +92,7 @@ class Profile:
         collectives: of each backend that was up.
         sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
         optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
+        fingerprint: by which the model's graphs are known when they are compiled; None where it was not run here.
     """
 
     machine: Machine
@@ -101,6 +104,7 @@ class Profile:
     collectives: list[Collective] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
     optimizer_memory: OptimizerMemory | None = None
+    fingerprint: Fingerprint | None = None
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
@@ -112,9 +116,23 @@ class Profile:
         """The optimizer's step, the median over all steps: it follows no format."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
-    def save(self, path: Path) -> None:
-        """Writes the profile to `path` in one step; raises `ProfileError` if it cannot."""
+    def save(self, path: Path | None = None) -> pathlib.Path:
+        """Writes the profile in one step, and returns its path.
+
+        Args:
+            path: of the file; by default one in the cache, beside the plan that is the fastest one within the variance of what trains
+                where nothing is asked for, BF16 mostly. From then on `torch.compile(model, backend="qsync")` without a plan or a precision
+                trains this model on this machine under that plan.
+
+        Raises:
+            ProfileError: it cannot be written. For the cache: it was not measured on this machine, or without sensitivity.
+        """
+        if path is None:
+            from qsync_fx.allocator.keeping import keep
+
+            return keep(self)
         PROFILE.write(path, self.to_json())
+        return pathlib.Path(path)
 
     def to_json(self) -> str:
         """Returns what a file holds."""

@@ -7,14 +7,16 @@ computing, so there times are those of the clock on the wall.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qsync_fx.errors import OptionError
 from qsync_fx.profiling.lines import Clock, Lines
 
 StepFunction = Callable[[Any, Any], Tensor]
@@ -24,6 +26,14 @@ StepFunction = Callable[[Any, Any], Tensor]
 def clock_for(threads: int) -> Clock:
     """Returns the clock that times a thread from which torch computes with so many."""
     return time.thread_time if threads == 1 else time.perf_counter
+
+
+def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch, and all of them, also where they come one by one; raises `OptionError` where there is none."""
+    rest = iter(batches)
+    for batch in rest:
+        return batch, itertools.chain([batch], rest) if rest is batches else batches
+    raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
 
 
 @dataclass(frozen=True)

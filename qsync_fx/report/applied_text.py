@@ -48,6 +48,7 @@ def _notes(applied: Applied) -> list[str]:
     missing = applied.uncovered
     with_parameters = len({module.path for module in applied.modules})
     lines = [f"{applied.model}: {with_parameters - len(missing)} of {with_parameters} modules run in compiled code"]
+    lines += applied.unasked
     lines += [f"{unused_text(entry)}" for entry in applied.unused]
     ways = dict.fromkeys(text for module in missing if module.lost and (text := way_out(module.cause)))
     lines += [f"to do: {text}" for text in ways]

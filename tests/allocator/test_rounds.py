@@ -124,8 +124,8 @@ def test_a_model_at_hand_is_run() -> None:
     profile = quick(layer(), Counted(), sensitivity="fisher", plan=Plan.uniform("bf16"))
     profile = replace(profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph))
     step = Counted()
-    how = {"objective": "fastest", "budget": "bf16", "step": step, "batches": [BATCH], "turns": 1, "progress": False}
-    answer = qsync_fx.find_plan(profile, model=layer(), **how)
+    how = {"objective": "fastest", "budget": "bf16", "step": step, "rounds": 1, "progress": False}
+    answer = qsync_fx.find_plan(profile, model=layer(), batches=iter([BATCH]), **how)
     assert 1 <= len(answer.trials) <= 3 and answer.ran is not None
     runs = answer.profiles["cpu"].runs
     for (trial,) in answer.trials:
@@ -133,14 +133,14 @@ def test_a_model_at_hand_is_run() -> None:
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
     # As written, compiled, two for the peak, and one turn of three, each round.
     assert step.calls == len(answer.trials) * 7
-    assert not qsync_fx.find_plan(profile, model=layer(), rounds=0, **how).trials
+    assert not qsync_fx.find_plan(profile, model=layer(), batches=[BATCH], corrections=0, **how).trials
     with pytest.raises(OptionError, match="there is none"):
         qsync_fx.find_plan(profile, model=layer())
     elsewhere = replace(profile, machine=replace(profile.machine, name="elsewhere"))
     with pytest.raises(ProfileError, match="no profile is of this machine"):
-        qsync_fx.find_plan(elsewhere, model=layer(), **how)
+        qsync_fx.find_plan(elsewhere, model=layer(), batches=[BATCH], **how)
     with pytest.raises(ProfileError, match="another model"):
-        qsync_fx.find_plan(profile, model=layer().eval(), **how)
+        qsync_fx.find_plan(profile, model=layer().eval(), batches=[BATCH], **how)
 
 
 @tiers.ALL

@@ -119,6 +119,50 @@ def test_one_device(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "MB" in capsys.readouterr().err
 
 
+def test_patterns_select_operators_as_in_plans(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    both = ["--set", "*=fp16", "--set", "2/linear=fp32", "--explain", "{0,2}", "--explain", "0/linear"]
+    assert main(planned(files, *both, "--device", "b", "-o", str(out), "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [steps[0]["operator"] for steps in found["explain"]] == ["0/linear", "2/linear"], "each once"
+    plan = ClusterPlan.load(out).classes["b"]
+    assert {str(op): str(fmt) for op, fmt in plan.operators.items()} == {"0/linear": "fp16", "2/linear": "fp32"}
+    for more, what in ((["--set", "encoder.*=fp32"], "none that this selects"), (["--explain", "[0"], "[0")):
+        assert main(planned(files, *more, "--device", "b")) == 2
+        assert what in capsys.readouterr().err
+
+
+NET = """
+import torch
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(16, 8, bias=False), (torch.randn(4, 16),)
+"""
+
+
+def test_a_model_alone_is_measured_and_its_plan_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net_at_hand.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    how = ["net_at_hand:linear", "--precisions", "fp32,bf16", "--optimizer", "sgd"]
+    assert main(["plan", *how, "--rounds", "2", "-o", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "cpu ran " in printed and "in round 1 of " in printed and " measured (" in printed
+    plan = Plan.load("plan.json")
+    assert list(map(str, plan.operators)) == ["/linear"] and int(plan.notes["rounds"]) <= 2
+    assert float(plan.notes["seconds measured"]) > 0
+    assert main(["measure", *how, "--rounds", "2", "--output", "cpu.json"]) == 0
+    capsys.readouterr()
+    for more in (["net_at_hand:linear", "--rounds", "0"], []):
+        assert main(["plan", *more, "--profile", "cpu.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["trials"] == [], "a profile alone has nothing to run"
+    assert main(["plan", "--profile", "cpu.json", "--rounds", "1"]) == 2
+    assert "run with its model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

@@ -105,6 +105,9 @@ def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
     assert plan == ClusterPlan.load(tmp_path / "plan-0.json")
     assert {choice.name for choice in plan.classes["fast"].operators.values()} == {"fp32"}
     assert "a step" in ours["printed"]
+    for name in ("fast", "slow"):
+        assert f"{name} ran " in ours["printed"], "every rank has run its part"
+    assert "in round 1 of 1: " in ours["printed"]
     assert ours["weights"] == theirs["weights"]
 
 

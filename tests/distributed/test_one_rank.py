@@ -122,6 +122,7 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
         progress=False,
         rounds=2,
         save=tmp_path / "plan.json",
+        corrections=0,
     )
     assert plan.ranks == ("cpu",)
     assert set(plan.classes) == {"cpu"}
@@ -138,6 +139,22 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     )
     with pytest.raises(PlanError, match=r"0\.001 MB"):
         plan.survey.answer(memory={"cpu": 1000.0})
+
+
+@tiers.ALL
+def test_one_rank_runs_the_plan_that_it_finds() -> None:
+    plan = qsync_fx.distributed.find_plan(
+        nn.Linear(16, 16),
+        lambda model, x: model(x).square().mean(),
+        [torch.randn(32, 16)],
+        precisions=["fp32", "bf16"],
+        progress=False,
+        rounds=2,
+        corrections=2,
+    )
+    assert plan.answer is not None and plan.survey is not None
+    assert 1 <= len(plan.answer.trials) <= 2 and "cpu ran " in plan.notes["answer"]
+    assert any(run.planned for run in plan.survey.profiles["cpu"].runs), "what was measured is kept for replanning"
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import precision
 from qsync_fx.predictor.model.file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiling.in_context import InContext
-from qsync_fx.profiling.machine import this_machine
 from qsync_fx.profiling.profile import Model, Profile
 from qsync_fx.profiling.quantizing import fitted
 from qsync_fx.profiling.runs import Measured, Quantized, Run

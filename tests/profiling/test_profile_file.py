@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import qsync_fx
+from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import StoredGraph, stored
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.machine import this_machine
 from qsync_fx.profiling.profile import PROFILE, Collective, Model, Profile
 from qsync_fx.profiling.runs import Measured, Quantized, Run
 

@@ -180,7 +180,15 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     def find(**how: Any) -> ClusterPlan:
         return qsync_fx.distributed.find_plan(
-            model, step, [data(rank, 64)], optimizer=optimizer, device_class=name, progress=False, rounds=2, **how
+            model,
+            step,
+            [data(rank, 64)],
+            optimizer=optimizer,
+            device_class=name,
+            progress=False,
+            rounds=2,
+            corrections=1,
+            **how,
         )
 
     for case, how in (("broken", {}), ("memory", {"memory": {"slow": "1 KB"}})):

@@ -12,7 +12,8 @@ from enum import StrEnum
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged
 from qsync_fx.allocator.problem import width
-from qsync_fx.errors import PlanError, nearest
+from qsync_fx.allocator.studies.selecting import open_class, selected
+from qsync_fx.errors import PlanError
 
 
 class Why(StrEnum):
@@ -56,7 +57,7 @@ def one_step(answer: Answer, operator: str, device: str | None = None) -> list[O
 
     Args:
         answer: what was found.
-        operator: its id. One that is tied changes together with those that it is tied to.
+        operator: its id, or a pattern that selects it alone. One that is tied changes together with those that it is tied to.
         device: the class; may be left out where one is open to choice.
 
     Raises:
@@ -65,7 +66,7 @@ def one_step(answer: Answer, operator: str, device: str | None = None) -> list[O
     problem = answer.problem
     name = open_class(answer, device)
     part = problem.classes[name]
-    check_adjustable(answer, name, operator)
+    (operator,) = _one(answer, operator, name)
     together = next((list(group) for group in problem.tied if operator in group), [operator])
     judge = Judge(problem, answer.plans)
     now = judge.judged()
@@ -81,29 +82,13 @@ def one_step(answer: Answer, operator: str, device: str | None = None) -> list[O
     return found
 
 
-def open_class(answer: Answer, device: str | None) -> str:
-    """Returns the class of devices that is meant; raises `PlanError` where that cannot be told."""
-    known = answer.problem.open
-    if device is None and len(known) == 1:
-        return known[0]
-    if device is None:
-        what = f"plans of {len(known)} classes of devices were chosen"
-        raise PlanError(what, where="device", do=f"name one: {', '.join(known)}")
-    if device not in known:
-        raise PlanError(f"no plan was chosen for devices {device!r}", where="device", do=nearest(device, known))
-    return device
-
-
-def check_adjustable(answer: Answer, name: str, operator: str) -> None:
-    """Raises `PlanError` where no plan decides on an operator."""
-    part = answer.problem.classes[name]
-    if operator in part.choices:
-        return
-    if operator in part.graph.places:
-        kind = part.graph.operator(operator).kind
-        do = "ask for one of kind adjustable, such as those that it reads; qsync inspect lists them"
-        raise PlanError(f"no plan decides on this operator, which is {kind}", where=f"operator {operator}", do=do)
-    raise PlanError(f"the model has no operator {operator!r}", do=nearest(operator, part.choices))
+def _one(answer: Answer, operator: str, name: str) -> list[str]:
+    """Returns the one operator that is meant; raises `PlanError` where a pattern selects several."""
+    found = selected(answer, operator, name)
+    if len(found) > 1:
+        what = f"{operator!r} selects {len(found)} operators, and one is explained at a time"
+        raise PlanError(what, where="operator", do=f"name one: {', '.join(found[:5])}")
+    return found
 
 
 def _step(answer: Answer, name: str, operator: str, fmt: str, now: Judged, then: Judged) -> OneStep:

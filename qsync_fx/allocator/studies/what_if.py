@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.judge import judged
-from qsync_fx.allocator.studies.one_step import check_adjustable, open_class
+from qsync_fx.allocator.studies.selecting import open_class, selected
 from qsync_fx.errors import PlanError
 
 
@@ -16,7 +16,7 @@ def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = Non
 
     Args:
         answer: what was found.
-        changes: formats by the ids of operators.
+        changes: formats by the ids of operators, or by patterns, as in plans; what is said last wins.
         device: the class of devices; may be left out where one is open to choice.
 
     Raises:
@@ -24,12 +24,14 @@ def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = Non
     """
     problem, name = answer.problem, open_class(answer, device)
     part = problem.classes[name]
-    for operator, fmt in changes.items():
-        check_adjustable(answer, name, operator)
+    asked = dict(answer.plans[name])
+    for which, fmt in changes.items():
+        operators = selected(answer, which, name)
         if fmt not in part.formats:
-            do = f"ask for one of {', '.join(part.choices[operator])}"
-            raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operator}", do=do)
-    plans = {**answer.plans, name: {**answer.plans[name], **changes}}
+            do = f"ask for one of {', '.join(part.choices[operators[0]])}"
+            raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
+        asked |= {operator: part.called(operator, fmt) for operator in operators}
+    plans = {**answer.plans, name: asked}
     found = judged(problem, plans)
     over = found.exceeds(problem)
     notes = (Note(NoteKind.UNFIT, numbers=over),) if over else ()

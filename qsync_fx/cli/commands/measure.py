@@ -44,6 +44,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
     )
     measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
+    measured.add_argument(
+        "--cache",
+        action="store_true",
+        help="keep it where torch.compile finds it: without a plan or a precision the model trains by the plan found from it from then on",
+    )
     training.add_output(
         parser, "the profile, for other commands", "the profile to standard output, as its file holds it"
     )
@@ -76,6 +81,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     )
     if path is not None:
         output.wrote(path)
+    if arguments.cache:
+        output.wrote(profile.save())
     if arguments.json:
         output.as_json(PROFILE.plain(profile))
     else:

@@ -18,7 +18,9 @@ least, or what else --objective asks for. Nothing is trained.
 
 What is known of devices comes from profiles (qsync measure), or is reckoned by
 the catalog for those that the cluster's file gives a device of. One model alone
-is measured here first, which takes minutes. As to the loss,
+is measured here first, which takes minutes. Where profiles are of this machine
+and the model is named, the plan is run here, profiles are corrected by what it
+takes, and it is looked for again until both agree. As to the loss,
 {training.LOSS}."""
 
 _EXAMPLES = """\
@@ -28,7 +30,8 @@ examples:
   qsync plan --profile cpu.json --objective fastest --budget bf16
   qsync plan bert:small --cluster cluster.toml --compare          all allocators and baselines
   qsync plan --profile cpu.json --explain encoder.0/linear        why it has its format
-  qsync plan --profile cpu.json --set encoder.0/linear=fp32       what if it had another one
+  qsync plan --profile cpu.json --set 'encoder.*=fp32'            what if these had another one
+  qsync plan bert:small -o plan.json                              measures, plans, runs the plan
   qsync plan --profile cpu.json --pareto front.svg                time against variance"""
 
 
@@ -61,6 +64,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--tie-blocks", action="store_true", help="operators at one place of equal blocks get one format"
     )
+    asked.add_argument(
+        "--corrections",
+        "--rounds",
+        dest="corrections",
+        metavar="N",
+        type=int,
+        help="how often a plan at hand is run and looked for again; 3 at most by default, 0 for not",
+    )
     looked = parser.add_argument_group("what to ask of the plan")
     looked.add_argument(
         "--compare", action="store_true", help="what all allocators and baselines make of it, side by side"
@@ -72,9 +83,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         help="compare with HAWQ's order, too: found here, or from a file",
     )
-    looked.add_argument("--explain", metavar="OP", action="append", default=[], help="why an operator has its format")
     looked.add_argument(
-        "--set", metavar="OP=FORMAT", action="append", default=[], help="what if it had another; repeatable"
+        "--explain",
+        metavar="OP",
+        action="append",
+        default=[],
+        help="why an operator, or each that a pattern selects, has its format",
+    )
+    looked.add_argument(
+        "--set",
+        metavar="OP=FORMAT",
+        action="append",
+        default=[],
+        help="what if it had another, or all of a pattern; repeatable",
     )
     looked.add_argument(
         "--device", metavar="NAME", help="of which class --explain and --set speak, where there are several"
@@ -111,6 +132,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         precisions=None if arguments.precisions is None else arguments.precisions.split(","),
         sensitivity=known.sensitivity,
         tie_blocks=arguments.tie_blocks,
+        **knowing.at_hand(arguments, known),
     )
     asked.Asked(arguments, known, answer, changes).show()
 

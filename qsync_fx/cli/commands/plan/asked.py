@@ -6,6 +6,7 @@ Invariant: the plan that is written is the one that was shown last.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,13 @@ from qsync_fx.cli.output import progress
 from qsync_fx.errors import OptionError, QSyncError, shown
 
 if TYPE_CHECKING:
-    from qsync_fx.allocator.answer import Allocator, Answer
+    from qsync_fx.allocator.answer import Allocator, Answer, Trial
     from qsync_fx.allocator.studies import Compared, Front, OneStep
     from qsync_fx.cli.commands.plan.known import Known
 
 
 def changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns formats by operator, of --set."""
+    """Returns formats by operator, or by pattern, of --set."""
     found: dict[str, str] = {}
     for text in arguments.set:
         operator, equals, fmt = text.rpartition("=")
@@ -46,7 +47,7 @@ class Asked:
         arguments: the command line.
         known: of devices and the model.
         answer: that was found.
-        changes: formats by operator, to be tried.
+        changes: formats by operator or pattern, to be tried.
     """
 
     arguments: argparse.Namespace
@@ -56,10 +57,11 @@ class Asked:
 
     def show(self) -> None:
         """Shows and writes what the command line asks for."""
-        from qsync_fx.allocator.studies import one_step, what_if
+        from qsync_fx.allocator.studies import one_step, selected, what_if
 
         answer, arguments = self.answer, self.arguments
-        steps = [one_step(answer, operator, arguments.device) for operator in arguments.explain]
+        meant = [one for which in arguments.explain for one in selected(answer, which, arguments.device)]
+        steps = [one_step(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
         changed = what_if(answer, self.changes, arguments.device) if self.changes else None
         compared = self._compared() if arguments.compare or arguments.hessian is not None else []
         front = self._front() if arguments.pareto is not None else None
@@ -185,9 +187,15 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "gap": answer.gap,
         "took": answer.took,
         "fits": answer.fits,
+        "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
+        "ran": answer.ran,
         "exceeds": answer.judged.exceeds(answer.problem),
         "classes": classes,
     }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {**dataclasses.asdict(trial), "agrees": trial.agrees}
 
 
 def _step(step: OneStep) -> dict[str, Any]:

@@ -191,6 +191,29 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
     )
 
 
+def at_hand(arguments: argparse.Namespace, known: Known) -> dict[str, Any]:
+    """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
+    from qsync_fx.allocator.rounds import CORRECTIONS
+    from qsync_fx.devices.machine import this_machine
+
+    here = any(profile.machine == this_machine() for profile in known.profiles.values())
+    trained, limit = known.trained, arguments.corrections
+    if limit is not None and limit > 0 and trained is None:
+        raise OptionError(
+            "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
+        )
+    if trained is None or limit == 0 or (limit is None and not here):
+        return {}
+    return {
+        "model": trained.module,
+        "step": trained.step,
+        "batches": trained.batches,
+        "optimizer": training.optimizer(arguments.optimizer, trained.module),
+        "options": model.given(arguments),
+        "corrections": CORRECTIONS if limit is None else limit,
+    }
+
+
 def memory(arguments: argparse.Namespace) -> Any:
     """Returns the memory that --memory allows, as `find_plan` takes it."""
     found = named(arguments.memory, "--memory")

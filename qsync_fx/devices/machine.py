@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import qsync_fx
+from qsync_fx.devices.processor import cpu
 from qsync_fx.errors import ProfileError
-from qsync_fx.profiling.processor import cpu
 
 
 @dataclass(frozen=True)
