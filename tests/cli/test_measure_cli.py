@@ -80,6 +80,18 @@ def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.
         assert says in capsys.readouterr().err
 
 
+def test_it_is_kept_where_torch_compile_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
+    how = ["--precisions", "fp32,bf16", "--rounds", "1", "--optimizer", "none", "--sensitivity", "fisher"]
+    assert main(["measure", "measured_nets:linear", *how, "--cache"]) == 0
+    (plan,) = (tmp_path / "cache" / "profiles").glob("*/*.plan.json")
+    profile = plan.with_name(plan.name.replace(".plan", ""))
+    assert f"wrote {profile}" in capsys.readouterr().err
+    assert Profile.load(profile).precisions == ["fp32", "bf16"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
