@@ -106,8 +106,16 @@ def test_every_option_is_documented() -> None:
             "there is no option 'precison'",
             "did you mean 'precision'? known: cached_plan, device_class, exact, gradient_rounding, inner,",
         ),
-        ({"zzzzzz": 1}, "there is no option 'zzzzzz'", "known: device_class, exact, gradient_rounding, inner,"),
-        ({3: 1}, "there is no option a value of type int", "known: device_class, exact, gradient_rounding, inner,"),
+        (
+            {"zzzzzz": 1},
+            "there is no option 'zzzzzz'",
+            "known: cached_plan, device_class, exact, gradient_rounding, inner,",
+        ),
+        (
+            {3: 1},
+            "there is no option a value of type int",
+            "known: cached_plan, device_class, exact, gradient_rounding, inner,",
+        ),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),

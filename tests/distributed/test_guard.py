@@ -90,7 +90,7 @@ def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, tmp_path:
 
 @tiers.ALL
 def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
-    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path))
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path), seconds=300)
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     ours, theirs = first.result, second.result
     assert ours["broken"][0] == "RankError"
