@@ -1,4 +1,12 @@
-"""What ranks send each other in place of FP32 gradients.
+"""What ranks send each other in place of FP32 gradients, and how.
 
-codecs/      values to bytes and back
+    codecs/      values to bytes and back
+    geometry     which codec each parameter has, and which rank sums which part of it
+    messages     what stands before the bytes; verdict, what ranks tell each other at the end of a step
+    exchange     every pair at once; worker, the one thread that waits for other ranks
+    reduction    the mean over ranks, with the same bits on all of them
+    state        what is left of gradients, and where the random streams are
+    compression  the hook of DistributedDataParallel; tally, what it has sent
+
+`qsync_fx.distributed.compress` puts it under a model.
 """

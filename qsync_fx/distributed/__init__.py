@@ -6,8 +6,9 @@ the last bit, `averaging` weighs gradients by the batches of the ranks. `find_pl
 """
 
 from qsync_fx.distributed.averaging import average_by_batch
+from qsync_fx.distributed.compressing import compress
 from qsync_fx.distributed.finding import find_plan
 from qsync_fx.distributed.guarding import Guard, guard
 from qsync_fx.distributed.replicas import check_replicas
 
-__all__ = ["Guard", "average_by_batch", "check_replicas", "find_plan", "guard"]
+__all__ = ["Guard", "average_by_batch", "check_replicas", "compress", "find_plan", "guard"]

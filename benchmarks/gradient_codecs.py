@@ -1,0 +1,60 @@
+"""The codecs of gradients against a copy of the same memory, on one core and on each path of the processor.
+
+26 MiB of FP32, as DistributedDataParallel's buckets are. Every codec is encoded, decoded into a sum, and copied in turns; times are those
+of the process, so that what else runs on the machine counts little. Goals: to encode at 0.85 of memcpy's speed, to decode at 1.5 of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+from _harness import Row, arguments, finish
+
+from qsync_fx import _C
+from qsync_fx.communication.codecs import NAMES, codec_named
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.codecs.truncation import LEVELS, Truncated
+from qsync_fx.communication.speed import measured
+
+GOALS = {"encode_to_copy": 0.85, "decode_to_copy": 1.5}
+OF_OURS = ("qsgd", "1bit")
+
+
+def rows(quick: bool) -> list[Row]:
+    codecs = [codec_named(name) for name in NAMES if name != "1bit"]
+    codecs += [Reshaped(512, "1bit* of 512"), *(Truncated(bits) for bits in LEVELS)]
+    found = measured(codecs, 2**18 if quick else 26 * 2**18, 3 if quick else 31)
+    return [
+        {
+            "isa": _C.isa(),
+            **dataclasses.asdict(speed),
+            **{
+                f"{kind} reached": getattr(speed, kind) >= goal
+                for kind, goal in GOALS.items()
+                if speed.codec.startswith(OF_OURS)
+            },
+        }
+        for speed in found
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__, isa={"help": "this path alone, and its rows as JSON", "action": "store_true"})
+    if options.isa:
+        print(json.dumps(rows(options.quick)))
+        return
+    found: list[Row] = []
+    for isa in _C.available_isas():
+        # A path is chosen once in a process.
+        command = [sys.executable, __file__, "--isa", "--threads", str(options.threads), *["--quick"] * options.quick]
+        environment = {**os.environ, "QSYNC_CPU_ISA": isa}
+        found += json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    finish(options, found)
+
+
+if __name__ == "__main__":
+    main()

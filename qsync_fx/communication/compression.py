@@ -1,0 +1,164 @@
+"""A training whose gradients are compressed: the hook of DistributedDataParallel, and what a user holds of it.
+
+Invariant: what a step makes of gradients depends on them, the codec, the seed and the step, and on no order of threads, no buckets and no
+step before but by what codecs have left. The hook never waits; the backward pass does, at its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_fx.communication import geometry, tally, verdict
+from qsync_fx.communication.codecs import PLAIN, Codec
+from qsync_fx.communication.reduction import Bucket, Reducer, volumes
+from qsync_fx.communication.state import State
+from qsync_fx.communication.worker import Worker
+
+
+class Compression:
+    """What `qsync_fx.distributed.compress` returns.
+
+    Attributes:
+        codec: what gradients are sent in.
+        pieces: what becomes of each parameter, in the order of the model.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        world: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        codec: Codec,
+        seed: int,
+        least: int,
+        check_every: int,
+    ) -> None:
+        self.codec = codec
+        self.pieces = tuple(
+            geometry.piece(name, index, p.shape, codec if p.numel() >= least else PLAIN, world)
+            for index, (name, p) in enumerate(named)
+        )
+        self._places = {id(p): index for index, (_, p) in enumerate(named)}
+        self._keeps = [p for _, p in named]
+        self._state = State(rank, world, repr(codec), seed)
+        self._reducer = Reducer(group, self._state)
+        self._worker = Worker("qsync communication")
+        self._check_every = check_every
+        self._watched = -1
+
+    def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The communication hook; DistributedDataParallel calls it with each bucket, in the same order on all ranks."""
+        buffer: Tensor = bucket.buffer()
+        step, last = self._state.step, bool(bucket.is_last())
+        self._watch(step)
+        self._state.step += last
+        pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
+        gradients, index, given = bucket.gradients(), int(bucket.index()), time.perf_counter()
+
+        def work() -> Tensor:
+            self._reducer.tally.wait += time.perf_counter() - given
+            with torch.no_grad():
+                self._reduce(index, step, buffer, pieces, gradients)
+                if last:
+                    self._end(step)
+            return buffer
+
+        future: torch.futures.Future[Tensor] = self._worker.submit(work)
+        return future
+
+    # DistributedDataParallel compares annotations with classes, and these are texts.
+    hook.__annotations__.clear()
+
+    def wait(self) -> None:
+        """Returns when all buckets that were given are reduced.
+
+        Raises:
+            RankError: a rank is gone, or a message could not be read.
+        """
+        self._worker.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what it takes to go on with the same bits: what codecs have left of gradients, the seed and the step. Each rank saves
+        its own."""
+        self.wait()
+        return self._state.saved()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned on this rank. On another one, or among more or fewer, it warns, and what codecs had left
+        is dropped.
+
+        Raises:
+            OptionError: it is of another codec or another model.
+        """
+        self.wait()
+        self._state.load(state, self.pieces)
+
+    def report(self) -> tally.Report:
+        """Returns what this rank has sent so far, how long that took, and what it changed."""
+        coded = sum(piece.size for piece in self.pieces if piece.codec != PLAIN or self.codec == PLAIN)
+        plain = sum(piece.size for piece in self.pieces) - coded
+        state = self._state
+        return tally.report(self.codec.name, state.rank, state.world, coded, plain, self._reducer.tally)
+
+    def statement(self) -> dict[str, list[str]]:
+        """Returns what all ranks have to agree on before they send each other anything."""
+        return {
+            "codec of gradients": [repr(self.codec), f"compared every {self._check_every} steps"],
+            "seed of gradients": [str(self._state.seed)],
+            "tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
+        }
+
+    def _watch(self, step: int) -> None:
+        """Has the backward pass of this step end with what goes wrong, as the error that it is."""
+        if self._watched == step:
+            return
+        self._watched = step
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        except RuntimeError:
+            # A rank that has no more data (`join`) has no backward pass either: its error is that of the future.
+            return
+
+    def _reduce(
+        self,
+        index: int,
+        step: int,
+        buffer: Tensor,
+        pieces: Sequence[geometry.Piece],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        state = self._state
+        if state.world == 1:
+            return
+        values = buffer if buffer.dtype == torch.float32 else buffer.float()
+        views = [
+            values.as_strided(
+                g.size(), g.stride(), g.storage_offset() - buffer.storage_offset() + values.storage_offset()
+            )
+            for g in gradients
+        ]
+        self._reducer.reduce(Bucket(index, step, values, pieces, views, self._checks(step)))
+        if values is not buffer:
+            buffer.copy_(values)
+        raw, theory = volumes(pieces, state.rank, state.world)
+        self._reducer.tally.raw += raw
+        self._reducer.tally.theory += theory
+
+    def _checks(self, step: int) -> bool:
+        return self._check_every > 0 and step % self._check_every == 0
+
+    def _end(self, step: int) -> None:
+        reducer, state = self._reducer, self._state
+        reducer.tally.steps += 1
+        if state.world == 1:
+            return
+        faults, digest = reducer.faults, reducer.digest
+        reducer.faults, reducer.digest = [], 0
+        verdict.settle(reducer.group, state.rank, state.world, step, faults, digest)
+        reducer.tally.checks += self._checks(step)

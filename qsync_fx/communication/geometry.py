@@ -1,0 +1,74 @@
+"""Where the values of a gradient bucket go: which codec each parameter has, and which rank sums which part of it.
+
+Invariant: all of it follows from the parameter's index and shape and the number of ranks, and nothing from the buckets that
+DistributedDataParallel makes, which it makes anew after the first step. So what a parameter's gradient becomes does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qsync_fx.communication.codecs import Codec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter.
+
+    Attributes:
+        name: as the model calls it.
+        index: its place among the model's parameters.
+        size: how many values it has.
+        codec: what writes its gradient.
+        cuts: where it is cut, one part a rank, some of them empty perhaps.
+    """
+
+    name: str
+    index: int
+    size: int
+    codec: Codec
+    cuts: tuple[int, ...]
+
+    def part(self, owner: int) -> slice:
+        """Returns the values that a rank sums. Ranks begin with another part of each parameter, so that small ones are shared out, too."""
+        at = (owner - self.index) % (len(self.cuts) - 1)
+        return slice(self.cuts[at], self.cuts[at + 1])
+
+    def nbytes(self, part: slice) -> int:
+        return self.codec.nbytes(part.stop - part.start)
+
+
+def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int) -> Piece:
+    """Returns the piece of a parameter of this shape."""
+    fitted, size = codec.fitted(shape), 1
+    for extent in shape:
+        size *= extent
+    units = -(-size // fitted.unit)
+    cuts = tuple(min(units * rank // ranks * fitted.unit, size) for rank in range(ranks + 1))
+    return Piece(name, index, size, fitted, cuts)
+
+
+def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
+    """Returns the size from which tensors are coded: the largest with which more than this share of all values still is."""
+    total, coded = sum(sizes), 0
+    for size in sorted(sizes, reverse=True):
+        coded += size
+        if coded > share * total:
+            return size
+    return 0
+
+
+def ordered(piece: Piece, gradient: Tensor) -> Tensor | None:
+    """Returns the values of a gradient in the order they are coded in, as a copy; None where they lie so already."""
+    columns = piece.codec.columns(gradient)
+    return None if columns is None else columns.contiguous().view(-1)
+
+
+def put_back(piece: Piece, gradient: Tensor, values: Tensor) -> None:
+    """Writes what `ordered` returned back to where it is from."""
+    columns = piece.codec.columns(gradient)
+    if columns is not None:
+        columns.copy_(values.view(columns.shape))

@@ -1,0 +1,220 @@
+"""The mean of a bucket over ranks, by reduce and broadcast: every rank sends each other its part, sums its own, and sends that to all.
+
+With two ranks one exchange does: both decode both. Sums are taken in the order of ranks, and whoever sends bytes decodes its own.
+
+Invariant: all ranks end with the same bits. What is decoded into the gradients of a rank are bytes that every rank has.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication import geometry, messages
+from qsync_fx.communication.codecs import PLAIN
+from qsync_fx.communication.exchange import exchange
+from qsync_fx.communication.geometry import Piece
+from qsync_fx.communication.messages import HEADER, Head
+from qsync_fx.communication.state import State
+from qsync_fx.communication.tally import Tally
+
+
+@dataclass
+class Bucket:
+    """One bucket to be reduced, in place.
+
+    Attributes:
+        index, step: which, and when.
+        values: FP32.
+        pieces: its parameters, in its order.
+        gradients: views of `values`, as the parameters are shaped.
+        measured: whether what the codec changes is measured, and what it makes is compared.
+    """
+
+    index: int
+    step: int
+    values: Tensor
+    pieces: Sequence[Piece]
+    gradients: Sequence[Tensor]
+    measured: bool = False
+
+
+@dataclass
+class Reducer:
+    """Reduces buckets one after the other.
+
+    Attributes:
+        group: a process group that nobody else uses.
+        state: what codecs remember.
+        faults: what was wrong with messages since they were asked for last.
+        digest: a hash of what was made of the buckets that were measured.
+    """
+
+    group: Any
+    state: State
+    tally: Tally = field(default_factory=Tally)
+    faults: list[str] = field(default_factory=list)
+    digest: int = 0
+    _memory: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Puts the mean over ranks in the place of a bucket's values.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        orders = [geometry.ordered(piece, g) for piece, g in zip(bucket.pieces, bucket.gradients, strict=True)]
+        flats = [
+            _flat(bucket.values, g) if order is None else order
+            for g, order in zip(bucket.gradients, orders, strict=True)
+        ]
+        if self.state.world == 2:
+            self._one_exchange(bucket, flats)
+        elif self.state.world > 2:
+            self._two_exchanges(bucket, flats)
+        for piece, gradient, order in zip(bucket.pieces, bucket.gradients, orders, strict=True):
+            if order is not None:
+                geometry.put_back(piece, gradient, order)
+        self.tally.buckets += 1
+        if bucket.measured:
+            # What a NaN carries differs between instruction sets.
+            made = torch.where(bucket.values.isnan(), torch.nan, bucket.values)
+            self.digest = zlib.crc32(made.numpy().tobytes(), self.digest)
+
+    def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        parts = [slice(0, piece.size) for piece in bucket.pieces]
+        mine = self._encoded(bucket, flats, parts, "mine", summed=False)
+        theirs = self._memory_for(bucket, "theirs", mine.numel())
+        peer = 1 - self.state.rank
+        self._exchange(bucket, {peer: mine}, {peer: theirs})
+        self._decode(bucket, flats, parts, [theirs, mine] if peer == 0 else [mine, theirs], first=0)
+        for piece, flat in zip(bucket.pieces, flats, strict=True):
+            piece.codec.settle(flat.div_(2))
+
+    def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        rank, ranks = self.state.rank, range(self.state.world)
+        others = [peer for peer in ranks if peer != rank]
+        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in ranks}
+        mine = {owner: self._encoded(bucket, flats, parts[owner], f"to {owner}", summed=False) for owner in ranks}
+        theirs = {peer: self._memory_for(bucket, f"from {peer}", mine[rank].numel()) for peer in others}
+        self._exchange(bucket, {peer: mine[peer] for peer in others}, theirs)
+        theirs[rank] = mine[rank]
+        self._decode(bucket, flats, parts[rank], [theirs[sender] for sender in ranks], first=0)
+        for flat, part in zip(flats, parts[rank], strict=True):
+            flat[part].div_(len(ranks))
+
+        mean = self._encoded(bucket, flats, parts[rank], "mean", summed=True)
+        means = {
+            owner: self._memory_for(bucket, f"mean of {owner}", self._length(bucket, parts[owner])) for owner in others
+        }
+        self._exchange(bucket, dict.fromkeys(others, mean), means)
+        means[rank] = mean
+        for owner in ranks:
+            self._decode(bucket, flats, parts[owner], [means[owner]], first=owner, summed=True)
+
+    def _encoded(
+        self, bucket: Bucket, flats: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool
+    ) -> Tensor:
+        """Returns a message with these parts of a bucket."""
+        begin = time.perf_counter()
+        message = self._memory_for(bucket, name, self._length(bucket, parts))
+        self._head(bucket, self.state.rank, message, summed).write(message)
+        at = HEADER
+        for piece, flat, part in zip(bucket.pieces, flats, parts, strict=True):
+            to = message[at : at + piece.nbytes(part)]
+            at += to.numel()
+            if part.start == part.stop:
+                continue
+            residual = self.state.residual(piece, part, summed)
+            given = flat[part] if residual is None or not bucket.measured else flat[part] + residual
+            draw = self.state.draw(piece, bucket.step, part.start, summed)
+            piece.codec.encode(flat[part], to, draw, residual)
+            if bucket.measured and not summed:
+                self._measure(piece, given, to)
+        self.tally.encode += time.perf_counter() - begin
+        return message
+
+    def _measure(self, piece: Piece, given: Tensor, sent: Tensor) -> None:
+        found = torch.empty_like(given)
+        piece.codec.decode(sent, found)
+        error = float((found - given).double().square().sum())
+        power = float(given.double().square().sum())
+        if error + power < float("inf"):
+            self.tally.error += error
+            self.tally.power += power
+
+    def _exchange(self, bucket: Bucket, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        begin = time.perf_counter()
+        exchange(self.group, outgoing, incoming, f"bucket {bucket.index} of step {bucket.step}")
+        self.tally.transfer += time.perf_counter() - begin
+        sent = sum(message.numel() for message in outgoing.values())
+        self.tally.wire += sent
+
+    def _decode(
+        self,
+        bucket: Bucket,
+        flats: Sequence[Tensor],
+        parts: Sequence[slice],
+        received: Sequence[Tensor],
+        first: int,
+        summed: bool = False,
+    ) -> None:
+        """Sums messages of the ranks from `first` on, in their order, into these parts of a bucket."""
+        begin = time.perf_counter()
+        good = []
+        for sender, message in enumerate(received, first):
+            fault = self._head(bucket, sender, message, summed).fault(message)
+            if fault is None:
+                good.append(message)
+            else:
+                where = f"bucket {bucket.index} of step {bucket.step}"
+                self.faults.append(f"rank {self.state.rank} cannot read what rank {sender} sent of {where}: {fault}")
+        for number, message in enumerate(good):
+            at = HEADER
+            for piece, flat, part in zip(bucket.pieces, flats, parts, strict=True):
+                nbytes = piece.nbytes(part)
+                if part.start != part.stop:
+                    piece.codec.decode(message[at : at + nbytes], flat[part], add=number > 0)
+                at += nbytes
+        self.tally.decode += time.perf_counter() - begin
+
+    def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> Head:
+        what = messages.hash_of(self.state.codec)
+        return Head(what, sender, 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
+
+    def _length(self, bucket: Bucket, parts: Sequence[slice]) -> int:
+        return HEADER + sum(piece.nbytes(part) for piece, part in zip(bucket.pieces, parts, strict=True))
+
+    def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
+        """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""
+        key = (bucket.index, name)
+        found = self._memory.get(key)
+        if found is None or found.numel() != nbytes:
+            found = self._memory[key] = torch.zeros(nbytes, dtype=torch.uint8)
+        return found
+
+
+def _flat(values: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the values of a gradient as they lie in memory."""
+    at = gradient.storage_offset() - values.storage_offset()
+    return values[at : at + gradient.numel()]
+
+
+def volumes(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]:
+    """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
+    raw, theory = 0, 0.0
+    for piece in pieces:
+        if ranks == 2:
+            raw, theory = raw + PLAIN.nbytes(piece.size), theory + piece.codec.theory(piece.size)
+            continue
+        own = piece.part(rank)
+        others = piece.size - (own.stop - own.start)
+        raw += 4 * (others + (ranks - 1) * (own.stop - own.start))
+        theory += piece.codec.theory(others) + (ranks - 1) * piece.codec.theory(own.stop - own.start)
+    return raw, theory

@@ -1,0 +1,81 @@
+"""How fast codecs are on this processor, against a copy of the same memory.
+
+Invariant: encoding, decoding and the copy take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
+the ratios within a turn. Time is this process's own, all threads together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication.codecs import Codec, Draw
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One codec.
+
+    Attributes:
+        codec: its name.
+        bits: on the wire, for each value.
+        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+        copy: bytes a second that memcpy copies meanwhile.
+        encode_to_copy, decode_to_copy: how many times as fast as memcpy.
+    """
+
+    codec: str
+    bits: float
+    encode: float
+    decode: float
+    copy: float
+    encode_to_copy: float
+    decode_to_copy: float
+
+
+def measured(codecs: Sequence[Codec], values: int = 26 * 2**18, repeats: int = 15) -> list[Speed]:
+    """Returns the speed of each codec on so many values, with as many threads as torch has."""
+    source, target = torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.zeros(values)
+    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats) for codec in codecs]
+
+
+def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int) -> Speed:
+    wire = torch.zeros(codec.nbytes(source.numel()), dtype=torch.uint8)
+    residual = torch.zeros_like(source) if codec.residual else None
+    size = source.numel() * source.element_size()
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size),
+        "encode": lambda: codec.encode(source, wire, Draw(1, 2), residual),
+        "decode": lambda: codec.decode(wire, target, add=True),
+    }
+    for call in calls.values():
+        call()
+    turns = [{kind: _seconds(call) for kind, call in calls.items()} for _ in range(repeats)]
+
+    def speed(kind: str) -> float:
+        return size / statistics.median(turn[kind] for turn in turns)
+
+    def to_copy(kind: str) -> float:
+        return statistics.median(turn["copy"] / turn[kind] for turn in turns)
+
+    return Speed(
+        name,
+        8 * wire.numel() / source.numel(),
+        speed("encode"),
+        speed("decode"),
+        speed("copy"),
+        to_copy("encode"),
+        to_copy("decode"),
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.process_time()
+    call()
+    return max(time.process_time() - begin, 1e-9)

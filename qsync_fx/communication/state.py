@@ -1,0 +1,107 @@
+"""What a compressed training remembers: what codecs have left of gradients, and where the random streams are.
+
+Invariant: it is kept by parameter, in the order that its values are coded in. A rank that goes on from what it saved sends the same bytes
+as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication.codecs import Draw
+from qsync_fx.communication.geometry import Piece
+from qsync_fx.errors import OptionError
+
+_FORMAT: Final = "qsync-compression"
+_VERSION: Final = 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: steps have seeds far apart
+
+
+@dataclass
+class State:
+    """Attributes:
+    rank, world: of the process group.
+    codec: what the ranks have agreed on, as text.
+    seed: of all random streams.
+    step: how many steps have begun.
+    sent: what this rank's gradients have left, by parameter.
+    owned: what the sums that this rank sends have left, by parameter: its part alone.
+    """
+
+    rank: int
+    world: int
+    codec: str
+    seed: int
+    step: int = 0
+    sent: dict[str, Tensor] = field(default_factory=dict)
+    owned: dict[str, Tensor] = field(default_factory=dict)
+
+    def draw(self, piece: Piece, step: int, first: int, summed: bool) -> Draw:
+        """Returns where the random numbers for values of a parameter come from, from index `first` on.
+
+        Sums have streams that no rank is part of: whoever sums a value rounds it alike.
+        """
+        stream = piece.index * (self.world + 1) + (self.world if summed else self.rank)
+        return Draw((self.seed + step * _GOLDEN) % 2**64, stream % 2**32, first)
+
+    def residual(self, piece: Piece, part: slice, summed: bool) -> Tensor | None:
+        """Returns what was left of a part of a parameter, to be changed in place; None where the codec leaves nothing."""
+        if not piece.codec.residual:
+            return None
+        kept, size = (self.owned, part.stop - part.start) if summed else (self.sent, piece.size)
+        if piece.name not in kept:
+            kept[piece.name] = torch.zeros(size)
+        return kept[piece.name] if summed else kept[piece.name][part]
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what `load` takes: a copy."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "codec": self.codec,
+            "rank": self.rank,
+            "world": self.world,
+            "seed": self.seed,
+            "step": self.step,
+            "sent": {name: values.clone() for name, values in self.sent.items()},
+            "owned": {name: values.clone() for name, values in self.owned.items()},
+        }
+
+    def load(self, saved: Mapping[str, Any], pieces: Iterable[Piece]) -> None:
+        """Goes on from what `saved` returned. What was left of gradients is dropped, with a warning, where ranks are others.
+
+        Raises:
+            OptionError: it is no such thing, or that of another codec or model.
+        """
+        if saved.get("format") != _FORMAT or saved.get("version") != _VERSION:
+            raise OptionError("this is no state of a compression", do="give what handle.state_dict() returned")
+        if saved["codec"] != self.codec:
+            raise OptionError(
+                f"the state is that of {saved['codec']}, and gradients are sent as {self.codec}",
+                do="compress with the same codec as before, or begin without the state",
+            )
+        sent, owned = dict(saved["sent"]), dict(saved["owned"])
+        if (saved["rank"], saved["world"]) != (self.rank, self.world):
+            if sent or owned:
+                warnings.warn(
+                    f"the state was saved by rank {saved['rank']} of {saved['world']}, and this is rank {self.rank} of {self.world}: "
+                    "what codecs had left of gradients is dropped, and training goes on without it",
+                    stacklevel=3,
+                )
+            sent, owned = {}, {}
+        sizes = {piece.name: piece for piece in pieces}
+        for name in [*sent, *owned]:
+            if name not in sizes:
+                raise OptionError(f"the state has what was left of {name}, which the model does not have")
+        for name, values in sent.items():
+            if values.numel() != sizes[name].size:
+                raise OptionError(f"the state has {values.numel()} values of {name}, which has {sizes[name].size}")
+        self.seed, self.step = saved["seed"], saved["step"]
+        self.sent = {name: values.clone() for name, values in sent.items()}
+        self.owned = {name: values.clone() for name, values in owned.items()}

@@ -1,0 +1,85 @@
+"""What a compressed training has sent, and how long that took: counted as it runs, and told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass
+class Tally:
+    """Sums over all buckets so far, of this rank.
+
+    Attributes:
+        buckets, steps: how many.
+        raw: bytes that the same exchanges would send in FP32.
+        wire, theory: bytes sent, and what the papers give for them.
+        encode, decode, transfer, wait: seconds; `wait` is how long buckets stood in the queue.
+        checks: how often the ranks' gradients were compared, and found equal.
+        error, power: of what was measured in those steps: the squares of what the codec changed of this rank's gradients, and of these.
+    """
+
+    buckets: int = 0
+    steps: int = 0
+    raw: int = 0
+    wire: int = 0
+    theory: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
+    transfer: float = 0.0
+    wait: float = 0.0
+    checks: int = 0
+    error: float = 0.0
+    power: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Compression.report` returns; `str` of it is for people.
+
+    Attributes:
+        codec: its name.
+        rank, world: this rank's number, of how many.
+        coded, plain: parameters, in values, that go through the codec, and in FP32.
+        tally: the sums.
+    """
+
+    codec: str
+    rank: int
+    world: int
+    coded: int
+    plain: int
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire for each that FP32 would take; 1 where nothing was sent."""
+        return self.tally.wire / self.tally.raw if self.tally.raw else 1.0
+
+    @property
+    def variance(self) -> float | None:
+        """The variance that the codec adds to a rank's gradient, for each square of it; None before it was measured."""
+        return self.tally.error / self.tally.power if self.tally.power else None
+
+    def __str__(self) -> str:
+        sums = self.tally
+        lines = [
+            f"{self.codec} on rank {self.rank} of {self.world}: {sums.steps} steps, {sums.buckets} buckets",
+            f"  {self.coded} values coded, {self.plain} in FP32",
+        ]
+        if self.world == 1:
+            return "\n".join([*lines, "  one rank: nothing is sent, and gradients stay as they are"])
+        lines += [
+            f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
+            f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
+            f"  replicas compared {sums.checks} times, equal to the last bit"
+            if sums.checks
+            else "  replicas not compared yet",
+        ]
+        if self.variance is not None:
+            lines.append(f"  variance added: {self.variance:.3g} of the square of a rank's gradient")
+        return "\n".join(lines)
+
+
+def report(codec: str, rank: int, world: int, coded: int, plain: int, tally: Tally) -> Report:
+    """Returns the report so far."""
+    return Report(codec, rank, world, coded, plain, replace(tally))

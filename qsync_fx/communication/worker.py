@@ -1,0 +1,85 @@
+"""One thread that does one thing after the other, in the order they were given.
+
+A hook of DistributedDataParallel may not wait for other ranks on the threads that gloo calls it from: with several buckets in flight all of
+them would. Here the threads of autograd put buckets into a queue, and this one, alone, talks to the other ranks.
+
+Invariant: after an error nothing is done any more, and whatever was given or is given gets that error.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], Tensor]
+
+
+class Worker:
+    """Attributes:
+    error: what ended the work; None while there is nothing wrong.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.error: BaseException | None = None
+        self._todo: queue.SimpleQueue[tuple[Work, Any] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._open = 0
+        # The thread holds no reference to the worker while it waits: with its last user the worker ends.
+        thread = threading.Thread(target=_run, args=(weakref.ref(self), self._todo), name=name, daemon=True)
+        weakref.finalize(self, self._todo.put, None)
+        thread.start()
+
+    def submit(self, work: Work) -> Any:
+        """Returns a future of torch of what `work` returns, which is called on the thread."""
+        done: Any = torch.futures.Future()
+        with self._idle:
+            self._open += 1
+        self._todo.put((work, done))
+        return done.then(_taken)
+
+    def wait(self) -> None:
+        """Returns when everything given is done; raises what went wrong."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._open == 0)
+        if self.error is not None:
+            raise self.error
+
+    def do(self, work: Work, done: Any) -> None:
+        """Does one piece of work, on the thread."""
+        found: Tensor | BaseException
+        try:
+            if self.error is not None:
+                found = self.error
+            else:
+                found = work()
+        except BaseException as error:  # noqa: BLE001  whatever it is, the step ends with it
+            found = self.error = error
+        try:
+            done.set_result(found)
+        finally:
+            with self._idle:
+                self._open -= 1
+                self._idle.notify_all()
+
+
+def _taken(done: Any) -> Tensor:
+    found = done.value()
+    if isinstance(found, BaseException):
+        raise found
+    taken: Tensor = found
+    return taken
+
+
+def _run(worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any] | None]) -> None:
+    while (given := todo.get()) is not None:
+        alive = worker()
+        if alive is None:
+            return
+        alive.do(*given)
+        del alive, given

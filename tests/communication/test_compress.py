@@ -1,0 +1,153 @@
+"""Real processes over gloo: gradients in every codec train equal replicas, from where they were saved, whatever the training does."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+from torch import nn
+
+import qsync_fx
+from qsync_fx.communication.codecs import NAMES
+from qsync_fx.distributed import compress
+
+
+def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+    """Returns the results of all ranks, which all have to come to their end."""
+    folder.mkdir(exist_ok=True)
+    ended = ranks.run("compressed_rank.py", world, folder, name=name, **job)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
+@pytest.mark.parametrize(
+    ("world", "codecs"),
+    [
+        (2, ["fp32", "fp16", "qsgd8", "1bit*"]),
+        pytest.param(1, NAMES, marks=tiers.ALL),
+        pytest.param(2, NAMES, marks=tiers.ALL),
+        pytest.param(3, NAMES, marks=tiers.ALL),
+        pytest.param(4, NAMES, marks=tiers.ALL),
+    ],
+)
+def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp_path: Path) -> None:
+    first, *others = run("codecs", world, tmp_path, codecs=codecs)
+    for name in codecs:
+        found = first[name]
+        assert all(other[name]["weights"] == found["weights"] for other in others), name
+        assert found["steps"] == 6
+        if world == 1:
+            assert found["weights"] == first["plain"]
+            assert found["wire"] == 0
+            continue
+        assert (found["weights"] == first["plain"]) == (name == "fp32" and world == 2)
+        assert found["checks"] == 3
+        assert found["buckets"] > 6
+        heads = 36 * found["buckets"] * (world - 1) * (1 if world == 2 else 2)
+        small = 40 * 6 * 9 * world if name in ("1bit", "1bit*") or name.startswith("qsgd") else 0
+        assert found["wire"] <= 1.03 * found["theory"] + heads + small
+        assert found["distance"] < {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.05, "qsgd16": 0.01, "qsgd8": 0.1}.get(name, 2)
+        assert (found["variance"] == 0) == (name == "fp32")
+        assert f"{name} on rank 0 of {world}: 6 steps" in found["printed"]
+        if name.startswith("qsgd8"):
+            assert found["wire"] < 0.5 * found["raw"]
+    for name in {"fp16", "bf16"} & set(codecs):
+        # Torch halves before it sums, and what becomes a denormal number in FP16 loses a bit.
+        assert first[name]["like torch's"] or name == "fp16" or world > 2
+        assert first[name]["from torch's"] < {"fp16": 3e-3, "bf16": 2e-2}[name]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
+def test_buckets_change_nothing(world: int, tmp_path: Path) -> None:
+    first, *others = run("buckets", world, tmp_path)
+    assert all(other == first for other in others)
+    for codec in ("qsgd4", "1bit*", "1bit"):
+        assert len({found for name, found in first.items() if name.startswith(codec + ",")}) == 1
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_path: Path) -> None:
+    first, *others = run("resumed", world, tmp_path, where=str(tmp_path))
+    assert all(other == first for other in others)
+    for codec, (whole, again, without) in first.items():
+        assert again == whole, codec
+        assert without != whole, "what was left of gradients, or the random stream, counts"
+    if world == 2:
+        for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
+            assert len(found["warned"]) == 1
+            assert "of 2, and this is rank" in found["warned"][0]
+            assert "the state is that of" in found["refused"]["text"]
+
+
+def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
+    first, *others = run("disagreement", 3, tmp_path)
+    assert all(other == first for other in others)
+    assert "rank 1 has another codec of gradients than rank 0" in first["codec"]["text"]
+    assert "bits=4" in first["codec"]["text"]
+    assert first["codec"]["rank"] == 1
+    assert "another seed of gradients" in first["seed"]["text"]
+    assert "another tensors" in first["least"]["text"]
+    assert "has a communication hook already" in first["twice"]["text"]
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path) -> None:
+    first, *others = run("cases", world, tmp_path)
+    assert all(other == first for other in others)
+    assert all(value is True for name, value in first.items() if isinstance(value, bool)), first
+    for codec in ("1bit*", "1bit", "qsgd8", "fp16"):
+        assert first[f"scale {codec}"] == 4, "the step with an infinity on one rank was skipped on all, and it alone"
+
+
+@tiers.ALL
+@pytest.mark.parametrize(("world", "codec", "steps"), [(2, "qsgd4", 500), (3, "1bit*", 120)])
+def test_many_buckets_in_flight_for_many_steps(world: int, codec: str, steps: int, tmp_path: Path) -> None:
+    first, *others = run("many", world, tmp_path, codec=codec, steps=steps)
+    assert all(other == first for other in others)
+    assert first["steps"] == steps
+    assert first["buckets"] >= 10 * steps
+    assert first["checks"] == steps / 10
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("magic", "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: it begins with"),
+        pytest.param(
+            "length", "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: its length", marks=tiers.ALL
+        ),
+        pytest.param("late", "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: its step is", marks=tiers.ALL),
+        pytest.param(
+            "payload", "the gradients of rank 1 are not those of rank 0 after they were averaged", marks=tiers.ALL
+        ),
+    ],
+)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
+def test_a_message_that_is_harmed_is_told_on_all_ranks(how: str, text: str, world: int, tmp_path: Path) -> None:
+    for found in run("faults", world, tmp_path, how=how):
+        assert found["kind"] == "RankError"
+        assert text in found["text"] or (
+            how == "payload" and "after they were averaged, to the last bit" in found["text"]
+        )
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
+    ended = ranks.run("compressed_rank.py", world, tmp_path, name="faults", how="kill", limit=30)
+    assert ended[1].code == -signal.SIGKILL
+    for rank in (0, *range(2, world)):
+        assert ended[rank].code == 0, ended[rank].log
+        assert ended[rank].result["kind"] == "RankError"
+        assert "does not answer any more" in ended[rank].result["text"]
+
+
+def test_what_cannot_be_compressed_is_an_error() -> None:
+    with pytest.raises(qsync_fx.OptionError, match="takes a DistributedDataParallel, not Linear"):
+        compress(nn.Linear(3, 3), "qsgd8")

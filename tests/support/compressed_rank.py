@@ -1,0 +1,311 @@
+"""One rank of the tests of compressed gradients; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.communication import reduction
+from qsync_fx.communication.compression import Compression
+from qsync_fx.distributed import check_replicas, compress
+
+
+class Network(nn.Module):
+    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks leave out, and several buckets."""
+
+    def __init__(self, width: int = 67) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 5, 3)
+        self.first, self.second = nn.Linear(5 * 6 * 6, width), nn.Linear(width, width)
+        self.aside, self.last = nn.Linear(width, width), nn.Linear(width, 3)
+        self.unused = nn.Parameter(torch.randn(50))
+
+    def forward(self, x: Tensor, aside: bool = True) -> Tensor:
+        x = torch.relu(self.first(self.convolution(x).flatten(1)))
+        x = self.second(x) + (self.aside(x) if aside else 0)
+        return self.last(torch.tanh(x))
+
+
+def parallel(buckets: float = 0.02, **how: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Network(), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, scale: float = 1.0) -> Iterator[int]:
+    for step in steps:
+        optimizer.zero_grad()
+        (model(batch(distributed.get_rank(), step)).square().mean() * scale).backward()
+        optimizer.step()
+        yield step
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def weights(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def said(error: BaseException) -> dict[str, Any]:
+    return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
+
+
+def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, Compression | None]:
+    model = parallel(**how)
+    handle = compress(model, codec, check_every=2) if codec is not None else None
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    list(train(model, sgd(model), range(steps)))
+    check_replicas(model)
+    return model, handle
+
+
+def distance(model: nn.Module, other: nn.Module) -> float:
+    found = [(p - q).norm() / q.norm() for p, q in zip(model.parameters(), other.parameters(), strict=True)]
+    return float(torch.stack(found).max())
+
+
+def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Each codec against none, and against the hooks of torch."""
+    plain, _ = trained()
+    found: dict[str, Any] = {"plain": weights(plain)}
+    for name in job["codecs"]:
+        model, handle = trained(name)
+        assert handle is not None
+        report = handle.report()
+        found[name] = {
+            "weights": weights(model),
+            "distance": distance(model, plain),
+            "wire": report.tally.wire,
+            "theory": report.tally.theory,
+            "raw": report.tally.raw,
+            "buckets": report.tally.buckets,
+            "steps": report.tally.steps,
+            "checks": report.tally.checks,
+            "variance": report.variance,
+            "printed": str(report),
+        }
+    for name, hook in (("fp16", default_hooks.fp16_compress_hook), ("bf16", default_hooks.bf16_compress_hook)):
+        if name in job["codecs"]:
+            theirs, _ = trained(hook=hook)
+            ours, _ = trained(name)
+            found[name] |= {"like torch's": weights(theirs) == weights(ours), "from torch's": distance(ours, theirs)}
+    return found
+
+
+def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What DistributedDataParallel makes of buckets changes nothing."""
+    found = {}
+    for codec in ("qsgd4", "1bit*", "1bit"):
+        for name, how in (
+            ("many", {}),
+            ("one", {"buckets": 25}),
+            ("views", {"gradient_as_bucket_view": True}),
+            ("static", {"static_graph": True}),
+        ):
+            found[f"{codec}, {name}"] = weights(trained(codec, **how)[0])
+    return found
+
+
+def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Six steps at once, and three and three with everything saved in between."""
+    found = {}
+    for codec in ("qsgd8", "1bit*", "1bit"):
+        whole, _ = trained(codec)
+        model = parallel()
+        handle, optimizer = compress(model, codec), sgd(model)
+        list(train(model, optimizer, range(3)))
+        path = Path(job["where"]) / f"{codec.replace('*', 's')}-{rank}.pt"
+        torch.save([model.state_dict(), optimizer.state_dict(), handle.state_dict()], path)
+        list(train(model, optimizer, range(3, 5)))
+
+        again = parallel()
+        handle, optimizer = compress(again, codec, seed=99), sgd(again)
+        saved = torch.load(path, weights_only=True)
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        handle.load_state_dict(saved[2])
+        list(train(again, optimizer, range(3, 6)))
+        other = parallel()
+        other.load_state_dict(saved[0])
+        optimizer = sgd(other)
+        optimizer.load_state_dict(saved[1])
+        compress(other, codec)
+        list(train(other, optimizer, range(3, 6)))
+        found[codec] = [weights(whole), weights(again), weights(other)]
+    return found
+
+
+def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Goes on among more ranks than saved, and with another codec."""
+    model = parallel()
+    handle = compress(model, "1bit*")
+    saved = torch.load(Path(job["where"]) / f"1bits-{rank % 2}.pt", weights_only=True)[2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle.load_state_dict(saved)
+    list(train(model, sgd(model), range(3)))
+    check_replicas(model)
+    found: dict[str, Any] = {"warned": [str(warning.message) for warning in caught]}
+    try:
+        compress(parallel(), "qsgd8").load_state_dict(saved)
+    except qsync_fx.OptionError as error:
+        found["refused"] = said(error)
+    return found
+
+
+def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, how in (
+        ("codec", {"codec": "qsgd8" if rank != 1 else "qsgd4"}),
+        ("seed", {"codec": "qsgd8", "seed": rank}),
+        ("least", {"codec": "qsgd8", "least": 100 + rank}),
+    ):
+        try:
+            compress(parallel(), **how)
+        except qsync_fx.RankError as error:
+            found[name] = said(error)
+    model = parallel()
+    compress(model, "qsgd8")
+    list(train(model, sgd(model), range(2)))
+    try:
+        compress(model, "qsgd8")
+    except qsync_fx.OptionError as error:
+        found["twice"] = said(error)
+    check_replicas(model)
+    return found
+
+
+def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What else a training may do; replicas stay equal."""
+    found: dict[str, Any] = {}
+
+    def tries(name: str, step: Callable[[nn.Module, Any, int], None], codec: str = "1bit*", **how: Any) -> nn.Module:
+        model = parallel(**how)
+        compress(model, codec, check_every=1)
+        optimizer = sgd(model)
+        for at in range(4):
+            optimizer.zero_grad()
+            step(model, optimizer, at)
+        check_replicas(model)
+        found[name] = all(bool(p.isfinite().all()) for p in model.parameters())
+        return model
+
+    def accumulates(model: Any, optimizer: Any, at: int) -> None:
+        with model.no_sync():
+            model(batch(rank, at)).square().mean().backward()
+        model(-batch(rank, at)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    def branches(model: Any, optimizer: Any, at: int) -> None:
+        model(batch(rank, at), aside=rank == 0 and at % 2 == 0).square().mean().backward()
+        optimizer.step()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def scales(model: Any, optimizer: Any, at: int) -> None:
+        loss = model(batch(rank, at)).square().mean()
+        bad = float("inf") if rank == world - 1 and at == 1 else 1.0
+        scaler.scale(loss * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    tries("no_sync and clipping", accumulates)
+    tries("branches", branches)
+    for codec in ("1bit*", "1bit", "qsgd8", "fp16"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        tries(f"GradScaler {codec}", scales, codec)
+        found[f"scale {codec}"] = scaler.get_scale()
+    tries("static graph", lambda m, o, at: (m(batch(rank, at)).mean().backward(), o.step())[1], static_graph=True)
+
+    model = parallel()
+    compress(model, "qsgd4")
+    optimizer = sgd(model)
+    with model.join():
+        list(train(model, optimizer, range(2 + rank)))
+    found["join"] = weights(model)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Network().to(torch.bfloat16), find_unused_parameters=True)
+    compress(model, "qsgd8")
+    model(batch(rank, 0).bfloat16()).square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    found["bf16"] = hashlib.sha256(b"".join(g.float().numpy().tobytes() for g in gradients)).hexdigest()
+    return found
+
+
+def many(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Many buckets in flight, many steps."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(40, 40) for _ in range(20)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.005)
+    handle = compress(model, job["codec"], check_every=10)
+    optimizer = sgd(model)
+    for step in range(job["steps"]):
+        optimizer.zero_grad()
+        model(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank + step))).square().mean().backward()
+        optimizer.step()
+    check_replicas(model)
+    tally = handle.report().tally
+    return {"steps": tally.steps, "buckets": tally.buckets, "checks": tally.checks, "weights": weights(model)}
+
+
+def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A message that is harmed on its way to rank 0, replicas that differ, a rank that is killed."""
+    model = parallel()
+    handle, optimizer, how = compress(model, "qsgd8", check_every=1), sgd(model), job["how"]
+    list(train(model, optimizer, range(2)))
+    sound = reduction.exchange
+
+    def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+        sound(group, outgoing, incoming, about)
+        if rank == 0 and "bucket 1" in about and how in ("magic", "length", "late"):
+            incoming[1][{"magic": 0, "length": 24, "late": 16}[how]] ^= 5
+        if rank == 0 and "bucket 1" in about and how == "payload":
+            incoming[1][60:90] ^= 5
+
+    reduction.exchange = harmed
+    if how == "kill" and rank == 1:
+        model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        list(train(model, optimizer, range(2, 4)))
+    except qsync_fx.RankError as error:
+        with contextlib.suppress(qsync_fx.RankError):
+            handle.wait()
+        return said(error)
+    return {}
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world, folder, job = ranks.join(arguments)
+    found = globals()[job["name"]](rank, world, job)
+    ranks.write(Path(folder), rank, found)
+    if job["name"] != "faults":
+        with contextlib.suppress(RuntimeError):
+            distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
