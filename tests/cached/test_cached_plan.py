@@ -14,7 +14,8 @@ import pytest
 import tiers
 import torch
 from measured_layer import Counted, layer, quick
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
@@ -230,6 +231,20 @@ def test_each_graph_of_a_model_gets_its_part() -> None:
     keep(under_inductor(profile(breaks=True)))
     fast = trained(Pair(breaks=True))
     assert formats(fast) == PLANNED and qsync_fx.applied(fast).complete
+
+
+@tiers.ALL
+@pytest.mark.parametrize("outside", [True, False])
+def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outside: bool) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        keep(under_inductor(profile()))
+        model = Pair()
+        fast = trained(DistributedDataParallel(model)) if outside else DistributedDataParallel(trained(model))
+        step(fast)
+        assert formats(model) == PLANNED
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
