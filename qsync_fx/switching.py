@@ -66,6 +66,31 @@ def options_of(model: Callable[..., Any]) -> list[Options]:
     return [_in_force(context) for context in _contexts(model)]
 
 
+def when_called(model: Callable[..., Any], hook: Callable[[], None]) -> Callable[[], None]:
+    """Calls a hook before each call of what is compiled in a model, or is the model; returns what takes it away again.
+
+    Hooks of modules would be compiled with them, where they are compiled in place.
+    """
+
+    def enter() -> Callable[[], None]:
+        hook()
+        return _nothing
+
+    contexts = list({id(context): context for context in _contexts(model)}.values())
+    for context in contexts:
+        context.enter_exit_hooks.append(enter)
+
+    def remove() -> None:
+        for context in contexts:
+            context.enter_exit_hooks.remove(enter)
+
+    return remove
+
+
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class _RoomForPlans:
     """Gives every plan that was in force Dynamo's limit of versions; Dynamo calls it around each call of the compiled model.

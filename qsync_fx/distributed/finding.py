@@ -7,6 +7,7 @@ While a rank measures itself or runs a plan, and while rank 0 chooses, no other 
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,8 @@ def find_plan(
             what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
         compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
         progress: whether rank 0 shows how far it is.
-        measuring: what else `qsync_fx.measure` takes.
+        measuring: what else `qsync_fx.measure` takes. Each rank has a file of its own for its profile: rank 1 makes "profile.1.json" of
+            `path="profile.json"`.
 
     Raises:
         RankError: another rank has failed, or has another model.
@@ -88,7 +90,9 @@ def find_plan(
 
         meeting.agree("models", statements.of_model(model), statements.REMEDIES)
         first, batches = first_batch(batches)
-        how = {"optimizer": optimizer, "progress": progress and meeting.rank == 0, "all_reduce": False}
+        how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0, "all_reduce": False}
+        if (path := measuring.get("path")) is not None:
+            how["path"] = _of_rank(path, meeting.rank)
         profile = measure(model, watched, batches, precisions, **{**measuring, **how})
         # All are here before any of them waits for another in a collective.
         meeting.agree("measurements", {}, {}, patient=True)
@@ -153,6 +157,11 @@ class _Choosing:
 
 def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
     return [PROFILE.decode(meeting.get(key, rank, limit)) for rank in range(meeting.world)]
+
+
+def _of_rank(path: Path, rank: int) -> pathlib.Path:
+    found = pathlib.Path(path)
+    return found.with_name(f"{found.stem}.{rank}{found.suffix}")
 
 
 def _class_of(device: str) -> str:

@@ -9,6 +9,7 @@ unless a process is killed before it can tell. The guard changes no number: no t
 from __future__ import annotations
 
 import contextlib
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -16,11 +17,18 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.distributed import statements
 from qsync_fx.distributed.averaging import averages_by_batch
 from qsync_fx.distributed.meeting import COMPILING, Meeting, compiles_told, several_ranks
+from qsync_fx.distributed.peaks import PeakCheck
+from qsync_fx.distributed.replanned import Replanned
+from qsync_fx.distributed.replanning import Replanner, Replanning
 from qsync_fx.distributed.replicas import check_replicas
 from qsync_fx.errors import OptionError
+from qsync_fx.plan import ClusterPlan
+from qsync_fx.plan.plan import DEVICE_CLASS
+from qsync_fx.switching import options_of, when_called
 
 
 def guard(
@@ -30,6 +38,7 @@ def guard(
     silence: float | None = None,
     check_every: int = 0,
     same_batch: bool = True,
+    replan: Replanning | None = None,
 ) -> Guard:
     """Returns the guard of a training, a context: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
 
@@ -40,7 +49,9 @@ def guard(
         check_every: after how many steps of the optimizer the ranks compare their parameters, to the last bit; 0 for never.
         same_batch: whether ranks that are called with batches of different sizes first are an error, as they are unless gradients are
             weighted by batch.
+        replan: has another plan put in force when a device's speed or its free memory changes; see `Replanning`.
 
+    Where a plan was made for a limit of memory, a rank that holds more in a step says so in its log.
     Where torch.distributed is not in use, or there is one rank, it does nothing.
 
     Raises:
@@ -53,19 +64,40 @@ def guard(
             raise OptionError(f"{name} is a number of seconds above 0, not {value}", where="guard")
     if check_every < 0:
         raise OptionError(f"check_every is a number of steps, not {check_every}", where="guard", do="give 0 for never")
-    return Guard(model, compiling, silence, check_every, same_batch)
+    return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
 class Guard:
     """A guard, as `guard` returns it: a context for one training."""
 
     def __init__(
-        self, model: nn.Module, compiling: float, silence: float | None, check_every: int, same_batch: bool
+        self,
+        model: nn.Module,
+        compiling: float,
+        silence: float | None,
+        check_every: int,
+        same_batch: bool,
+        replan: Replanning | None,
     ) -> None:
         self._model, self._compiling, self._silence = model, compiling, silence
-        self._check_every, self._same_batch = check_every, same_batch
+        self._check_every, self._same_batch, self._replan = check_every, same_batch, replan
         self._stack = contextlib.ExitStack()
         self._steps = self._within = 0
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._peaks: PeakCheck | None = None
+        self._replanner: Replanner | None = None
+
+    @property
+    def plan(self) -> ClusterPlan | None:
+        """The plan in force, where the guard has been given one to replan from."""
+        if self._replanner is not None:
+            return self._replanner.found
+        return None if self._replan is None else self._replan.found
+
+    @property
+    def replanned(self) -> tuple[Replanned, ...]:
+        """What was decided when devices had changed, in order."""
+        return () if self._replanner is None else tuple(self._replanner.history)
 
     def __enter__(self) -> Guard:
         """Compares what the ranks are about to do.
@@ -77,13 +109,15 @@ class Guard:
             return self
         with contextlib.ExitStack() as stack:
             meeting = stack.enter_context(Meeting(self._compiling, self._silence))
-            meeting.agree("models and plans", statements.of_model(self._model), statements.REMEDIES)
+            mine = {**statements.of_model(self._model), **statements.of_replanning(self._replan)}
+            meeting.agree("models and plans", mine, statements.REMEDIES)
             stack.enter_context(compiles_told(meeting))
             if self._model._compiled_call_impl is None:
                 # Hooks of a module that is compiled in place are compiled with it.
                 handle = self._model.register_forward_pre_hook(self._first_call(meeting), with_kwargs=True)
                 stack.callback(handle.remove)
-            if self._check_every:
+            self._watch(meeting, stack)
+            if self._check_every or self._peaks is not None or self._replanner is not None:
                 before = register_optimizer_step_pre_hook(statements.uncompiled(self._before_step))
                 stack.callback(before.remove)
                 after = register_optimizer_step_post_hook(statements.uncompiled(self._after_step))
@@ -99,11 +133,28 @@ class Guard:
         Raises:
             RankError: training has ended since another rank failed.
         """
-        if error is not None or self._steps == 0:
+        if error is not None or self._steps == 0 or not self._check_every:
             self._stack.__exit__(kind, error, traceback)
             return
         with self._stack:
             check_replicas(self._model)
+
+    def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
+        """Has the memory of steps measured, where it is limited, and their time, where the ranks may plan anew."""
+        plans = [options.plan for options in options_of(self._model) if options.plan is not None]
+        foreseen = next((found for plan in plans if (found := Foreseen.noted(plan.notes)).memory is not None), None)
+        if foreseen is None and self._replan is None:
+            return
+        name = next((plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes), None)
+        who = f"rank {meeting.rank}{'' if name is None else f' ({name})'}"
+        self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
+        self._peaks.follow(foreseen or Foreseen())
+        stack.callback(self._peaks.close)
+        stack.callback(when_called(self._model, self._peaks.called))
+        if self._replan is not None:
+            of = self._model, self._replan, meeting, self._peaks
+            self._replanner = Replanner(*of, lambda: self._optimizers)
+            stack.enter_context(self._replanner.pace)
 
     def _first_call(self, meeting: Meeting) -> Any:
         called = False
@@ -122,14 +173,24 @@ class Guard:
         """Compares what the steps before have made: one that is under way may be whole on this rank alone, as of a sharded optimizer."""
         if not self._trains(optimizer):
             return
+        self._optimizers.add(optimizer)
         if self._within == 0:
-            if self._steps and self._steps % self._check_every == 0:
+            if self._replanner is not None:
+                self._replanner.begin()
+            if self._check_every and self._steps and self._steps % self._check_every == 0:
                 check_replicas(self._model)
             self._steps += 1
         self._within += 1
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._within -= self._trains(optimizer)
+        if not self._trains(optimizer):
+            return
+        self._within -= 1
+        if self._within == 0:
+            if self._peaks is not None:
+                self._peaks.stepped()
+            if self._replanner is not None:
+                self._replanner.end()
 
     def _trains(self, optimizer: Optimizer) -> bool:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

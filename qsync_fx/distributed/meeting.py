@@ -42,13 +42,14 @@ class Meeting:
 
     Attributes:
         rank, world: this rank's number, of how many.
+        compiling: as given.
     """
 
     def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
         limit = timeouts.limit_of_group()
         self._channel = Channel()
         self.rank, self.world = self._channel.rank, self._channel.world
-        self._silence, self._compiling = silence or limit or COMPILING, compiling
+        self._silence, self.compiling = silence or limit or COMPILING, compiling
         # Only where it is given more time than the group has does a process need an end of its own.
         ends = max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
         self.watcher = Watcher(self._channel, self._silence, compiling, ends)
@@ -59,7 +60,7 @@ class Meeting:
             self.watcher.start()
         except StoreLost:
             raise lost(self.rank) from None
-        self._stack.enter_context(timeouts.at_least(self._compiling))
+        self._stack.enter_context(timeouts.at_least(self.compiling))
         return self
 
     def agree(self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False) -> None:
@@ -68,7 +69,7 @@ class Meeting:
         Raises:
             RankError: on every rank: they differ, one of them does not come, or one has failed.
         """
-        agree(self._channel, self.watcher, about, mine, self._compiling if patient else self._silence, do)
+        agree(self._channel, self.watcher, about, mine, self.compiling if patient else self._silence, do)
 
     def check(self) -> None:
         """Raises `RankError` where a rank is known to have failed."""

@@ -27,6 +27,7 @@ REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
         "model": "build the same model on all ranks",
         "DDP": "give DistributedDataParallel the same arguments on all ranks",
         "plan for the cluster": "give all ranks the same file of a plan",
+        "replanning": "give guard(..., replan=...) with the same numbers on all ranks, or on none",
         "batch": "give all ranks batches of the same size and types; for batches of different sizes have gradients weighted with "
         "qsync_fx.distributed.average_by_batch(ddp), or give guard(..., same_batch=False)",
     }
@@ -45,6 +46,11 @@ def of_model(model: nn.Module) -> Statement:
         stated["DDP"] = list(_buckets(parallel))
     clusters = {o.plan.notes[CLUSTER] for o in options_of(model) if o.plan is not None and CLUSTER in o.plan.notes}
     return {**stated, "plan for the cluster": sorted(clusters)} if clusters else stated
+
+
+def of_replanning(how: object) -> Statement:
+    """Returns whether, and by which numbers, the ranks plan anew, which they do together."""
+    return {"replanning": ["none" if how is None else str(getattr(how, "hysteresis", how))]}
 
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -39,11 +40,35 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
 
 def memory_events(step: Callable[[], object]) -> list[int]:
     """Returns the bytes of each allocation, and with a minus of each release, of a step on the CPU, in the order of time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    recording = Recording()
+    try:
         step()
+        recording.second()
+        step()
+    finally:
+        _, found = recording.stop()
+    return found
+
+
+class Recording:
+    """Allocations and releases on the CPU from now on, in two parts; no other profiler may be on."""
+
+    def __init__(self) -> None:
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+
+    def second(self) -> None:
+        """Begins the second part."""
         with record_function(_SECOND):
-            step()
-    events = profiler.profiler.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == _SECOND)
-    found = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
-    return [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns()) if event.start_ns() >= begin]
+            pass
+
+    def stop(self) -> tuple[list[int], list[int]]:
+        """Returns the bytes of each allocation, and with a minus of each release, of both parts, in the order of time."""
+        self._profiler.stop()
+        recorded: Any = self._profiler.profiler
+        events = recorded.kineto_results.events()
+        begin = next((event.start_ns() for event in events if event.name() == _SECOND), float("inf"))
+        found = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
+        found.sort(key=lambda event: event.start_ns())
+        first = [event.nbytes() for event in found if event.start_ns() < begin]
+        return first, [event.nbytes() for event in found[len(first) :]]

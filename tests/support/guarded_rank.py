@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
-from qsync_fx.distributed import average_by_batch, check_replicas, guard
+from qsync_fx.distributed import FoundPlan, Replanning, average_by_batch, check_replicas, guard
 
 PLAN = ClusterPlan({"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"])
 
@@ -60,9 +60,9 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     odd = rank == 1
     found = {}
 
-    def tries(name: str, model: nn.Module, **how: Any) -> None:
+    def tries(name: str, model: nn.Module, replan: Any = None, **how: Any) -> None:
         try:
-            with guard(model):
+            with guard(model, replan=replan):
                 list(train(model, rank, 1, **how))
         except qsync_fx.RankError as error:
             found[name] = said(error)
@@ -75,6 +75,8 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     tries("DDP", compiled(parallel))
     other = ClusterPlan({**PLAN.classes, "slow": Plan.uniform("int8")}, ranks=PLAN.ranks)
     tries("plan", DistributedDataParallel(compiled(network(), other if odd else PLAN)))
+    replan = Replanning(FoundPlan(PLAN)) if odd else None
+    tries("replanning", DistributedDataParallel(compiled(network())), replan)
     tries("batch", DistributedDataParallel(compiled(network())), samples=2 + rank)
     model = DistributedDataParallel(compiled(network()))
     with guard(model, check_every=1):
@@ -242,6 +244,18 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             "left": [m.path for m in qsync_fx.applied(parallel).uncovered],
         }
     return found
+
+
+def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """The plan of one class was made for less memory than a step takes."""
+    plan = ClusterPlan(
+        {"fast": Plan.uniform("fp32"), "slow": Plan("bf16", notes={"memory": "1000", "peak": "900"})},
+        ranks=["fast", "slow"],
+    )
+    model = DistributedDataParallel(compiled(network(), plan))
+    with guard(model, check_every=1):
+        list(train(model, rank, 8))
+    return {"weights": weights(model)}
 
 
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

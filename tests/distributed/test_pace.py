@@ -1,0 +1,78 @@
+"""What of a step counts as computing: from where the compiled model is called to the last gradient, and the optimizer's step.
+
+The clock is one that the model itself advances, so that every part of a step takes what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qsync_fx.distributed.pace import Pace
+
+FORWARD, BACKWARD, LOSS, STEP, OUTSIDE = 3.0, 5.0, 0.5, 2.0, 100.0
+OPTIONS = {"precision": "bf16", "inner": "aot_eager"}
+
+
+class Model(nn.Module):
+    """A compiled layer, and around it what the clock says that passes take."""
+
+    def __init__(self, ticks: Callable[[float], None], saves: bool, inside: bool) -> None:
+        super().__init__()
+        self.layer, self.ticks, self.saves = nn.Linear(4, 4), ticks, saves
+        if inside:
+            self.layer.compile(backend="qsync", options=OPTIONS)
+        else:
+            self.layer = torch.compile(nn.Sequential(self.layer), backend="qsync", options=OPTIONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=False) if self.saves else self.layer(x)
+        self.ticks(FORWARD)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.ticks(BACKWARD))
+        return y
+
+
+@pytest.mark.parametrize(("saves", "inside"), [(False, False), (False, True), (True, False)])
+def test_a_step_takes_its_passes_and_the_optimizer(saves: bool, inside: bool) -> None:
+    now = [0.0]
+
+    def ticks(seconds: float) -> None:
+        now[0] += seconds
+
+    model = Model(ticks, saves, inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def a_pass() -> None:
+        loss = model(torch.randn(2, 4)).square().mean()
+        ticks(LOSS)
+        loss.backward()
+        ticks(OUTSIDE)  # as DistributedDataParallel waits, once all gradients are there
+
+    def a_step(passes: int) -> Any:
+        ticks(OUTSIDE)
+        for _ in range(passes):
+            a_pass()
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        pace.begin()
+        optimizer.step()
+        ticks(STEP)
+        found = pace.end()
+        optimizer.zero_grad()
+        return found
+
+    one = FORWARD + LOSS + BACKWARD
+    with Pace(model, lambda: now[0]) as pace:
+        assert a_step(1) == one + STEP
+        assert a_step(3) == one + STEP, "of several passes the mean"
+        model.train(False)
+        assert a_step(1) is None, "what does not train is no step"
+        model.train()
+        assert a_step(1) == one + STEP
+    assert a_step(1) is None, "the hooks are gone"

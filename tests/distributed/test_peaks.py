@@ -1,0 +1,85 @@
+"""What a step really holds, against the limit that its plan was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ranks
+import tiers
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from qsync_fx.allocator.foreseen import Foreseen
+from qsync_fx.distributed.holding import free_bytes
+from qsync_fx.distributed.peaks import PeakCheck
+from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.switching import when_called
+
+SIZE = 256
+
+
+def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, int]:
+    """Returns the check of a short training, what is held throughout, and what a step holds beyond, as `measure` measures it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
+    fast = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(64, SIZE)
+    check = PeakCheck(fast, "rank 1 (t4)", lambda: [optimizer])
+    check.follow(Foreseen(peak=1e6, memory=memory))
+    remove = when_called(fast, check.called)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=not keep)
+        fast(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+        check.stepped()
+    remove()
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    # Before each step stand the gradients of the step before.
+    return check, 4 * held, measured_peak(step)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["gradients are let go", "gradients are kept"])
+def test_what_is_said_is_what_is_held(keep: bool) -> None:
+    check, held, beyond = trained(1e6, keep)
+    assert check.over == pytest.approx((held + beyond) / 1e6, rel=0.05)
+
+
+def test_within_the_limit_nothing_is_said() -> None:
+    check, _, _ = trained(1e9, False)
+    assert check.over is not None
+    check, _, _ = trained(1e9, False, steps=3)
+    assert check.over is None, "too early to be measured"
+
+
+def test_nothing_is_measured_while_the_user_profiles() -> None:
+    with profile(activities=[ProfilerActivity.CPU]):
+        model = torch.compile(nn.Linear(4, 4), backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+        check = PeakCheck(model, "rank 0", list)
+        check.follow(Foreseen(memory=1.0))
+        for _ in range(6):
+            check.called()
+            check.stepped()
+        assert check.over is None
+
+
+def test_a_machine_has_memory_free() -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or free > 0
+
+
+@tiers.ALL
+def test_a_rank_that_holds_more_than_its_plan_may_take_says_so(tmp_path: Path) -> None:
+    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="capped")
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    assert "may take" not in first.log, "its class has no limit"
+    assert "rank 1 (slow) holds" in second.log
+    assert "more than the 1KB that its plan may take" in second.log
+    assert "do:    plan for" in second.log
+    assert first.result == second.result

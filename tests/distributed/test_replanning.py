@@ -1,0 +1,77 @@
+"""Two ranks of which one really changes while they train: another plan is in force once, on both, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+
+from qsync_fx import ClusterPlan, OptionError, Plan
+from qsync_fx.distributed import Replanning
+from qsync_fx.distributed.replanned import Cause, Change, Costs, Replanned
+
+STEPS, FROM = 60, 15
+
+
+@tiers.ALL
+@pytest.mark.timeout(600)
+def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
+    first, second = ended = ranks.run(
+        "replanning_rank.py", 2, tmp_path, seconds=500, name="changes", times=8.0, share=0.95
+    )
+    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
+    before = ClusterPlan.from_json(first.result["before"])
+    for case, change in (("slower", Change.SLOWER), ("memory", Change.TIGHT)):
+        ours, theirs = first.result[case], second.result[case]
+        assert ours["replanned"] == theirs["replanned"], "all ranks are told the same"
+        assert ours["weights"] == theirs["weights"], "to the last bit"
+        assert (ours["steps"], theirs["steps"]) == (STEPS, STEPS), "of the optimizer's state, which is kept"
+        decided = switched(ours["replanned"])
+        assert change in {cause.change for cause in decided.causes if cause.rank == 1}, ours["told"]
+        assert decided.step > FROM, "not before it has changed"
+        after = ClusterPlan.from_json(ours["after"])
+        assert after.classes["slow"] != before.classes["slow"]
+        assert after.classes["fast"] == before.classes["fast"], "which has FP32 alone"
+        planned = {str(precision) for precision in after.classes["slow"].operators.values()}
+        assert set(theirs["used"]) == planned, "what is in force is what runs"
+        assert str(decided) in first.log and str(decided) in second.log
+    slower, memory = (switched(first.result[case]["replanned"]) for case in ("slower", "memory"))
+    assert slower.before and slower.after and slower.after.seconds < slower.before.seconds
+    (tight,) = (cause for cause in memory.causes if cause.rank == 1)
+    peak = float(ClusterPlan.from_json(first.result["memory"]["after"]).classes["slow"].notes["peak"])
+    assert peak <= tight.measured < tight.foreseen
+
+
+def switched(told: list[dict[str, Any]]) -> Replanned:
+    """Returns the one decision that put another plan in force."""
+    (found,) = (decided for one in told if (decided := Replanned.from_dict(one)).after is not None)
+    return found
+
+
+def test_what_was_decided_is_said_with_numbers() -> None:
+    causes = (Cause(1, "t4", Change.SLOWER, 0.01, 0.03), Cause(2, "t4", Change.TIGHT, 4e9, 3e9))
+    before, after = (
+        Costs(0.05, 1.0, {"t4": {"fp32": 4}}),
+        Costs(0.03, 2.5, {"t4": {"int8": 3, "fp32": 1}}),
+    )
+    decided = Replanned(40, causes, before, after)
+    assert str(decided).splitlines() == [
+        "another plan is in force from step 41 on, since rank 1 (t4) computes 30 ms a step where 10 ms were foreseen (3.00 times); "
+        "rank 2 (t4) has 3GB of memory for a step, and its plan takes 4GB",
+        "  before: 50 ms a step, variance 1; t4: 4 in fp32",
+        "  after:  30 ms a step, variance 2.5; t4: 1 in fp32, 3 in int8",
+        "  the model is compiled once for it, as it is called next",
+    ]
+    assert Replanned.from_dict(decided.to_dict()) == decided
+    kept = Replanned(40, causes[:1], before, None, "the best plan now is the one that is in force")
+    assert "the plan is kept after step 40, though rank 1 (t4) computes 30 ms" in str(kept)
+    assert Replanned.from_dict(kept.to_dict()) == kept
+
+
+def test_a_plan_of_which_nothing_was_measured_is_refused() -> None:
+    plan: Any = ClusterPlan({"a": Plan.uniform("fp32")}, ranks=["a"])
+    with pytest.raises(OptionError, match="nothing was measured for this ClusterPlan"):
+        Replanning(plan)

@@ -1,0 +1,105 @@
+"""A training that torchrun may start again with fewer ranks, or more: finds a plan for the world that is, and goes on from a checkpoint.
+
+    torchrun ... elastic_train.py FOLDER STEPS
+
+Each start writes FOLDER/start-COUNT-RANK.json as it begins to train; FOLDER/go lets a training end that has reached its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from guarded_rank import data, network
+from torch import Tensor, distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.distributed import Replanning, check_replicas, guard
+
+EVERY = 4
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def train(folder: Path, steps: int) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    name = os.environ["DEVICE"]
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plan = qsync_fx.distributed.find_plan(
+        model,
+        loss_of,
+        [data(rank)],
+        optimizer=optimizer,
+        device_class=name,
+        precisions=["fp32"] if name == "fast" else ["fp32", "bf16"],
+        progress=False,
+        rounds=1,
+        save=folder / "plan.json",
+    )
+    done, kept = 0, folder / "checkpoint"
+    if kept.exists():
+        state, moments = get_state_dict(model, optimizer)
+        saved: dict[str, Any] = {"model": state, "optimizer": moments, "done": torch.tensor(0)}
+        checkpoint.load(saved, checkpoint_id=kept)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        done = int(saved["done"])
+    parallel = DistributedDataParallel(
+        torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    )
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    said = {"world": world, "ranks": plan.ranks, "done": done, "pid": os.getpid(), "restarts": count, "device": name}
+    with guard(parallel, check_every=2, replan=Replanning(plan, patience=50)):
+        while not (done % EVERY == 0 and done >= steps and may_end(folder)):
+            optimizer.zero_grad()
+            loss_of(parallel, data(100 * done + rank)).backward()
+            optimizer.step()
+            done += 1
+            if done % EVERY == 0:
+                state, moments = get_state_dict(model, optimizer)
+                part = folder / f"checkpoint-{done}"
+                checkpoint.save({"model": state, "optimizer": moments, "done": torch.tensor(done)}, checkpoint_id=part)
+                if rank == 0:
+                    put(folder, part)
+                write(folder, {**said, "reached": done})
+                time.sleep(0.1)
+    check_replicas(model)
+    write(folder, {**said, "reached": done, "ended": True})
+    distributed.destroy_process_group()
+
+
+def may_end(folder: Path) -> bool:
+    """Whether all ranks have seen that the training may end."""
+    seen = torch.tensor(float((folder / "go").exists()))
+    distributed.all_reduce(seen, distributed.ReduceOp.MIN)
+    return bool(seen)
+
+
+def put(folder: Path, part: Path) -> None:
+    """Has "checkpoint" name the one that is whole."""
+    link = folder / "checkpoint.new"
+    link.symlink_to(part.name)
+    link.replace(folder / "checkpoint")
+
+
+def write(folder: Path, said: dict[str, Any]) -> None:
+    path = folder / f"{said['pid']}.json"
+    path.with_suffix(".part").write_text(json.dumps(said))
+    path.with_suffix(".part").replace(path)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,144 @@
+"""One rank that plans anew while it trains; run by tests/distributed as a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from guarded_rank import weights
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.distributed import Replanning, guard
+from qsync_fx.distributed.holding import held_bytes
+
+BATCHES, WIDTH = (1536, 512), 256
+"""Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine does: until rank 1 is slowed."""
+STEPS, FROM = 60, 15
+
+
+class Slowed(nn.Module):
+    """Takes so many times as long as what it holds, from when it is told to: it computes for as long again, in both passes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.times = module, 1.0
+        self._since = 0.0
+        first = next(module.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: self._burn())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._since = time.thread_time()
+        out: Tensor = self.module(x)
+        self._burn()
+        if out.requires_grad:
+            out.register_hook(self._begins)
+        return out
+
+    def _begins(self, _: Tensor) -> None:
+        self._since = time.thread_time()
+
+    def _burn(self) -> None:
+        until = time.thread_time() + (self.times - 1) * (time.thread_time() - self._since)
+        while time.thread_time() < until:
+            pass
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(BATCHES[rank], WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> Any:
+    return qsync_fx.distributed.find_plan(
+        model,
+        loss_of,
+        [batch(rank, 0)],
+        optimizer=optimizer,
+        device_class=["fast", "slow"][rank],
+        precisions=[["fp32"], ["fp32", "bf16"]][rank],
+        progress=False,
+        rounds=2,
+        **wishes,
+    )
+
+
+def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 becomes slower for good, after some steps; in another training it has less memory from some step on."""
+    model = network()
+    plan = found_plan(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    odd = rank == 1
+
+    def slows(step: int, slowed: Slowed, held: int) -> None:
+        slowed.times = job["times"] if odd and step >= FROM else 1.0
+
+    how = Replanning(plan, tolerance=1.0, patience=5, cooldown=10, clock=time.thread_time)
+    slower = trained(plan, rank, how, slows)
+    free = [math.inf]
+
+    def takes_memory(step: int, slowed: Slowed, held: int) -> None:
+        allowed = job["share"] * float(plan.classes["slow"].notes["peak"])
+        free[0] = allowed - held if odd and step >= FROM else math.inf
+
+    # No step is a hundred times as slow: memory alone counts.
+    how = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
+    less = trained(plan, rank, how, takes_memory)
+    return {"before": plan.to_json(), "slower": slower, "memory": less}
+
+
+def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]) -> dict[str, Any]:
+    """Trains under a plan; returns what was decided, and what is in force then."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan})
+    slowed = Slowed(compiled)
+    parallel = DistributedDataParallel(slowed)
+    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+        for step in range(STEPS):
+            each(step, slowed, held_bytes(parallel, [optimizer], parallel))
+            optimizer.zero_grad()
+            loss_of(parallel, batch(rank, step)).backward()
+            optimizer.step()
+        in_force = training.plan
+    assert in_force is not None
+    ran = (operator for operator in qsync_fx.applied(compiled).operators if operator.kind == "adjustable")
+    return {
+        "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
+        "replanned": [decided.to_dict() for decided in training.replanned],
+        "told": [str(decided) for decided in training.replanned],
+        "after": in_force.to_json(),
+        "used": [str(operator.precision) for operator in ran],
+        "steps": int(next(iter(optimizer.state.values()))["step"]),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    rank, world, folder, job = ranks.join(arguments)
+    found = globals()[job["name"]](rank, world, job)
+    ranks.write(Path(folder), rank, found)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
