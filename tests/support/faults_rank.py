@@ -1,0 +1,136 @@
+"""One rank of the tests of faults while ranks find their plan; run by tests/distributed as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from guarded_rank import data, network, train, weights
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.distributed import guard
+
+
+class Asked(dict[str, Any]):
+    """Wishes for memory that do something as they are read: rank 0 does so as it begins to solve."""
+
+    def __init__(self, does: Callable[[], None]) -> None:
+        super().__init__()
+        self.does = does
+
+    def items(self) -> Any:
+        self.does()
+        return super().items()
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def find(rank: int, name: str = "", **how: Any) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return qsync_fx.distributed.find_plan(
+        model,
+        loss_of,
+        [data(rank)],
+        optimizer=optimizer,
+        device_class=name or ["fast", "slow"][rank],
+        precisions=["fp32", "bf16"],
+        progress=False,
+        rounds=1,
+        **how,
+    )
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    try:
+        call()
+    except qsync_fx.QSyncError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Faults that all ranks outlive, one after the other; in between they find a plan and train under it."""
+    folder, odd = Path(job["where"]), rank == 1
+    found: dict[str, Any] = {}
+    torch.__version__ = torch.__version__ + "x" * odd  # type: ignore[assignment]
+    found["version"] = told(lambda: find(rank))
+    torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
+
+    plan = find(rank, "both", save=folder / "plan.json")
+    model: nn.Module = torch.compile(network(), backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    parallel = DistributedDataParallel(model)
+    with guard(parallel, check_every=1):
+        list(train(parallel, rank, 2))
+    found["twice"] = {"plan": plan.to_json(), "weights": weights(parallel)}
+
+    found["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
+    found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
+
+    with full_disk() as fills:
+        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json"))
+
+    for name, text in (
+        ("truncated", '{"format": "qsync-meas'),
+        ("nan", '{"format": "qsync-measurement", "version": NaN}'),
+    ):
+        if odd:
+            (folder / f"{name}.1.json.partial").write_text(text)
+        found[name] = told(lambda name=name: find(rank, path=folder / f"{name}.json"))  # type: ignore[misc]
+    return found
+
+
+@contextmanager
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Yields what lets no file of this process grow any more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A rank is killed while rank 0 solves; the other says what it is told."""
+    folder, who = Path(job["where"]), job["who"]
+    began = folder / "solves"
+
+    def dies() -> None:
+        began.touch()
+        if who == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (folder / "dead").exists():
+            time.sleep(0.05)
+
+    if rank == 1 and who == 1:
+        # A process of its own kills it: this one waits for rank 0's answer meanwhile.
+        script = f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch {folder / 'dead'}"
+        os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", script)
+    return {"told": told(lambda: find(rank, memory=Asked(dies)))}
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world, folder, job = ranks.join(arguments)
+    found = globals()[job["name"]](rank, world, {**job, "where": str(folder)})
+    ranks.write(folder, rank, found)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
