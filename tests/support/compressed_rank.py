@@ -178,7 +178,7 @@ def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     for name, how in (
         ("codec", {"codec": "qsgd8" if rank != 1 else "qsgd4"}),
         ("seed", {"codec": "qsgd8", "seed": rank}),
-        ("least", {"codec": "qsgd8", "least": 100 + rank}),
+        ("least", {"codec": "qsgd8", "least": 60 + 10 * rank}),
     ):
         try:
             compress(parallel(), **how)
