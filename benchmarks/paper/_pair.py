@@ -52,6 +52,11 @@ class Pair:
             total += loss.item()
         return total
 
+    def restart(self, like: nn.Module) -> None:
+        """Takes over the parameters and buffers of a model; what was compiled stays."""
+        for replica in self.replicas:
+            replica.load_state_dict(like.state_dict())
+
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Gives all replicas the mean of their batch norms' statistics, as ranks do at the end of an epoch."""

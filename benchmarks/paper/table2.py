@@ -1,0 +1,68 @@
+"""QSync's Table II: which operators stay narrow, by several indicators, where memory is the same for all, and what accuracy comes of it.
+
+A T4 of the catalog is short of memory beside a V100 that trains in FP32, and a step may take as long as it likes: what is recovered from
+INT8, and how far, is the indicator's choice alone. "random" and "hessian" are the paper's own rivals, "paper" its formula, each with the
+paper's search; "exact" is our formula with that search, and "exact, solved" with the exact allocator. Variance is what our formula says of
+all of them. Accuracy is that of training on a CPU, where FP16 is BF16: the mean over seeds, and its deviation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _devices import SLOW, Looked, capped, problem
+from _experiment import OPTIONS, Experiment
+from _harness import Row, arguments, finish, selected, write_json
+from _images import NETWORKS
+
+from qsync_fx.allocator import Answer
+from qsync_fx.allocator.baselines import Hessian, Random
+from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.paper import Greedy
+
+
+def plans_of(known: Looked, batch: int) -> dict[str, Answer]:
+    """Returns the plan of each indicator, under one limit of memory."""
+    memory = capped(problem(known, batch))
+    ours, theirs = (problem(known, batch, method, memory=memory) for method in ("exact", "paper"))
+    return {
+        "random": Random(0).allocate(ours),
+        "hessian": Hessian(known.sensitivities["hessian"]).allocate(ours),
+        "paper": Greedy().allocate(theirs),
+        "exact": Greedy().allocate(ours),
+        "exact, solved": Exact().allocate(ours),
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__, None, **OPTIONS)
+    experiment, rows = Experiment(options), list[Row]()
+    batch = experiment.images.size.batch
+    for name in selected(options, NETWORKS):
+        known = experiment.look(name)
+        asked = problem(known, batch, memory=capped(problem(known, batch)))
+        for indicator, answer in plans_of(known, batch).items():
+            plan, said = answer.plans[SLOW], judged(asked, answer.plans)
+            rows.append(
+                {
+                    "network": name,
+                    "indicator": indicator,
+                    **experiment.row(name, indicator, plan, [batch, batch]),
+                    "variance": said.variance,
+                    "peak_mb": (said.classes[SLOW].peak_bytes or 0) / 1e6,
+                    "allowed_mb": (asked.classes[SLOW].memory or 0) / 1e6,
+                    "operators": dict(Counter(plan.values())),
+                }
+            )
+            if options.json:
+                write_json(options.json, rows, options.quick, images=experiment.images.name)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""QSync's Tables IV and V: full precision, dynamic batch sizing, uniform precision and ours: accuracy, and steps a second.
+
+ClusterA is a V100 that trains in FP32 and a T4 of the catalog; ClusterB's T4 is short of memory. Steps a second are those that the judge
+foresees of the catalog's devices with the batches that are trained. Uniform precision is the widest narrow one that fits, and ours has to
+be as fast. "oracle" is FP32 on both, which no cluster is asked to hold. Accuracy is that of training on a CPU, where FP16 is BF16: the
+mean over seeds, and its deviation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _devices import SLOW, Looked, capped, problem, within
+from _experiment import OPTIONS, Experiment
+from _harness import Row, arguments, finish, selected, write_json
+from _images import NETWORKS
+from fleets import narrow
+
+from qsync_fx.allocator import Answer, Problem
+from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
+from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.resizing import resized
+
+
+def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, Answer]]:
+    """Yields what each way of training makes of a cluster."""
+
+    def other(name: str, batch: int) -> object:
+        return resized(asked.classes[name], known.graphs[name], batch)
+
+    uniform = narrow(asked)
+    yield "oracle", FullPrecision().allocate(asked)
+    yield "dynamic batches", DynamicBatches(other).allocate(asked)  # type: ignore[arg-type]
+    yield "uniform", uniform
+    yield "ours", Exact().allocate(within(asked, uniform.judged.seconds))
+
+
+def main() -> None:
+    options = arguments(__doc__, None, **OPTIONS)
+    experiment, rows = Experiment(options), list[Row]()
+    batch = experiment.images.size.batch
+    for name in selected(options, NETWORKS):
+        known = experiment.look(name)
+        memory = capped(problem(known, batch))
+        for cluster, allowed in (("A", None), ("B", memory)):
+            for way, answer in answers(known, problem(known, batch, memory=allowed)):
+                plan, judged = answer.plans[SLOW], answer.judged
+                batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
+                slow = judged.classes[SLOW]
+                rows.append(
+                    {
+                        "cluster": cluster,
+                        "network": name,
+                        "way": way,
+                        **experiment.row(name, f"{way} in {cluster}", plan, batches),
+                        "steps_per_second": None if way == "oracle" else 1 / judged.seconds,
+                        "variance": judged.variance,
+                        "batches": batches,
+                        "peak_mb": (slow.peak_bytes or 0) / 1e6,
+                        "allowed_mb": None if allowed is None else allowed / 1e6,
+                        "waiting_ms": {device: 1e3 * found.waiting for device, found in judged.classes.items()},
+                        "operators": dict(Counter(plan.values())),
+                    }
+                )
+                if options.json:
+                    write_json(options.json, rows, options.quick, images=experiment.images.name)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

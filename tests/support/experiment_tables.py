@@ -1,0 +1,77 @@
+"""The tables of docs/experiments.md, from the results of benchmarks/paper.
+
+Invariant: each number is one of the file's, rounded; what was run where stands above its table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+Row = Mapping[str, Any]
+
+
+def table2() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "network": lambda row: row["network"],
+        "indicator": lambda row: row["indicator"],
+        "accuracy": _accuracy,
+        "variance": lambda row: f"{row['variance']:.3g}",
+        "memory": lambda row: f"{row['peak_mb']:.2f} of {row['allowed_mb']:.2f} MB",
+        "T4": _operators,
+    }
+    return _table("table2", columns)
+
+
+def table4() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "cluster": lambda row: row["cluster"],
+        "": lambda row: row["way"],
+        "accuracy": _accuracy,
+        "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
+        "variance": lambda row: f"{row['variance']:.3g}",
+        "T4": _operators,
+        "batches": lambda row: " + ".join(map(str, row["batches"])),
+    }
+    return _table("table4", columns)
+
+
+def fig8() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "network": lambda row: row["case"],
+        "indicator": lambda row: row["method"],
+        "updates": lambda row: str(row["updates"]),
+        "from one update to the next": lambda row: f"{row['kept']:.2f}",
+        "first ten to last ten": lambda row: f"{row['early']:.2f}",
+    }
+    return _table("fig8", columns, lambda row: "kept" in row)
+
+
+TABLES = {made.__name__: made for made in (table2, table4, fig8)}
+
+
+def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    machine = found["machine"]
+    where = (
+        f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, {machine['kernels']} kernels"
+    )
+    date, torch = found["date"][:10], found["versions"]["torch"]
+    lines = [f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:", ""]
+    lines += _lines(list(columns), [[cell(row) for cell in columns.values()] for row in found["rows"] if shown(row)])
+    return "\n".join(lines)
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _accuracy(row: Row) -> str:
+    return f"{100 * row['accuracy']:.2f} ± {100 * row['deviation']:.2f}%"
+
+
+def _operators(row: Row) -> str:
+    return ", ".join(f"{count} {fmt}" for fmt, count in sorted(row["operators"].items()))
