@@ -28,9 +28,11 @@ _LOG = logging.getLogger("qsync_fx")
 
 def candidates(here: Place, options: Options, device: torch.device) -> Candidates | None:
     """Returns the plans that a graph may get without having asked; None where there are none."""
-    if here.root is None or torch.is_autocast_enabled(device.type):
+    if here.root is None:
         return None
-    return candidates_for(here.root, options, log_of(options).unasked.get(here.root))
+    found = candidates_for(here.root, options, log_of(options).unasked.get(here.root))
+    # A device that qsync_fx does not run on, which torch may not know autocast for, is told by others.
+    return None if found is None or torch.is_autocast_enabled(device.type) else found
 
 
 def with_cached_plan(passes: Sequence[Pass], found: Candidates | None, tell: Callable[[str], None]) -> tuple[Pass, ...]:

@@ -40,7 +40,7 @@ THREE = ("fp32", "bf16", "int8")
 SIDE_BY_SIDE = ("fp32", "bf16", "fp16", "int8")
 CLUSTER = Cluster({"a100": Device(count=2)}, Network(12.5e9, 30e-6))
 LIMITS = ((0.02, None), (0.1, None), (0.3, None), (0.6, None), (0.3, 0.3), (0.1, 0.6))
-LARGE = ((0.02, None), (0.1, None), (0.3, None))
+FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
 CASES: Mapping[str, Callable[[bool], Case]] = {
     "BERT-base": lambda quick: bert(1 if quick else 12, 16),
@@ -138,7 +138,8 @@ def main() -> None:
         for formats in (THREE, FORMATS, SIDE_BY_SIDE):
             graph = model_graph(explanation, formats)
             times = DeviceTimes(get("a100"), graph)
-            for limit, problem in problems(graph, times, formats, limits, Training(ADAM)):
+            some = limits if formats is THREE or options.quick else FEWER
+            for limit, problem in problems(graph, times, formats, some, Training(ADAM)):
                 for gap in (1e-2, 1e-4):
                     rows.append(row(name, limit, problem, gap, gap == 1e-4 and formats is THREE))
                     print(rows[-1], flush=True)
@@ -147,7 +148,7 @@ def main() -> None:
     sizes = {"synthetic 50": 50} if options.quick else {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
     for name, count in selected(options, sizes).items():
         graph = repeated(block, count // 2)
-        large = QUICK if options.quick else LARGE
+        large = QUICK if options.quick else FEWER[:2]
         for limit, problem in problems(graph, Repeated(block, 0), FORMATS, large, None):
             for gap in (2e-3, 1e-4):
                 rows.append(row(name, limit, problem, gap, False))

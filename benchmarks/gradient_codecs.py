@@ -27,7 +27,7 @@ OF_OURS = ("qsgd", "1bit")
 def rows(quick: bool) -> list[Row]:
     codecs = [codec_named(name) for name in NAMES if name != "1bit"]
     codecs += [Reshaped(512, "1bit* of 512"), *(Truncated(bits) for bits in LEVELS)]
-    found = measured(codecs, 2**18 if quick else 26 * 2**18, 3 if quick else 31)
+    found = measured(codecs, 2**18 if quick else 26 * 2**18, 3 if quick else 15)
     return [
         {
             "isa": _C.isa(),

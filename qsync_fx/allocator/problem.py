@@ -13,6 +13,7 @@ from typing import Literal
 
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.mapper.tables import Tables
 from qsync_fx.predictor.memory import Anchor, Training
 from qsync_fx.predictor.model.reachable import chosen
 from qsync_fx.predictor.model.value import Choices, ModelGraph
@@ -108,6 +109,11 @@ class DeviceClass:
         """Returns a format that is asked for an operator in the words of `choices`."""
         known, runs = self.choices[operator], self.runs(operator, fmt)
         return next((name for name in known if self.runs(operator, name) == runs), known[0])
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The graph as tables, made once for all programs."""
+        return Tables(self.graph)
 
     @cached_property
     def _omegas(self) -> dict[tuple[str, str], float]:

@@ -111,7 +111,7 @@ class Compression:
         return {
             "codec of gradients": [repr(self.codec), f"compared every {self._check_every} steps"],
             "seed of gradients": [str(self._state.seed)],
-            "tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
+            "coding of tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
         }
 
     def _watch(self, step: int) -> None:

@@ -24,7 +24,7 @@ _TYPES: Final = 4
 _REMEDIES: Final = {
     "codec of gradients": "give compress the same codec on all ranks",
     "seed of gradients": "give compress the same seed on all ranks",
-    "tensors": "build the same model on all ranks, and give compress the same least",
+    "coding of tensors": "build the same model on all ranks, and give compress the same least",
 }
 
 

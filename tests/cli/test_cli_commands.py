@@ -75,7 +75,12 @@ def test_each_verb_takes_a_model_in_the_same_way() -> None:
         ("--model", "what returns (model, args) or (model, args, kwargs)")
     }
     # A new option of the backend is a new argument of each.
-    assert {model.flag(name) for name in DOCUMENTED} - told.keys() == {"--inner", "--strict", "--target"}
+    assert {model.flag(name) for name in DOCUMENTED} - told.keys() == {
+        "--cached-plan",
+        "--inner",
+        "--strict",
+        "--target",
+    }
 
 
 def test_options_are_those_of_the_backend(here: Path) -> None:

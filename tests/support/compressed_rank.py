@@ -106,9 +106,10 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         }
     for name, hook in (("fp16", default_hooks.fp16_compress_hook), ("bf16", default_hooks.bf16_compress_hook)):
         if name in job["codecs"]:
-            theirs, _ = trained(hook=hook)
+            # DistributedDataParallel takes torch's BF16 hook for CUDA alone, by its name; gloo sums BF16 as well.
+            theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
             ours, _ = trained(name)
-            found[name] |= {"like torch's": weights(theirs) == weights(ours), "from torch's": distance(ours, theirs)}
+            found[name]["from torch's"] = distance(ours, theirs)
     return found
 
 
@@ -178,7 +179,7 @@ def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     for name, how in (
         ("codec", {"codec": "qsgd8" if rank != 1 else "qsgd4"}),
         ("seed", {"codec": "qsgd8", "seed": rank}),
-        ("least", {"codec": "qsgd8", "least": 100 + rank}),
+        ("least", {"codec": "qsgd8", "least": 60 + 10 * rank}),
     ):
         try:
             compress(parallel(), **how)

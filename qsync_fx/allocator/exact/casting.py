@@ -17,7 +17,7 @@ from itertools import groupby
 from qsync_fx.allocator.exact.formats import Formats, Spread, renamed
 from qsync_fx.allocator.exact.program import ONE, Expression, Program, constant, total
 from qsync_fx.predictor.mapper.asking import cast_seconds
-from qsync_fx.predictor.mapper.tables import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Reader, Tables
+from qsync_fx.predictor.mapper.tables import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Reader
 from qsync_fx.predictor.model.reachable import followed, widest
 from qsync_fx.predictor.model.value import Follows, Name
 from qsync_fx.predictor.times import Seconds, Times
@@ -62,7 +62,7 @@ class Casting:
     def __init__(self, program: Program, formats: Formats, times: Times, stretch: Sequence[int]) -> None:
         self.program, self.formats, self.times, self.stretch = program, formats, times, stretch
         self.graph = formats.graph
-        self.tables = Tables(formats.graph)
+        self.tables = formats.part.tables
 
     def charges(self) -> Iterator[Charge]:
         """Yields what all casts take."""

@@ -1,0 +1,50 @@
+"""The examples of trainers, each as a user starts it: two ranks that find their plan, train under a guard, and learn the digits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiers
+
+pytestmark = tiers.ALL
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("script", "needs", "folder"),
+    [
+        ("hf_trainer.py", "transformers", True),
+        ("accelerate_loop.py", "accelerate", False),
+        ("lightning_fit.py", "lightning", True),
+    ],
+)
+def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
+    script: str, needs: str, folder: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip(needs)
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / script), *(["--folder", str(tmp_path / "kept")] if folder else [])]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said[-6000:]
+    told = dict(re.findall(r"rank (\d) trained in ([\w, ]+), accuracy", said))
+    assert told.keys() == {"0", "1"}, said[-6000:]
+    assert told["0"] == "fp32"
+    assert set(told["1"].split(", ")) <= {"fp32", "bf16"}
+    assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", said)), said[-2000:]
+    # Both hold the same parameters, to the last bit: the guard compares them, and what they get right is the same.
+    assert len(set(re.findall(r"accuracy ([\d.]+)", said))) <= 2
