@@ -71,7 +71,7 @@ class Report:
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
             f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
-            f"  replicas compared {sums.checks} times, equal to the last bit"
+            f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, equal to the last bit"
             if sums.checks
             else "  replicas not compared yet",
         ]

@@ -127,7 +127,6 @@ def test_measure_goes_on_with_its_sensitivity(tmp_path: Path) -> None:
             rounds=1,
             path=path,
             sensitivity="fisher",
-            options={"inner": "aot_eager"},
             progress=False,
         )
 
