@@ -150,13 +150,7 @@ class Formats:
                 return None
             if known is None:
                 wants.append(want)
-        if not wants:
-            return chosen
-        wide = {self.program.variable(): 1.0}
-        for one in (chosen, *wants):
-            self.program.row(total((1.0, wide), (-1.0, one)), most=0.0)
-        self.program.row(total((1.0, wide), (-1.0, chosen), *((-1.0, want) for want in wants)), least=-len(wants))
-        return wide
+        return self.program.all_of([chosen, *wants])
 
 
 def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:

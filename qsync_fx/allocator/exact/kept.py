@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qsync_fx.allocator.exact.formats import Formats, Spread
-from qsync_fx.allocator.exact.program import ONE, Expression, constant, total
+from qsync_fx.allocator.exact.program import Expression, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States, states
@@ -119,10 +119,8 @@ class Kept:
             for name, there in narrower.items():
                 if held.get(fmt) == where and len(held) == len(by_format):
                     break  # it has the format of what it keeps
-                if constant(there) == 1:
-                    both: Expression = where
-                else:
-                    both = formats.program.any_of([where], total((1.0, ONE), (-1.0, there)))
+                # More than both at once would be held as something narrower than it is.
+                both = formats.program.all_of([where, there])
                 yield name, both
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest

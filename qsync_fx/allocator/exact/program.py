@@ -55,6 +55,7 @@ class Program:
         self._least: list[float] = []
         self._most: list[float] = []
         self._any: dict[object, Expression] = {}
+        self._all: dict[object, Expression] = {}
 
     def variable(self, cost: float = 0.0, upper: float = 1.0, whole: bool = False) -> int:
         """Returns a new variable, from 0."""
@@ -89,6 +90,22 @@ class Program:
                 self.row(total((1.0, want), (-1.0, unless or {}), (-1.0, found)), most=0.0)
             self._any[key] = found
         return self._any[key]
+
+    def all_of(self, wants: Iterable[Expression]) -> Expression:
+        """Returns what is 1 where all of `wants`, each 0 or 1, are, and 0 elsewhere, whatever wins."""
+        distinct = {tuple(sorted(want.items())): want for want in wants if constant(want) != 1}
+        if any(constant(want) == 0 for want in distinct.values()):
+            return {}
+        if len(distinct) <= 1:
+            return next(iter(distinct.values()), ONE)
+        key = frozenset(distinct)
+        if key not in self._all:
+            found = {self.variable(): 1.0}
+            for want in distinct.values():
+                self.row(total((1.0, found), (-1.0, want)), most=0.0)
+            self.row(total((1.0, found), *((-1.0, want) for want in distinct.values())), least=1.0 - len(distinct))
+            self._all[key] = found
+        return self._all[key]
 
     def change_limit(self, row: int, most: float) -> None:
         """Gives a row another upper limit."""

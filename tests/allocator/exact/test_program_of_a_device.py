@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from allocation_problems import OwnedTimes, alone, fleet
@@ -16,10 +17,12 @@ from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.program import INFINITY, Program, total, value
+from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.explanation import Explanation
 from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory import Training, step_memory
 from qsync_fx.predictor.memory.buffers import Category
+from qsync_fx.predictor.memory.step import Memory
 
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
@@ -112,25 +115,37 @@ def test_what_is_held_is_learned_from_plans(name: str) -> None:
         assert solved(problem, asked, held)[3] == pytest.approx(passes(now))
 
 
-@pytest.mark.xfail(strict=False, reason="fails for vgg and resnet since main was put together: not looked into yet")
 @pytest.mark.parametrize("formats", [FIVE, SIX])
-@pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(name, marks=ALL) for name in ("bert2", "vgg", "resnet", "gpt2"))]
-)
+@pytest.mark.parametrize("name", NAMES + MORE)
 def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, ...]) -> None:
-    """And most of what the passes keep is certain, in models without checkpointing."""
+    for certain, known, part, memory, least in certainties(name, formats):
+        assert least <= passes(known, part.training) * (1 + 1e-9)
+        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
+        assert least - before == pytest.approx(certain.kept.of(known.names), rel=1e-6, abs=1.0)
+
+
+UNMET = pytest.mark.xfail(
+    strict=True, reason="0.62 to 0.84 are certain: of what others than products give, nothing is counted"
+)
+
+
+@ALL
+@pytest.mark.parametrize("formats", [FIVE, SIX])
+@pytest.mark.parametrize("name", [pytest.param("vgg", marks=UNMET), "resnet", "bert2"])
+def test_most_of_what_the_passes_hold_is_certain(name: str, formats: tuple[str, ...]) -> None:
+    for _, known, part, _, least in certainties(name, formats):
+        assert least > 0.7 * passes(known, part.training)
+
+
+def certainties(name: str, formats: tuple[str, ...]) -> Iterator[tuple[Certain, States, DeviceClass, Memory, float]]:
+    """Yields random plans, and the bytes that a program says are certain under each."""
     draw, problem = random.Random(f"certain {name}"), alone(name, formats, 0, OwnedTimes)
     part = problem.classes["device"]
     for _ in range(6):
         known = states(part.graph, drawn(problem, draw))
         memory = step_memory(known, part.training)
         certain = Certain(part, memory)
-        least = solved(problem, drawn_as(problem, known), certain)[3]
-        assert least <= passes(known, part.training) * (1 + 1e-9)
-        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert least - before == pytest.approx(certain.kept.of(known.names), rel=1e-6, abs=1.0)
-        if name in ("vgg", "resnet", "bert2"):
-            assert least > 0.7 * passes(known, part.training)
+        yield certain, known, part, memory, solved(problem, drawn_as(problem, known), certain)[3]
 
 
 def drawn_as(problem: Problem, known: States) -> dict[str, str]:
