@@ -32,6 +32,18 @@ void check_truncation(int bits, std::size_t partition) {
 
 Layout layout_of(const std::string &name) { return static_cast<Layout>(named("layout", name, {"sign", "endpoints"})); }
 
+// Calls `run(codecs, source, target)` without Python's lock; `from` and `to` are n values, or bytes that stand for so many.
+template <class From, class To, class Run>
+auto coded(std::uintptr_t from, bool given, std::uintptr_t to, std::size_t n, int threads, const std::optional<std::string> &isa, Run run) {
+    within("n", n, std::size_t{0}, MOST_VALUES);
+    within("threads", threads, 1, MOST_THREADS);
+    const auto *source = pointer<const From>(from, given);
+    auto *target = pointer<To>(to, n != 0);
+    const Codecs &codecs = *path(isa).codecs;
+    const py::gil_scoped_release unlocked;
+    return run(codecs, source, target);
+}
+
 void bound_qsgd_encode(std::uintptr_t src, std::uintptr_t wire, std::size_t n, int bits, std::size_t unit, const std::string &norm,
                        const std::string &layout, std::uint64_t seed, std::uint32_t stream, std::uint64_t first, int threads,
                        const std::optional<std::string> &isa) {
@@ -39,14 +51,11 @@ void bound_qsgd_encode(std::uintptr_t src, std::uintptr_t wire, std::size_t n, i
     check_unit(unit);
     const Qsgd how{bits, unit, static_cast<Norm>(named("norm", norm, {"max", "two"})), layout_of(layout)};
     within("n", n, std::size_t{0}, std::size_t{1} << 32);
-    within("threads", threads, 1, MOST_THREADS);
     if (first > (std::uint64_t{1} << 32) - n) throw py::value_error("an index of 2**32 or more");
-    const auto *source = pointer<const float>(src, n != 0);
-    auto *target = pointer<std::uint8_t>(wire, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    const py::gil_scoped_release unlocked;
-    const std::uint32_t counter = static_cast<std::uint32_t>(first) * WEYL + mix(stream_key(seed, stream));
-    qsgd_encode(codecs, how, source, n, target, counter, threads);
+    coded<float, std::uint8_t>(src, n != 0, wire, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+        const std::uint32_t counter = static_cast<std::uint32_t>(first) * WEYL + mix(stream_key(seed, stream));
+        qsgd_encode(codecs, how, source, n, target, counter, threads);
+    });
 }
 
 void bound_qsgd_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, int bits, std::size_t unit, const std::string &layout,
@@ -54,65 +63,43 @@ void bound_qsgd_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, i
     check_bits(bits);
     check_unit(unit);
     const Qsgd how{bits, unit, MAX_NORM, layout_of(layout)};
-    within("n", n, std::size_t{0}, MOST_VALUES);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const std::uint8_t>(wire, n != 0);
-    auto *target = pointer<float>(dst, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    const py::gil_scoped_release unlocked;
-    qsgd_decode(codecs, how, source, n, target, add, threads);
+    coded<std::uint8_t, float>(wire, n != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+        qsgd_decode(codecs, how, source, n, target, add, threads);
+    });
 }
 
 void bound_onebit_encode(std::uintptr_t src, std::uintptr_t residual, std::uintptr_t wire, std::size_t n, std::size_t unit, int threads,
                          const std::optional<std::string> &isa) {
     within("unit", unit, std::size_t{1}, LARGEST_UNIT);
-    within("n", n, std::size_t{0}, MOST_VALUES);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const float>(src, n != 0);
     auto *left_over = pointer<float>(residual, false);
-    auto *target = pointer<std::uint8_t>(wire, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    const py::gil_scoped_release unlocked;
-    onebit_encode(codecs, unit, source, left_over, n, target, threads);
+    coded<float, std::uint8_t>(src, n != 0, wire, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+        onebit_encode(codecs, unit, source, left_over, n, target, threads);
+    });
 }
 
 void bound_onebit_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, std::size_t unit, bool add, int threads,
                          const std::optional<std::string> &isa) {
     within("unit", unit, std::size_t{1}, LARGEST_UNIT);
-    within("n", n, std::size_t{0}, MOST_VALUES);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const std::uint8_t>(wire, n != 0);
-    auto *target = pointer<float>(dst, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    const py::gil_scoped_release unlocked;
-    onebit_decode(codecs, unit, source, n, target, add, threads);
+    coded<std::uint8_t, float>(wire, n != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+        onebit_decode(codecs, unit, source, n, target, add, threads);
+    });
 }
 
 void bound_truncate_encode(std::uintptr_t src, std::uintptr_t residual, std::uintptr_t wire, std::size_t n, int bits,
                            std::size_t partition, int threads, const std::optional<std::string> &isa) {
     check_truncation(bits, partition);
-    within("n", n, std::size_t{0}, MOST_VALUES);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const float>(src, n != 0);
     auto *left_over = pointer<float>(residual, false);
-    auto *target = pointer<std::uint8_t>(wire, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    const py::gil_scoped_release unlocked;
-    truncate_encode(codecs, bits, partition, source, left_over, n, target, threads);
+    coded<float, std::uint8_t>(src, n != 0, wire, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+        truncate_encode(codecs, bits, partition, source, left_over, n, target, threads);
+    });
 }
 
 void bound_truncate_decode(std::uintptr_t wire, std::size_t size, std::uintptr_t dst, std::size_t n, bool add, int threads,
                            const std::optional<std::string> &isa) {
-    within("n", n, std::size_t{0}, MOST_VALUES);
-    within("threads", threads, 1, MOST_THREADS);
-    const auto *source = pointer<const std::uint8_t>(wire, size != 0);
-    auto *target = pointer<float>(dst, n != 0);
-    const Codecs &codecs = *path(isa).codecs;
-    bool good;
-    {
-        const py::gil_scoped_release unlocked;
-        good = truncate_decode(codecs, source, size, n, target, add, threads);
-    }
+    const bool good =
+        coded<std::uint8_t, float>(wire, size != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
+            return truncate_decode(codecs, source, size, n, target, add, threads);
+        });
     if (!good) throw py::value_error("the headers of the partitions do not say " + std::to_string(n) + " values");
 }
 

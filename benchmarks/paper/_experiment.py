@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from _devices import Looked, looked, trained
+from _harness import Row, selected, write_json
 from _images import NETWORKS, QUICK, Images, Size, Trainer, built, loss
 from _kept import Kept
 
@@ -49,6 +50,19 @@ class Experiment:
         self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
         self.images = Images(QUICK if options.quick else Size(), "digits" if options.quick else None)
         self.kept = Kept(options.partial / ("quick.json" if options.quick else "trained.json"))
+        self.rows: list[Row] = []
+        self._options = options
+
+    def networks(self) -> Iterator[tuple[str, Looked]]:
+        """Yields the networks that were asked for, and what is known of each."""
+        for name in selected(self._options, NETWORKS):
+            yield name, self.look(name)
+
+    def add(self, row: Row) -> None:
+        """Adds a row to the table, which is written with all that there are."""
+        self.rows.append(row)
+        if self._options.json:
+            write_json(self._options.json, self.rows, self.quick, images=self.images.name)
 
     def look(self, name: str) -> Looked:
         """Returns what a network's operators take and disturb."""

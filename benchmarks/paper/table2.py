@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import SLOW, Looked, capped, problem
 from _experiment import OPTIONS, Experiment
-from _harness import Row, arguments, finish, selected, write_json
-from _images import NETWORKS
+from _harness import arguments, finish
 
 from qsync_fx.allocator import Answer
 from qsync_fx.allocator.baselines import Hessian, Random
@@ -41,14 +40,13 @@ def plans_of(known: Looked, batch: int) -> dict[str, Answer]:
 
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
-    experiment, rows = Experiment(options), list[Row]()
+    experiment = Experiment(options)
     batch = experiment.images.size.batch
-    for name in selected(options, NETWORKS):
-        known = experiment.look(name)
+    for name, known in experiment.networks():
         asked = problem(known, batch, memory=capped(problem(known, batch)))
         for indicator, answer in plans_of(known, batch).items():
             plan, said = answer.plans[SLOW], judged(asked, answer.plans)
-            rows.append(
+            experiment.add(
                 {
                     "network": name,
                     "indicator": indicator,
@@ -59,9 +57,7 @@ def main() -> None:
                     "operators": dict(Counter(plan.values())),
                 }
             )
-            if options.json:
-                write_json(options.json, rows, options.quick, images=experiment.images.name)
-    finish(options, rows)
+    finish(options, experiment.rows)
 
 
 if __name__ == "__main__":

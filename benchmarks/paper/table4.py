@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import SLOW, Looked, capped, problem, within
 from _experiment import OPTIONS, Experiment
-from _harness import Row, arguments, finish, selected, write_json
-from _images import NETWORKS
+from _harness import arguments, finish
 from fleets import narrow
 
 from qsync_fx.allocator import Answer, Problem
@@ -42,17 +41,16 @@ def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, Answer]]:
 
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
-    experiment, rows = Experiment(options), list[Row]()
+    experiment = Experiment(options)
     batch = experiment.images.size.batch
-    for name in selected(options, NETWORKS):
-        known = experiment.look(name)
+    for name, known in experiment.networks():
         memory = capped(problem(known, batch))
         for cluster, allowed in (("A", None), ("B", memory)):
             for way, answer in answers(known, problem(known, batch, memory=allowed)):
                 plan, judged = answer.plans[SLOW], answer.judged
                 batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
                 slow = judged.classes[SLOW]
-                rows.append(
+                experiment.add(
                     {
                         "cluster": cluster,
                         "network": name,
@@ -67,9 +65,7 @@ def main() -> None:
                         "operators": dict(Counter(plan.values())),
                     }
                 )
-                if options.json:
-                    write_json(options.json, rows, options.quick, images=experiment.images.name)
-    finish(options, rows)
+    finish(options, experiment.rows)
 
 
 if __name__ == "__main__":

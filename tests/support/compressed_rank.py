@@ -297,16 +297,5 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def main(arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    rank, world, folder, job = ranks.join(arguments)
-    found = globals()[job["name"]](rank, world, job)
-    ranks.write(Path(folder), rank, found)
-    if job["name"] != "faults":
-        with contextlib.suppress(RuntimeError):
-            distributed.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: name != "faults")

@@ -82,7 +82,8 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
 
     with full_disk() as fills:
-        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json"))
+        # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's file does.
+        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json", corrections=0))
 
     for name, text in (
         ("truncated", '{"format": "qsync-meas'),
@@ -124,13 +125,5 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {"told": told(lambda: find(rank, memory=Asked(dies)))}
 
 
-def main(arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    rank, world, folder, job = ranks.join(arguments)
-    found = globals()[job["name"]](rank, world, {**job, "where": str(folder)})
-    ranks.write(folder, rank, found)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    ranks.play(globals(), sys.argv[1:])

@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ranks
@@ -273,13 +272,5 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def main(arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    rank, world, folder, job = ranks.join(arguments)
-    found = globals()[job["name"]](rank, world, job)
-    ranks.write(Path(folder), rank, found)
-    os._exit(0)  # a rank that is gone would be waited for
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    ranks.play(globals(), sys.argv[1:])

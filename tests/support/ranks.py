@@ -5,15 +5,18 @@ The store of their process group lives in the test's process, as in the launcher
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 
 
@@ -91,6 +94,23 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
     timeout = datetime.timedelta(seconds=found.get("limit", limit))
     distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timeout)
     return int(rank), int(world), Path(folder), found
+
+
+def play(parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False) -> None:
+    """Runs the part that the job of a rank names, as (rank, world, job), writes what it returns, and ends the process.
+
+    Args:
+        parts: a script's globals.
+        arguments: what `run` has given the rank; the job's "where" is the ranks' folder, unless it has one.
+        meet: whether ranks of a part wait for one another at the end.
+    """
+    torch.set_num_threads(1)
+    rank, world, folder, job = join(arguments)
+    write(folder, rank, parts[job["name"]](rank, world, {"where": str(folder), **job}))
+    if meet(job["name"]):
+        with contextlib.suppress(RuntimeError):
+            distributed.barrier()
+    os._exit(0)  # a rank that is gone would be waited for
 
 
 def write(folder: Path, rank: int, result: Any) -> None:

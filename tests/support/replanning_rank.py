@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ranks
@@ -131,14 +129,6 @@ def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, 
     }
 
 
-def main(arguments: list[str]) -> None:
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    rank, world, folder, job = ranks.join(arguments)
-    found = globals()[job["name"]](rank, world, job)
-    ranks.write(Path(folder), rank, found)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO)
+    ranks.play(globals(), sys.argv[1:])

@@ -21,10 +21,10 @@ from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import QUESTIONS, Least, Priced, Prices
-from qsync_fx.allocator.exact.solving import Found, Limits, find
+from qsync_fx.allocator.exact.solving import Found, Limits, find, together
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
 from qsync_fx.allocator.paper import Greedy
-from qsync_fx.allocator.problem import Asked, Plans, Problem
+from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.errors import PlanError
 
 NEAR: Final = 2e-3
@@ -261,7 +261,7 @@ class Search:
             if fastest.plans is None:
                 return fastest
             limits = replace(limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
-            calmest = _together([solved(limits, "variance", [name], fastest.plans) for name in names], 0.0)
+            calmest = together([solved(limits, "variance", [name], fastest.plans) for name in names], 0.0)
             plans = fastest.plans if calmest.plans is None else calmest.plans
             return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
         apart = [[name] for name in problem.open] if problem.variance is None else [list(problem.open)]
@@ -270,7 +270,7 @@ class Search:
             for name, part in problem.classes.items()
             if part.kept is not None
         )
-        return _together([solved(limits, "variance", names, start) for names in apart], fixed)
+        return together([solved(limits, "variance", names, start) for names in apart], fixed)
 
     def _passes(self, name: str) -> float:
         """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
@@ -305,16 +305,3 @@ class Search:
             limits = replace(limits, seconds=limits.seconds - excess["seconds"])
         memory = {name: most - excess.get(f"memory {name}", 0.0) for name, most in limits.memory.items()}
         self.limits = replace(limits, memory=memory)
-
-
-def _together(found: Sequence[Found], more: float) -> Found:
-    plans: dict[str, Asked] | None = {}
-    for one in found:
-        plans = None if one.plans is None or plans is None else {**plans, **one.plans}
-    return Found(
-        plans,
-        sum(one.value for one in found) + more,
-        sum(one.bound for one in found) + more,
-        any(one.infeasible for one in found),
-        any(one.stopped for one in found),
-    )

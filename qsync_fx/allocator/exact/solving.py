@@ -163,3 +163,17 @@ def _chosen(device: DeviceProgram, asked: Asked) -> dict[int, float]:
         for operator, known in device.formats.choices.items()
         for fmt, variable in known.items()
     }
+
+
+def together(found: Sequence[Found], more: float) -> Found:
+    """Returns what programs that nothing couples say as one; `more` is beside them."""
+    plans: dict[str, Asked] | None = {}
+    for one in found:
+        plans = None if one.plans is None or plans is None else {**plans, **one.plans}
+    return Found(
+        plans,
+        sum(one.value for one in found) + more,
+        sum(one.bound for one in found) + more,
+        any(one.infeasible for one in found),
+        any(one.stopped for one in found),
+    )
