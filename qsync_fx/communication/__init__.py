@@ -1,7 +1,8 @@
 """What ranks send each other in place of FP32 gradients, and how.
 
     codecs/      values to bytes and back
-    geometry     which codec each parameter has, and which rank sums which part of it
+    assigned     which codec each parameter has: one for all that are large, or as a plan says
+    geometry     which rank sums which part of a parameter
     messages     what stands before the bytes; verdict, what ranks tell each other at the end of a step
     exchange     every pair at once; worker, the one thread that waits for other ranks
     reduction    the mean over ranks, with the same bits on all of them

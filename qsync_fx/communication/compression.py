@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication import geometry, tally, verdict
-from qsync_fx.communication.codecs import PLAIN, Codec
+from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.reduction import Bucket, Reducer, volumes
 from qsync_fx.communication.state import State
 from qsync_fx.communication.worker import Worker
@@ -24,7 +24,7 @@ class Compression:
     """What `qsync_fx.distributed.compress` returns.
 
     Attributes:
-        codec: what gradients are sent in.
+        assigned: what gradients are sent in.
         pieces: what becomes of each parameter, in the order of the model.
     """
 
@@ -34,19 +34,18 @@ class Compression:
         rank: int,
         world: int,
         named: Sequence[tuple[str, nn.Parameter]],
-        codec: Codec,
+        assigned: Assigned,
         seed: int,
-        least: int,
         check_every: int,
     ) -> None:
-        self.codec = codec
+        self.assigned = assigned
         self.pieces = tuple(
-            geometry.piece(name, index, p.shape, codec if p.numel() >= least else PLAIN, world)
-            for index, (name, p) in enumerate(named)
+            geometry.piece(name, index, p.shape, codec, world)
+            for index, ((name, p), codec) in enumerate(zip(named, assigned.codecs, strict=True))
         )
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
         self._keeps = [p for _, p in named]
-        self._state = State(rank, world, repr(codec), seed)
+        self._state = State(rank, world, assigned.text, seed)
         self._reducer = Reducer(group, self._state)
         self._worker = Worker("qsync communication")
         self._check_every = check_every
@@ -101,15 +100,15 @@ class Compression:
 
     def report(self) -> tally.Report:
         """Returns what this rank has sent so far, how long that took, and what it changed."""
-        coded = sum(piece.size for piece in self.pieces if piece.codec != PLAIN or self.codec == PLAIN)
+        coded = sum(piece.size for piece, one in zip(self.pieces, self.assigned.coded, strict=True) if one)
         plain = sum(piece.size for piece in self.pieces) - coded
         state = self._state
-        return tally.report(self.codec.name, state.rank, state.world, coded, plain, self._reducer.tally)
+        return tally.report(self.assigned.name, state.rank, state.world, coded, plain, self._reducer.tally)
 
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""
         return {
-            "codec of gradients": [repr(self.codec), f"compared every {self._check_every} steps"],
+            "codec of gradients": [self.assigned.said, f"compared every {self._check_every} steps"],
             "seed of gradients": [str(self._state.seed)],
             "coding of tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
         }

@@ -68,6 +68,8 @@ class Report:
         ]
         if self.world == 1:
             return "\n".join([*lines, "  one rank: nothing is sent, and gradients stay as they are"])
+        if not self.coded:
+            return "\n".join([*lines, "  nothing is compressed: DistributedDataParallel sends gradients as they are"])
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
             f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",

@@ -6,38 +6,50 @@ Invariant: no rank sends anything before all have agreed on the codec, the seed 
 from __future__ import annotations
 
 import datetime
+import os
+from collections.abc import Mapping
 from typing import Final
 
 from torch import distributed, nn
 
+from qsync_fx.communication import assigned
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.compression import Compression
-from qsync_fx.communication.geometry import threshold
 from qsync_fx.distributed import timeouts
 from qsync_fx.distributed.meeting import Meeting, several_ranks
 from qsync_fx.distributed.statements import parallel_in
 from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.reading import read_plan
 
 _LIMIT: Final = 1800.0
 _TYPES: Final = 4
 _REMEDIES: Final = {
-    "codec of gradients": "give compress the same codec on all ranks",
+    "codec of gradients": "give compress the same codec, or the same plan, on all ranks",
     "seed of gradients": "give compress the same seed on all ranks",
-    "coding of tensors": "build the same model on all ranks, and give compress the same least",
+    "coding of tensors": "build the same model on all ranks, and give compress the same least or the same plan",
 }
 
 
 def compress(
-    model: nn.Module, codec: str | Codec, *, seed: int = 0, least: int | None = None, check_every: int = 100
+    model: nn.Module,
+    codec: str | Codec | Plan | ClusterPlan | os.PathLike[str],
+    *,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
 ) -> Compression:
-    """Has a model's gradients sent in a codec; once, before training, on all ranks.
+    """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
 
     Args:
         model: a DistributedDataParallel over all ranks, also one that is compiled, on the CPU.
-        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", or one that is made from its class.
+        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", or one that is made from its class; or a plan
+            that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path of its file (a `pathlib.Path`, or a
+            text that ends with ".json"). Where nothing is to be coded DistributedDataParallel sends gradients as ever.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.
-        least: tensors of fewer values go in FP32; by default the largest size with which more than 99% of all values are coded.
+        least: tensors of fewer values go in FP32; by default the largest size with which more than 99% of all values are coded. A plan
+            says that itself.
         check_every: after how many steps gradients are compared over ranks, to the last bit, and what a codec adds is measured; 0 for
             never.
 
@@ -46,6 +58,7 @@ def compress(
 
     Raises:
         OptionError: an argument that it cannot take.
+        PlanError: the plan cannot be read, or is one of another model.
         RankError: the ranks do not agree; on all of them.
     """
     parallel = parallel_in(model)
@@ -54,7 +67,9 @@ def compress(
             f"compress takes a DistributedDataParallel, not {type(model).__name__}",
             do="wrap the model first: DistributedDataParallel(model)",
         )
-    chosen = codec_named(codec) if isinstance(codec, str) else codec
+    planned = _planned(codec)
+    if planned is not None and least is not None:
+        raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
     if check_every < 0:
         raise OptionError(
             f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
@@ -79,7 +94,10 @@ def compress(
                 where=name,
                 do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
             )
-    sizes = [p.numel() for _, p in named]
+    if planned is not None:
+        what = assigned.by_plan(planned, [name for name, _ in named])
+    else:
+        what = assigned.to_all(_made(codec), [p.numel() for _, p in named], least)
     seconds = timeouts.limit_of_group() or _LIMIT
     own = None
     if several_ranks():
@@ -89,13 +107,32 @@ def compress(
         distributed.get_rank(group),
         world,
         named,
-        chosen,
+        what,
         seed % 2**64,
-        threshold(sizes) if least is None else least,
         check_every,
     )
     if several_ranks():
         with Meeting(seconds, None, collectives=False) as meeting:
             meeting.agree("codecs", found.statement(), _REMEDIES)
-    parallel.register_comm_hook(None, found.hook)
+    if any(what.coded):
+        parallel.register_comm_hook(None, found.hook)
     return found
+
+
+def _planned(given: str | Codec | Plan | ClusterPlan | os.PathLike[str]) -> Mapping[str, str] | None:
+    """Returns the codec of each parameter that a plan names; None for what is no plan."""
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        given = read_plan(given)
+    if isinstance(given, ClusterPlan):
+        return given.codecs
+    return {} if isinstance(given, Plan) else None
+
+
+def _made(given: object) -> Codec:
+    if isinstance(given, Codec):
+        return given
+    if isinstance(given, str):
+        return codec_named(given)
+    raise OptionError(
+        f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
+    )

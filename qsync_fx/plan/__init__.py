@@ -1,7 +1,7 @@
 """Plans: which operator computes in which precision.
 
 `opid` says who an operator is and `patterns` selects several; `plan_file` is what stands in a plan's file, `plan_check` holds a plan
-against a model. `cluster_plan` has a plan for each class of devices.
+against a model. `cluster_plan` has a plan for each class of devices, and `gradient_codecs` what it says of gradients.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 from qsync_fx.codec import Parsed, Path, kind
 from qsync_fx.codec.text import step
 from qsync_fx.errors import PlanError, nearest, shown
+from qsync_fx.plan import gradient_codecs
 from qsync_fx.plan.plan import DEVICE_CLASS, Plan
 from qsync_fx.plan.plan_file import CLUSTER_PLAN, Fields, block, notes_of, texts_block
 
@@ -53,6 +54,8 @@ class ClusterPlan:
             does not say it: "Tesla T4" says "t4".
         ranks: the class of each rank of the world that the plan was made for; () where it was made for none.
         notes: where it came from, as a plan's notes.
+        codecs: what the gradient of a parameter is sent in, by its name; the same on all ranks. FP32 for those that it does not name.
+            `qsync_fx.distributed.compress` applies it.
 
     Raises `PlanError` for no class, a class that devices or ranks name and the plan does not have, and whatever is no plan.
     """
@@ -61,6 +64,7 @@ class ClusterPlan:
     devices: Mapping[str, str]
     ranks: tuple[str, ...]
     notes: Mapping[str, str] = field(compare=False)
+    codecs: Mapping[str, str]
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class ClusterPlan:
         devices: Mapping[str, str] = MappingProxyType({}),
         ranks: Sequence[str] = (),
         notes: Mapping[str, str] = MappingProxyType({}),
+        codecs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         found = _classes(classes)
         set_field = object.__setattr__
@@ -75,6 +80,7 @@ class ClusterPlan:
         set_field(self, "devices", MappingProxyType(_devices(devices, found)))
         set_field(self, "ranks", _ranks(ranks, found))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
+        set_field(self, "codecs", MappingProxyType(gradient_codecs.checked(codecs)))
 
     def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
         """Returns the plan of a class, which says in its notes that it is the part of a plan for a cluster."""
@@ -82,7 +88,8 @@ class ClusterPlan:
             given = shown(name) if isinstance(name, str) else kind(name)
             raise PlanError(f"the plan has no class {given}", do=nearest(str(name)[:40], self.classes))
         part = self.classes[name]
-        said = ClusterPlan({key: plan.without_notes() for key, plan in self.classes.items()}, self.devices, self.ranks)
+        plans = {key: plan.without_notes() for key, plan in self.classes.items()}
+        said = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
         digest = hashlib.sha256(said.to_json().encode()).hexdigest()[:16]
         notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
         return Plan(part.default, part.patterns, part.operators, notes)
@@ -109,7 +116,7 @@ class ClusterPlan:
 
     def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
         """Returns the plan with another table: the class of each rank."""
-        return ClusterPlan(self.classes, self.devices, ranks, self.notes)
+        return ClusterPlan(self.classes, self.devices, ranks, self.notes, self.codecs)
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, the same text for equal plans with equal notes."""
@@ -121,6 +128,7 @@ class ClusterPlan:
         ]
         entries += [texts_block("devices", self.devices)] if self.devices else []
         entries += [f'"ranks": {json.dumps(self.ranks)}'] if self.ranks else []
+        entries += [texts_block("codecs", self.codecs)] if self.codecs else []
         entries += [texts_block("notes", self.notes)] if self.notes else []
         return block("{", entries) + "\n"
 
@@ -129,7 +137,7 @@ class ClusterPlan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
         found = CLUSTER_PLAN.decode(text)
         plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", found.classes).items()}
-        return cls(plans, found.devices, found.ranks, found.notes)
+        return cls(plans, found.devices, found.ranks, found.notes, found.codecs)
 
     def save(self, path: Path) -> None:
         """Writes the plan to `path` in one step, as `Plan.save` does."""
@@ -145,10 +153,11 @@ class ClusterPlan:
             raise CLUSTER_PLAN.within(path, error) from None
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.classes.items()), frozenset(self.devices.items()), self.ranks))
+        parts = (self.classes, self.devices, self.codecs)
+        return hash((*(frozenset(part.items()) for part in parts), self.ranks))
 
     def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
-        return (ClusterPlan, (dict(self.classes), dict(self.devices), self.ranks, dict(self.notes)))
+        return (ClusterPlan, (dict(self.classes), dict(self.devices), self.ranks, dict(self.notes), dict(self.codecs)))
 
     def __repr__(self) -> str:
         return f"<ClusterPlan classes={', '.join(self.classes)} ranks={len(self.ranks)}>"
@@ -160,6 +169,7 @@ class ClusterPlan:
             who = f", {_spans(ranks)}" if ranks else ""
             called = f", called {self.devices[name]!r}" if name in self.devices else ""
             lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
+        lines += gradient_codecs.told(self.codecs)
         for name, text in sorted(self.notes.items()):
             several = "\n" in text and all(line.isprintable() for line in text.splitlines())
             told = ["", *(f"  {line}" for line in text.splitlines())] if several else [f"  {shown(text)}"]

@@ -43,6 +43,7 @@ class ClusterFields:
     devices: Any = field(default_factory=dict)
     ranks: Any = ()
     notes: Any = field(default_factory=dict)
+    codecs: Any = field(default_factory=dict)
 
 
 CLUSTER_PLAN = Schema(

@@ -16,6 +16,7 @@ from plan_samples import plans, texts
 import qsync_fx
 from qsync_fx import ClusterPlan, Options, Plan
 from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.plan import gradient_codecs
 from qsync_fx.plan.cluster_plan import AtHand
 from qsync_fx.plan.reading import read_plan
 
@@ -30,9 +31,9 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     classes = draw(st.dictionaries(names, plans, min_size=1, max_size=3))
     known = st.sampled_from(sorted(classes))
     devices = draw(st.dictionaries(known, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2))
-    return ClusterPlan(
-        classes, devices, draw(st.lists(known, max_size=4)), draw(st.dictionaries(texts, texts, max_size=2))
-    )
+    codecs = draw(st.dictionaries(names, st.sampled_from(gradient_codecs.CODECS), max_size=3))
+    notes = draw(st.dictionaries(texts, texts, max_size=2))
+    return ClusterPlan(classes, devices, draw(st.lists(known, max_size=4)), notes, codecs)
 
 
 @settings(max_examples=100)
@@ -59,7 +60,7 @@ def test_what_is_written_is_read(plan: ClusterPlan) -> None:
     )
 )
 def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
-    for field in ("classes", "devices", "ranks", "notes"):
+    for field in ("classes", "devices", "ranks", "notes", "codecs"):
         body: dict[str, Any] = {"classes": {"a": {"default": "int8"}}, field: value}
         try:
             said = str(ClusterPlan.from_json(json.dumps({"format": "qsync-cluster-plan", "version": 1, **body})))
@@ -97,6 +98,34 @@ def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -
     assert what in caught.value.what
     assert caught.value.do
     assert (caught.value.where or "").startswith(f"'{path}'" + (f", {where}" if where else ""))
+
+
+def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
+    plan = ClusterPlan(PLAN.classes, codecs={"0.weight": "qsgd8", "1.weight": "qsgd8", "1.bias": "fp32"})
+    assert plan != PLAN
+    assert plan.for_class("t4").notes["cluster plan"] != PLAN.for_class("t4").notes["cluster plan"]
+    assert plan.for_ranks(["t4"]).codecs == plan.codecs
+    assert "gradients in qsgd8: 0.weight and 1 more parameters" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert ClusterPlan.load(tmp_path / "plan.json").codecs == plan.codecs
+    old = ClusterPlan.from_json(HEAD + ', "classes": {"t4": {"default": "int8"}}}')
+    assert not old.codecs
+    for codecs, what, where in (
+        ({"a": "qsgd5"}, "'qsgd5' is no codec of gradients", "codecs.a"),
+        ({"a": 8}, "a value of type int is no codec", "codecs.a"),
+        (["qsgd8"], "codecs are a mapping, not a list", "codecs"),
+        ({"": "qsgd8"}, "a parameter has a name that prints", "codecs"),
+    ):
+        with pytest.raises(PlanError, match=what) as caught:
+            ClusterPlan(PLAN.classes, codecs=codecs)  # type: ignore[arg-type]
+        assert (caught.value.where or "").startswith(where)
+        assert caught.value.do
+
+
+def test_there_is_a_codec_of_each_name_that_a_plan_may_name() -> None:
+    from qsync_fx.communication.codecs import codec_named
+
+    assert [codec_named(name).name for name in gradient_codecs.CODECS] == list(gradient_codecs.CODECS)
 
 
 def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
