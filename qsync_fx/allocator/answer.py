@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.judge import Judge, Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
@@ -37,6 +38,9 @@ class NoteKind(StrEnum):
     BINDS = "a limit keeps the plan from being better; allow more, and it will be"
     RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
     KEEPS = "trains in its widest format alone, as the quickest class"
+    WAITS = "waits for gradients, which codecs would make smaller; allow some, and it will be seen whether they pay"
+    NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
+    NOT_HERE = "codecs run on the CPU alone so far, so that this is foreseen and cannot be had yet"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
     UNSETTLED = (
         "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
@@ -118,6 +122,8 @@ class Answer:
         trials: of each round in which a plan was run, those of all classes at hand.
         ran: the number of the round in which this plan was run, from 1; None where it was not.
         profiles: of the classes at hand, corrected by what was measured; none where nothing was.
+
+    Codecs of gradients are in `judged`, by bucket, and in `codecs`, by parameter.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -149,6 +155,13 @@ class Answer:
         """Whether all limits are kept."""
         return not self.judged.exceeds(self.problem)
 
+    @cached_property
+    def codecs(self) -> Mapping[str, str]:
+        """What the gradient of a parameter is sent in, by its name, of those that do not go in FP32."""
+        if not self.judged.codecs:
+            return {}
+        return Judge(self.problem, self.plans).options.by_parameter(self.judged.codecs)
+
     def plan(self, name: str | None = None) -> Plan:
         """Returns the plan of a class of devices; of the one that was open to choice where none is named.
 
@@ -178,9 +191,11 @@ class Answer:
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Returns what the option "plan" takes and files hold: the plan of the one class, or that of the cluster."""
+        """Returns what the option "plan" takes and files hold: the plan of the one class, or that of the cluster, with codecs of gradients
+        where there are any."""
         plans = self.to_plans()
-        return next(iter(plans.values())) if len(plans) == 1 else ClusterPlan(plans)
+        alone = len(plans) == 1 and not self.codecs
+        return next(iter(plans.values())) if alone else ClusterPlan(plans, codecs=self.codecs)
 
     def save(self, path: Path) -> None:
         """Writes it to a file for all ranks in one step; raises `PlanError` if it cannot."""

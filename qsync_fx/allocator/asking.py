@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from qsync_fx.allocator.answer import Note, NoteKind
+from qsync_fx.allocator.coding import Coding
 from qsync_fx.allocator.judge import Judge, beyond
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
 from qsync_fx.devices import Device as CatalogDevice, get, names
-from qsync_fx.errors import PlanError, ProfileError, nearest, shown
+from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
+from qsync_fx.plan.gradient_codecs import CODECS, PLAIN
 from qsync_fx.precision import FORMATS, precision
 from qsync_fx.predictor.isomorphism import isomorphic_blocks
 from qsync_fx.predictor.memory import Training
@@ -22,6 +24,7 @@ from qsync_fx.predictor.model.value import Choices, ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.timeline.coding import rates
 from qsync_fx.timeline.known import Known, conditions, graph_of
 
 Objective = Literal["hybrid", "fastest", "recover"]
@@ -43,6 +46,7 @@ class Wishes:
     precisions: Sequence[str] | None = None
     sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None
     tie_blocks: bool = False
+    codecs: Sequence[str] = ()
 
 
 def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
@@ -56,7 +60,7 @@ def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tu
     classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
     graph = next(iter(classes.values())).graph
     tied = _tied(graph) if wishes.tie_blocks else ()
-    problem = Problem(classes, fleet, tied=tied)
+    problem = Problem(classes, fleet, tied=tied, coding=_coding(fleet, known, wishes.codecs, notes))
     if wishes.objective == "fastest":
         budget = wishes.budget
         allowed = budget if isinstance(budget, int | float) else problem.variance_of(_uniform(problem, budget))
@@ -64,6 +68,26 @@ def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tu
     if wishes.objective == "hybrid":
         problem = _kept(problem, notes)
     return replace(problem, seconds=_target(problem, wishes)), notes
+
+
+def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
+    codecs = [names] if isinstance(names, str) else list(names)
+    if not codecs:
+        return None
+    if (unknown := next((name for name in codecs if name not in CODECS), None)) is not None:
+        raise OptionError(
+            f"a plan has no codec {shown(str(unknown))}", where="codecs", do=nearest(str(unknown), CODECS)
+        )
+    if fleet.compression is not None:
+        do = "leave [compression] out of the cluster's file, or codecs out"
+        raise ProfileError("the cluster says already what is done to gradients", where="compression", do=do)
+    if fleet.ranks == 1:
+        notes.append(Note(NoteKind.NOT_SENT))
+        return None
+    for name, profile in known.items():
+        if graph_of(name, profile).device != "cpu":
+            notes.append(Note(NoteKind.NOT_HERE, name))
+    return Coding(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
 
 
 def _class(

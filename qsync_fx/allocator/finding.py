@@ -38,6 +38,7 @@ def find_plan(
     sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None,
     precisions: Sequence[str] | None = None,
     tie_blocks: bool = False,
+    codecs: Sequence[str] = (),
     model: nn.Module | None = None,
     step: StepFunction | None = None,
     batches: Iterable[Any] = (),
@@ -65,6 +66,9 @@ def find_plan(
         sensitivity: of the model, or of each class; by default what profiles hold.
         precisions: formats that the plan may ask for; by default those that were measured.
         tie_blocks: whether operators at one place of equal blocks get one format.
+        codecs: what a bucket of gradients may be sent in beside FP32, such as ("qsgd8", "qsgd4"): chosen together with formats, the same on
+            all ranks, by the "exact" allocator alone. None by default: a plan that has codecs is one to train under with
+            `qsync_fx.distributed.compress(ddp, plan)`, and without that would not take the seconds that it says.
         model: the model itself, where the device that a profile was measured on is at hand. Then the plan is run, the profile corrected by
             what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `Answer.trials` says what
             came out, `Answer.profiles` has the profile as corrected.
@@ -78,7 +82,7 @@ def find_plan(
         ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
     fleet, known = known_devices(profile, cluster)
-    wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks)
+    wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs)
     chosen = allocator_of(allocator)
 
     def solve(known: Mapping[str, Known]) -> Answer:

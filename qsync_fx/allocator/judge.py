@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from qsync_fx.allocator.coding import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.mapper import CostMapper, States, scheduled, states
@@ -49,13 +50,17 @@ class Judged:
     """
     Attributes:
         seconds: from one step of the cluster to the next.
-        variance: of the mean gradient of all ranks.
+        variance: of the mean gradient of all ranks, by roundings and by codecs.
         classes: figures of each class.
+        codecs: of each bucket of gradients; () where there was nothing to choose.
+        coding: what of the variance is by codecs.
     """
 
     seconds: float
     variance: float
     classes: Mapping[str, Figures]
+    codecs: Codecs = ()
+    coding: float = 0.0
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
         """Returns by how much limits are exceeded: "seconds", "variance", and of classes "memory NAME"; nothing where all are kept."""
@@ -81,12 +86,18 @@ class Judge:
     Args:
         problem: what is asked.
         plans: of all classes, to start from.
+        codecs: of buckets; FP32 for all where none are given.
+
+    Attributes:
+        buckets: the parameters of each.
+        options: what there is to choose of codecs.
+        codecs: those of buckets now.
 
     Raises:
         PlanError, ProfileError: a plan does not fit the model, or a time is not known.
     """
 
-    def __init__(self, problem: Problem, plans: Plans) -> None:
+    def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
         self.problem = problem
         self._times = {name: _remembered(found.times) for name, found in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
@@ -98,10 +109,12 @@ class Judge:
         self._peaks: dict[str, int | None] = {}
         self._timeline: Timeline | None = None
         fleet = played(self.schedules(), problem.cluster)
-        places = {p.path: at for at, p in enumerate(next(iter(self._schedules.values())).parameters)}
+        parameters = next(iter(self._schedules.values())).parameters
+        places = {p.path: at for at, p in enumerate(parameters)}
         # Gradients arrive in one order under all plans, so that buckets are those of any.
         self.buckets: Sequence[Sequence[int]] = [[places[path] for path in one.parameters] for one in fleet.buckets]
-        self.transfer: Sequence[float] = self._transfer([bucket.travelling for bucket in fleet.buckets])
+        self.options = options_of(problem, parameters, fleet.buckets)
+        self.codecs = codecs or self.options.plain
 
     def set(self, name: str, operator: str, fmt: str) -> None:
         """Gives an operator of a class another format."""
@@ -112,8 +125,10 @@ class Judge:
         """Takes back the last change that was not taken back yet."""
         self._change(*self._undo.pop())
 
-    def become(self, plans: Plans) -> Judged:
-        """Changes to other plans, which cannot be undone, and returns what they cost."""
+    def become(self, plans: Plans, codecs: Codecs | None = None) -> Judged:
+        """Changes to other plans, and to other codecs where these are given, which cannot be undone; returns what they cost."""
+        if codecs is not None and codecs != self.codecs:
+            self.codecs, self._timeline = codecs, None
         for name, asked in plans.items():
             changes = {operator: fmt for operator, fmt in asked.items() if self._asked[name][operator] != fmt}
             if len(changes) > _MANY * len(asked):
@@ -139,7 +154,12 @@ class Judge:
     @property
     def variance(self) -> float:
         """The variance of the mean gradient."""
-        return self.problem.variance_of(self._asked)
+        return self.problem.variance_of(self._asked) + self.options.added(self.codecs)
+
+    @property
+    def transfer(self) -> Sequence[float]:
+        """The seconds that each bucket travels, coding included."""
+        return self.options.travel(self.codecs)
 
     def computing(self, name: str) -> float:
         """Returns the seconds that a device of a class computes in a step; followed change by change, so quick to ask."""
@@ -200,14 +220,15 @@ class Judge:
             )
             for name in self.problem.classes
         }
-        return Judged(found.seconds, self.variance, figures)
+        return Judged(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs))
 
     @property
     def timeline(self) -> Timeline:
         """The step of the cluster, as `replay` shows it."""
         if self._timeline is None:
             peaks = {name: peak for name in self._peaks if (peak := self._peaks[name]) is not None}
-            fleet = played(self.schedules(), self.problem.cluster, indices=self.buckets, transfer=self.transfer)
+            how = self.options.compression(self.codecs)
+            fleet = played(self.schedules(), self.problem.cluster, how, indices=self.buckets, transfer=self.transfer)
             self._timeline = Timeline(fleet, peaks)
         return self._timeline
 
@@ -236,15 +257,10 @@ class Judge:
             return memory.held_bytes + anchored_bytes(self.states(name), found.anchors, found.training, memory)
         return memory.peak.bytes
 
-    def _transfer(self, sizes: Sequence[float]) -> Sequence[float]:
-        cluster = self.problem.cluster
-        taken: list[float] = cluster.all_reduce.seconds(sizes, cluster.ranks).tolist() if sizes else []
-        return taken
 
-
-def judged(problem: Problem, plans: Plans) -> Judged:
-    """Returns what plans of all classes cost."""
-    return Judge(problem, plans).judged()
+def judged(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Judged:
+    """Returns what plans of all classes cost, with all gradients in FP32 or in the codecs that are given for buckets."""
+    return Judge(problem, plans, codecs).judged()
 
 
 def _remembered(times: Times) -> Times:

@@ -12,16 +12,20 @@ from typing import Final
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.judge import Judge
 from qsync_fx.allocator.problem import Problem, width
+from qsync_fx.communication.foreseen import by_bucket
 from qsync_fx.predictor.replay.fleet import played
 
 NEAR: Final = 0.02
 """How near to a limit, of it, a plan is that the limit binds."""
+LONG: Final = 0.1
+"""Of a step, how long a device waits for gradients that this is worth a word."""
 
 
 def looked(answer: Answer) -> Iterator[Note]:
     """Yields what there is to know."""
-    judge = Judge(answer.problem, answer.plans)
+    judge = Judge(answer.problem, answer.plans, answer.judged.codecs)
     yield from _binding(answer)
+    yield from _waiting(answer)
     yield from _joining(answer, judge)
     for name in answer.problem.open:
         yield from _not_faster(answer, judge, name)
@@ -40,6 +44,17 @@ def _binding(answer: Answer) -> Iterator[Note]:
             yield Note(NoteKind.BINDS, name, numbers={what: value, "limit": limit})
 
 
+def _waiting(answer: Answer) -> Iterator[Note]:
+    """The classes that wait for gradients to travel, where no codecs were allowed."""
+    if answer.problem.coding is not None:
+        return
+    for name, figures in answer.judged.classes.items():
+        if figures.sending > LONG * answer.judged.seconds:
+            yield Note(
+                NoteKind.WAITS, name, numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds}
+            )
+
+
 def _joining(answer: Answer, judge: Judge) -> Iterator[Note]:
     """Whether the run makes more samples a second with each class than without it, taking batches to be equal where none is known."""
     problem = answer.problem
@@ -49,7 +64,10 @@ def _joining(answer: Answer, judge: Judge) -> Iterator[Note]:
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
         alone = replace(problem.cluster, devices={other: problem.cluster.devices[other] for other in others})
-        seconds = float(played({other: judge.schedules()[other] for other in others}, alone).step.seconds)
+        own = {other: judge.schedules()[other] for other in others}
+        coding = problem.coding
+        how = None if coding is None else by_bucket(own, alone, answer.codecs, coding.rates)
+        seconds = float(played(own, alone, how).step.seconds)
         without = _samples(problem, others) / seconds
         kind = NoteKind.JOINS if rate > without else NoteKind.DOES_NOT_HELP
         yield Note(kind, name, numbers={"samples a second": rate, "without it": without})

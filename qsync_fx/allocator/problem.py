@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from qsync_fx.allocator.coding import Coding
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper.tables import Tables
@@ -138,6 +139,7 @@ class Problem:
         seconds: what a step of the cluster may take; None for any.
         variance: what the variance may be; None for any.
         tied: groups of operators that get one format, on each class.
+        coding: codecs that a bucket of gradients may be sent in; None where all are sent in FP32.
     """
 
     classes: Mapping[str, DeviceClass]
@@ -146,6 +148,7 @@ class Problem:
     seconds: float | None = None
     variance: float | None = None
     tied: Sequence[Sequence[str]] = ()
+    coding: Coding | None = None
 
     def __post_init__(self) -> None:
         self.cluster.check_names(self.classes, "classes")

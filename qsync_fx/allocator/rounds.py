@@ -164,4 +164,6 @@ def _alone(profile: Profile) -> Profile:
 def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
     own = {name: replace(again.problem.classes[name], times=profile.times()) for name, profile in ran.items()}
     problem = replace(again.problem, classes={**again.problem.classes, **own})
-    return replace(again, problem=problem, plans=plans, judged=judged(problem, plans), bound=None, rounds=())
+    return replace(
+        again, problem=problem, plans=plans, judged=judged(problem, plans, again.judged.codecs), bound=None, rounds=()
+    )

@@ -74,27 +74,28 @@ class FoundPlan(ClusterPlan):
     answer: Answer | None
 
     def __init__(self, plan: ClusterPlan, survey: Survey | None = None, answer: Answer | None = None) -> None:
-        super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes)
+        super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes, plan.codecs)
         object.__setattr__(self, "survey", survey)
         object.__setattr__(self, "answer", answer)
 
     @classmethod
     def of(cls, answer: Answer, survey: Survey) -> FoundPlan:
         """Returns the plan of an answer, with the class of each rank in its table."""
-        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes={"answer": str(answer)})
+        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes={"answer": str(answer)}, codecs=answer.codecs)
         return cls(plan, survey, answer)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ClusterPlan):
             return NotImplemented
-        return (self.classes, self.devices, self.ranks) == (other.classes, other.devices, other.ranks)
+        mine, theirs = ((one.classes, one.devices, one.ranks, one.codecs) for one in (self, other))
+        return mine == theirs
 
     __hash__ = ClusterPlan.__hash__
 
 
 def under(plans: Answer, now: Answer) -> Judged:
     """Returns what the plans of one answer cost where things are as in another."""
-    return judged(now.problem, plans.plans)
+    return judged(now.problem, plans.plans, plans.judged.codecs)
 
 
 def _seconds(profile: Profile) -> float:

@@ -29,7 +29,7 @@ def answer_text(answer: Answer, width: int | None = None) -> str:
 
 def answer_table(answer: Answer) -> RenderableType:
     """Returns an answer for a rich console."""
-    lines = (*_trials(answer), *_conditions(answer), *_notes(answer))
+    lines = (*_coding(answer), *_trials(answer), *_conditions(answer), *_notes(answer))
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
@@ -62,6 +62,17 @@ def _classes(answer: Answer) -> RenderableType:
             *(str(counts[fmt] or "-") for fmt in formats),
         )
     return table
+
+
+def _coding(answer: Answer) -> Iterator[str]:
+    """Which codecs gradients go in, where there was a choice."""
+    judged, coding = answer.judged, answer.problem.coding
+    if coding is None:
+        return
+    counts = Counter(judged.codecs)
+    kinds = ", ".join(f"{counts[codec]} in {codec}" for codec in coding.codecs if counts[codec])
+    yield f"buckets of gradients: {kinds}; codecs add {judged.coding:.4g} of the variance"
+    yield f"how fast they code is {coding.rates.source}"
 
 
 def _trials(answer: Answer) -> Iterator[str]:

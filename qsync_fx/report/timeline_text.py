@@ -5,6 +5,7 @@ Invariant: seconds of a device are of one of its devices, and add up as `timelin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,10 @@ def _head(timeline: Timeline) -> str:
     buckets = timeline.played.buckets
     if buckets:
         parts.append(f"{len(buckets)} buckets of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients")
+    codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
+    if codecs:
+        kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
+        parts.append(f"sent as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})")
     return ", ".join(parts)
 
 

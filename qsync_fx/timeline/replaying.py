@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qsync_fx.codec import Path
-from qsync_fx.plan import Plan
+from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.memory import Training, peak_bytes
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
+from qsync_fx.timeline.coding import compression
 from qsync_fx.timeline.known import Given, Known, by_name, conditions, for_all, graph_of, known_devices, read_cluster
 from qsync_fx.timeline.timeline import Timeline
 
 
 def replay(
-    plan: Plan | Mapping[str, Plan],
+    plan: Plan | ClusterPlan | Mapping[str, Plan],
     profile: Given | Mapping[str, Given],
     *,
     cluster: Cluster | Path | None = None,
@@ -29,7 +30,8 @@ def replay(
     """Returns what a training step will look like.
 
     Args:
-        plan: of the device, or of each class of devices by name. One plan for several classes is the plan of all.
+        plan: of the device, or of each class of devices by name; one plan for several classes is the plan of all. Where a plan for a
+            cluster says in which codecs gradients go, the step is that of a training whose gradients are compressed so.
         profile: likewise, or the path of its file. Those that the cluster's file names need not be given, and devices of the catalog that
             it names are reckoned with the model of the first that is.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
@@ -38,7 +40,8 @@ def replay(
         ProfileError: the cluster is none, a plan or profile is missing, a time is not known.
         PlanError: a plan is not one of the model.
     """
-    plans = by_name(plan)
+    codecs = plan.codecs if isinstance(plan, ClusterPlan) else {}
+    plans = by_name(plan.classes if isinstance(plan, ClusterPlan) else plan)
     fleet, profiles = known_devices(profile, cluster, len(plans))
     plans = for_all(plans, fleet)
     fleet.check_names(plans, "plans")
@@ -46,7 +49,8 @@ def replay(
     schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
     peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
     known = {name: peak for name, peak in peaks.items() if peak is not None}
-    return Timeline(played(schedules, fleet), known, conditions(profiles))
+    step = played(schedules, fleet, compression(schedules, fleet, codecs, profiles))
+    return Timeline(step, known, conditions(profiles))
 
 
 def replay_traces(

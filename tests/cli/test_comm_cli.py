@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,76 @@ def test_what_bench_cannot_take_is_told(capsys: pytest.CaptureFixture[str]) -> N
     assert "did you mean 'qsgd" in capsys.readouterr().err
     assert main(["comm", "bench", "--repeats", "0"]) == 2
     assert "repeats is 0" in capsys.readouterr().err
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def wide():
+    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)), (torch.randn(64, 512),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "wide_of_test.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "wide_of_test:wide"
+
+
+def test_predict_says_which_codec_pays(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["comm", "predict", model, "--gpus", "16"]
+    assert main([*how, "--bandwidth", "1gbit"]) == 0
+    told = capsys.readouterr().out
+    assert "on 16 devices: NVIDIA T4" in told
+    assert "links of 1 Gbit/s" in told
+    assert " pays: " in told
+    assert "Do not compress" not in told
+    assert main([*how, "--bandwidth", "1gbit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["codec"]: row for row in found["codecs"]}
+    assert found["best"] in rows
+    assert rows[found["best"]]["seconds"] == min(row["seconds"] for row in rows.values()) < rows["none"]["seconds"]
+    values = 2 * 512 * 2048 + 2048 + 512
+    assert rows["none"]["bytes"] == pytest.approx(2 * 15 / 16 * 4 * values)
+    assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
+    assert rows["qsgd4"]["pays_below"] > 1e9
+    assert 0 <= rows["none"]["hidden"] <= 1
+
+
+def test_predict_says_not_to_compress_where_nothing_is_won(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "predict", model, "--gpus", "2", "--bandwidth", "100tbit", "--codec", "qsgd8"]) == 0
+    told = capsys.readouterr().out
+    assert "Do not compress: no codec makes a step shorter." in told
+    assert "codecs would pay below" in told
+
+
+def test_predict_takes_speeds_that_were_measured(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--json"]) == 0
+    path = tmp_path / "rates.json"
+    path.write_text(capsys.readouterr().out)
+    how = ["comm", "predict", model, "--gpus", "2", "--bandwidth", "100mbit", "--codec", "qsgd4", "--json"]
+    assert main([*how, "--rates", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["rates"] == f"measured, {path}"
+    path.write_text('[{"codec": "qsgd4"}]')
+    assert main([*how, "--rates", str(path)]) == 2
+    assert "the speeds of codecs cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (["--gpus", "1", "--bandwidth", "1gbit"], "1 devices send each other nothing"),
+        (["--gpus", "2", "--bandwidth", "fast"], "'fast' is no bandwidth"),
+        (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is no bandwidth"),
+        (["--gpus", "2", "--bandwidth", "1gbit"], "there is neither a model nor a profile"),
+        (["--gpus", "2", "--bandwidth", "1gbit", "--precisions", "fp32,bf16"], "trains in one format here"),
+    ],
+)
+def test_what_predict_cannot_take_is_told(how: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "predict", *how]) == 2
+    assert said in capsys.readouterr().err

@@ -1,8 +1,9 @@
 """The program of one class of devices: choices, what they take until each bucket can be sent, and what is held.
 
 The backward pass is cut into stretches, one until each bucket is ready and one behind the last. A bucket is ready after all stretches until
-then: a step of T seconds is a bound on that, the bucket's and all later ones' travelling subtracted. That is the closed form of the
-replayer. In rows that are sparse when a bucket is ready is a variable, the one before it and its stretch: `ready`.
+then: a step of T seconds is a bound on that and the bucket's and all later ones' travelling. That is the closed form of the replayer. In
+rows that are sparse what a bucket leads to is a variable, the one before it, its stretch, and less of travelling by the bucket before:
+`ready`.
 
 Invariant: seconds in rows are in thousandths of `unit`, so that tolerances are relative to a step.
 """
@@ -31,13 +32,13 @@ class Stretches:
 
     Attributes:
         of: by operator, the stretch of the backward pass that it is in.
-        after: by stretch, seconds from its end to the end of the step, of which no plan is the cause.
+        after: seconds from when all is computed and has arrived to the end of the step.
         slowdown: what everything on the device takes longer than its profile says.
         extra: by stretch, seconds that the device spends to send.
     """
 
     of: Sequence[int]
-    after: Sequence[float]
+    after: float
     slowdown: float
     extra: Sequence[float]
 
@@ -60,9 +61,8 @@ def stretches(problem: Problem, judge: Judge, name: str) -> Stretches:
         for bucket in judge.buckets
     ]
     extra = [0.0 if how is None else how.fixed + how.each * size for size in sizes]
-    rest = np.cumsum(np.array(judge.transfer, float)[::-1])[::-1].tolist()
     between = schedule.optimizer * device.slowdown + device.delay
-    return Stretches(of, [*(between + travel for travel in rest), between], device.slowdown, [*extra, 0.0])
+    return Stretches(of, between, device.slowdown, [*extra, 0.0])
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class DeviceProgram:
         name: of the class.
         formats: what its operators compute in, as expressions.
         variance: as an expression, weighed as the mean gradient weighs it.
-        stretches: seconds of each, those of the forward pass in the first, as expressions, in thousandths of the unit.
-        after: by stretch, what of the step follows it, in the same.
+        stretches: of which the sum until one is what a step takes by what is done until then, and travels from then on; the forward pass
+            is in the first; as expressions, in thousandths of the unit.
+        after: what of the step follows in any case, in the same.
         held: bytes that a step holds at each moment at which it may hold most; none where memory does not matter.
     """
 
@@ -81,11 +82,11 @@ class DeviceProgram:
     formats: Formats
     variance: Expression
     stretches: Sequence[Expression]
-    after: Sequence[float]
+    after: float
     held: tuple[Expression, ...]
 
     def ready(self, program: Program) -> list[int]:
-        """Adds a variable for the end of each stretch, and returns them."""
+        """Adds a variable for the sum until each stretch, and returns them."""
         found: list[int] = []
         for stretch in self.stretches:
             before: Expression = {found[-1]: 1.0} if found else {}
@@ -95,13 +96,20 @@ class DeviceProgram:
 
 
 def device_program(
-    program: Program, problem: Problem, judge: Judge, name: str, prices: Priced, unit: float, held: Holds | None
+    program: Program,
+    problem: Problem,
+    judge: Judge,
+    name: str,
+    prices: Priced,
+    unit: float,
+    held: Holds | None,
+    travel: Sequence[Expression],
 ) -> DeviceProgram:
-    """Adds a class of devices to a program."""
+    """Adds a class of devices to a program; `travel` says how long each bucket travels, in thousandths of the unit."""
     part, sends = problem.classes[name], stretches(problem, judge, name)
     formats = Formats(program, part, problem.tied)
     forward: dict[int, float] = {}
-    backward: list[dict[int, float]] = [{} for _ in sends.after]
+    backward: list[dict[int, float]] = [{} for _ in sends.extra]
 
     def charge(where: Expression, ahead: float, back: float, stretch: int) -> None:
         for into, seconds in ((forward, ahead), (backward[stretch], back)):
@@ -120,7 +128,8 @@ def device_program(
     scale = THOUSANDTHS / unit
     parts: list[Expression] = []
     for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
-        ahead = [(sends.slowdown * scale, forward)] if number == 0 else []
+        first = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
+        ahead = first if number == 0 else [(-1.0, travel[number - 1])]
         parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))
     weight = problem.weight(name)
     variance: dict[int, float] = {}
@@ -128,4 +137,4 @@ def device_program(
         for fmt, variable in known.items():
             variance[variable] = variance.get(variable, 0.0) + weight * part.omega(operator, fmt)
     at_peaks = tuple(held.expressions(formats)) if held is not None else ()
-    return DeviceProgram(name, formats, variance, parts, [scale * rest for rest in sends.after], at_peaks)
+    return DeviceProgram(name, formats, variance, parts, scale * sends.after, at_peaks)

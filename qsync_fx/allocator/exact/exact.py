@@ -46,8 +46,8 @@ class Exact:
         if search.best is None:
             raise why_not(search)
         bound = search.bound if certain else search.bounded()
-        plans = search.best[0]
-        judged = Judge(problem, plans).judged()
+        plans, codecs = search.best[0], search.best[1].codecs
+        judged = Judge(problem, plans, codecs).judged()
         value = judged.value(problem)
         took = time.perf_counter() - began
         notes = () if certain else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)

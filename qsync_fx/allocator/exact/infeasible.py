@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def why_not(search: Search) -> PlanError:
     """Returns the error that says why a search found no plan."""
-    problem, free = search.problem, Limits(floor=search.limits.floor)
+    problem, free = search.problem, Limits()
     for name in problem.open:
         limit = problem.classes[name].memory
         if limit is None:
@@ -79,7 +79,7 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
         search.gap,
         search.seconds,
     )
-    return search.look({**search.judge.plans, **(found.plans or {})})
+    return search.look({**search.judge.plans, **(found.plans or {})}, found.codecs)
 
 
 def _peak(judged: Judged, name: str) -> int:

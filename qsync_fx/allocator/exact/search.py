@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
+from qsync_fx.allocator.coding import Codecs
 from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import QUESTIONS, Least, Priced, Prices
@@ -73,7 +74,7 @@ class Search:
         self.notes: list[Note] = []
         memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
         self.held = {name: Held() for name in memory}
-        self.limits = self._asked = Limits(problem.seconds, memory, problem.variance, self._floor())
+        self.limits = self._asked = Limits(problem.seconds, memory, problem.variance)
         if memory:
             self._uniforms()
         else:
@@ -96,23 +97,23 @@ class Search:
             self._settle(rounds)
 
     def _settle(self, rounds: int) -> None:
-        seen: list[Plans] = []
+        seen: list[tuple[Plans, Codecs]] = []
         for _ in range(rounds):
             if (solved := self._solve()) is None:
                 return
-            plans, excess, new = solved
-            if plans in seen or (not excess and not new):
+            found, excess, new = solved
+            if found in seen or (not excess and not new):
                 if not excess:
                     return
                 self._tighten(excess)
-            seen.append(plans)
+            seen.append(found)
 
-    def _solve(self) -> tuple[Plans, dict[str, float], bool] | None:
-        """Solves once; returns the plans, what of the limits they exceed, and whether anything was learned."""
+    def _solve(self) -> tuple[tuple[Plans, Codecs], dict[str, float], bool] | None:
+        """Solves once; returns the plans and codecs, what of the limits they exceed, and whether anything was learned."""
         found = self._found(self.best[0] if self.best else self.judge.plans)
         if found.infeasible and self.best is not None:
             # What was learned of other plans may hide one that is known to keep the limits.
-            self.look(self.best[0])
+            self.look(self.best[0], self.best[1].codecs)
             self.learn()
             found = self._found(self.best[0])
         if found.stopped:
@@ -120,11 +121,11 @@ class Search:
         if found.plans is None:
             return None
         plans = self.problem.completed(found.plans)
-        judged = self.look(plans)
+        judged = self.look(plans, found.codecs)
         excess, new = judged.exceeds(self.problem), self.learn()
         self.bound = found.bound
         self.rounds.append(Round(judged, found.bound, not excess, new))
-        return plans, excess, new
+        return (plans, judged.codecs), excess, new
 
     def widen(self) -> None:
         """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
@@ -132,7 +133,7 @@ class Search:
         if self.best is None or not self.approximate or problem.tied or problem.least != "variance":
             return
         plans = self.best[0]
-        self.judge.become(plans)
+        self.judge.become(plans, self.best[1].codecs)
         wins = [
             (
                 self.problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),
@@ -161,13 +162,16 @@ class Search:
             for name in self.problem.open
             for operator, known in self.problem.classes[name].choices.items()
         }
-        if self.problem.tied or not self.approximate or math.prod(map(len, choices.values())) > FEW:
+        codecs = [tuple(by) for by in self.judge.options.coded]
+        many = math.prod(map(len, (*choices.values(), *codecs)))
+        if self.problem.tied or not self.approximate or many > FEW:
             return False
         for picked in itertools.product(*choices.values()):
             plans: dict[str, dict[str, str]] = {name: {} for name in self.problem.open}
             for (name, operator), fmt in zip(choices, picked, strict=True):
                 plans[name][operator] = fmt
-            self.look(plans)
+            for coded in itertools.product(*codecs):
+                self.look(plans, coded)
         self.bound = self.best[1].value(self.problem) if self.best is not None else self.bound
         return True
 
@@ -176,7 +180,7 @@ class Search:
         if sum(len(part.choices) for part in self.problem.classes.values()) > _ASKED:
             return
         with contextlib.suppress(PlanError):
-            self.look(Greedy().allocate(self.problem).plans)
+            self.look(Greedy().allocate(self.problem).plans, self.judge.options.plain)
 
     def bounded(self) -> float | None:
         """Returns what no plan is below: reckoned with what is certain to be held, and the least times; None where that takes too long."""
@@ -194,7 +198,7 @@ class Search:
         found = self._found(self.judge.plans, prices, held, self._asked)
         if found.plans is None:
             return None
-        self.look(self.problem.completed(found.plans))
+        self.look(self.problem.completed(found.plans), found.codecs)
         return found.bound
 
     @property
@@ -203,9 +207,9 @@ class Search:
         limited = any(self.problem.classes[name].memory is not None for name in self.problem.open)
         return limited or any(prices.differ for prices in self.prices.values())
 
-    def look(self, plans: Plans) -> Judged:
-        """Has plans judged, and keeps them if none better are known."""
-        judged = self.judge.become(plans)
+    def look(self, plans: Plans, codecs: Codecs | None = None) -> Judged:
+        """Has plans judged, and keeps them if none better are known; with the codecs of buckets as they are where none are given."""
+        judged = self.judge.become(plans, codecs)
         for name, figures in judged.classes.items():
             if figures.peak_bytes is not None:
                 self.smallest[name] = min(figures.peak_bytes, self.smallest.get(name, figures.peak_bytes))
@@ -254,17 +258,20 @@ class Search:
             known = prices or self.prices, held or self.held
             return find(problem, self.judge, *known, limits, least, names, start, self.gap, self.seconds)
 
+        names = list(problem.open)
+        # Codecs are the same on all classes.
+        apart = [names] if self.judge.options.open else [[name] for name in names]
         if problem.least == "seconds":
             # The least seconds, and then the least variance that these allow.
-            names = list(problem.open)
             fastest = solved(limits, "seconds", names, start)
             if fastest.plans is None:
                 return fastest
             limits = replace(limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
-            calmest = together([solved(limits, "variance", [name], fastest.plans) for name in names], 0.0)
-            plans = fastest.plans if calmest.plans is None else calmest.plans
-            return replace(fastest, plans=plans, stopped=fastest.stopped or calmest.stopped)
-        apart = [[name] for name in problem.open] if problem.variance is None else [list(problem.open)]
+            calmest = together([solved(limits, "variance", some, fastest.plans) for some in apart], 0.0)
+            better = fastest if calmest.plans is None else calmest
+            stopped = fastest.stopped or calmest.stopped
+            return replace(fastest, plans=better.plans, codecs=better.codecs, stopped=stopped)
+        apart = apart if problem.variance is None else [names]
         fixed = sum(
             problem.weight(name) * part.variance(part.kept)
             for name, part in problem.classes.items()
@@ -278,10 +285,6 @@ class Search:
         assert memory is not None and peak is not None
         passes = max(moment.bytes for moment in memory.moments if moment.place != "optimizer")
         return passes + peak - memory.peak.bytes
-
-    def _floor(self) -> float:
-        """Returns the seconds of a step that classes take which are not open to choice."""
-        return max((self.alone(name) for name in self.fixed), default=0.0)
 
     @property
     def fixed(self) -> list[str]:

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from qsync_fx.allocator.coding import Codecs
 from qsync_fx.allocator.exact.certain import Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.exact.prices import Priced
-from qsync_fx.allocator.exact.program import INFINITY, Program, total
+from qsync_fx.allocator.exact.program import INFINITY, Expression, Program, total
 from qsync_fx.allocator.exact.relaxing import Coupling, Relaxing
+from qsync_fx.allocator.exact.sending import Sending, kept, sending
 from qsync_fx.allocator.judge import TOLERANCE, Judge
 from qsync_fx.allocator.problem import Asked, Plans, Problem
 
@@ -31,13 +33,11 @@ class Limits:
         seconds: of a step; None for any.
         memory: by class, bytes that a step may hold.
         variance: of the mean gradient; None for any.
-        floor: seconds that a step takes whatever is chosen, for other classes.
     """
 
     seconds: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
     variance: float | None = None
-    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Found:
     """
     Attributes:
         plans: of the classes; None where there are none.
+        codecs: of buckets, where they were chosen too.
         value: what was to be small, of these.
         bound: that what was to be small is not below.
         infeasible: whether no plan keeps the limits.
@@ -56,6 +57,7 @@ class Found:
     bound: float
     infeasible: bool
     stopped: bool
+    codecs: Codecs | None = None
 
 
 def find(
@@ -73,35 +75,46 @@ def find(
     """Returns the plans of some classes for which something is least: "variance", "seconds", or the "memory" of the one class.
 
     Args:
-        start: plans that the search starts from where they keep the limits.
+        start: plans that the search starts from where they keep the limits, with the codecs that the judge has.
         gap: that may be left, of what is least.
         seconds: after which the search is given up.
     """
     unit = max(judge.seconds, 1e-12)
     program = Program()
     memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
-    devices = [device_program(program, problem, judge, name, prices[name], unit, memory.get(name)) for name in names]
-    scale = _minimised(program, devices, limits, least, unit)
+    sends = sending(program, judge.options, unit)
+    devices = [
+        device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel)
+        for name in names
+    ]
+    others = list(kept(problem, judge, sends, unit))
+    if limits.seconds is not None and judge.options.open:
+        for other in others:
+            program.row(other, most=_most_seconds(limits.seconds, unit))
+    scale = _minimised(program, devices, sends, others, least, unit)
     found = None
     if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
         groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
-        found = Relaxing(program, list(_coupling(devices, limits, unit)), list(groups.values()), seconds).solved(gap)
+        every = [*groups.values(), *(list(by.values()) for by in sends.choices)]
+        found = Relaxing(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
     if found is None:
-        _limited(program, devices, limits, unit)
+        _limited(program, devices, sends, limits, unit)
         first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
-        found = program.solve(gap, seconds, first)
+        found = program.solve(gap, seconds, first | sends.start(judge.codecs))
     if found.values is None:
         return Found(None, INFINITY, INFINITY, found.infeasible, found.stopped)
-    plans = {device.name: device.formats.asked(found.values.tolist()) for device in devices}
-    return Found(plans, found.objective / scale, found.bound / scale, False, found.stopped)
+    values = found.values.tolist()
+    plans = {device.name: device.formats.asked(values) for device in devices}
+    codecs = sends.chosen(values) if judge.options.open else None
+    return Found(plans, found.objective / scale, found.bound / scale, False, found.stopped, codecs)
 
 
 def _coupling(devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> Iterator[Coupling]:
     """Yields the limits of seconds and memory as rows of all that they couple."""
     for device in devices:
         if limits.seconds is not None:
-            most = _most_seconds(limits.seconds, unit)
-            yield Coupling(device.stretches, [most - rest for rest in device.after], running=True)
+            most = _most_seconds(limits.seconds, unit) - device.after
+            yield Coupling(device.stretches, [most] * len(device.stretches), running=True)
         if (limit := limits.memory.get(device.name)) is not None:
             held = [total((THOUSANDTHS / limit, one)) for one in device.held]
             yield Coupling(held, [_most_held()] * len(held), running=False)
@@ -115,31 +128,43 @@ def _most_held() -> float:
     return THOUSANDTHS * (1 + TOLERANCE / 2)
 
 
-def _limited(program: Program, devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> None:
+def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending, limits: Limits, unit: float) -> None:
     for device in devices:
         if limits.seconds is not None:
-            most = _most_seconds(limits.seconds, unit)
-            for variable, rest in zip(device.ready(program), device.after, strict=True):
-                program.row({variable: 1.0}, most=most - rest)
+            most = _most_seconds(limits.seconds, unit) - device.after
+            for variable in device.ready(program):
+                program.row({variable: 1.0}, most=most)
         if (limit := limits.memory.get(device.name)) is not None:
             for held in device.held:
                 program.row(total((THOUSANDTHS / limit, held)), most=_most_held())
     if limits.variance is not None:
-        variance = total(*((1.0, device.variance) for device in devices))
+        variance = _variance(devices, sends)
         size = max([limits.variance, *variance.values()])
         if size > 0:
             most = limits.variance / size * (1 + TOLERANCE / 2)
             program.row(total((THOUSANDTHS / size, variance)), most=THOUSANDTHS * most)
 
 
-def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limits, least: str, unit: float) -> float:
+def _variance(devices: Sequence[DeviceProgram], sends: Sending) -> dict[int, float]:
+    return total(*((1.0, device.variance) for device in devices), (1.0, sends.variance))
+
+
+def _minimised(
+    program: Program,
+    devices: Sequence[DeviceProgram],
+    sends: Sending,
+    others: Sequence[Expression],
+    least: str,
+    unit: float,
+) -> float:
     """Says what is least; returns what the objective is in its own unit."""
     if least == "seconds":
         step = program.variable(1.0, INFINITY)
         for device in devices:
-            for variable, rest in zip(device.ready(program), device.after, strict=True):
-                program.row({variable: 1.0, step: -1.0}, most=-rest)
-        program.row({step: 1.0}, least=THOUSANDTHS * limits.floor / unit)
+            for variable in device.ready(program):
+                program.row({variable: 1.0, step: -1.0}, most=-device.after)
+        for other in others:
+            program.row(total((1.0, other), (-1.0, {step: 1.0})), most=0.0)
         return THOUSANDTHS / unit
     if least == "memory":
         peak = program.variable(1.0, INFINITY)
@@ -148,7 +173,7 @@ def _minimised(program: Program, devices: Sequence[DeviceProgram], limits: Limit
         for held in known:
             program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
         return THOUSANDTHS / size
-    costs = total(*((1.0, device.variance) for device in devices))
+    costs = _variance(devices, sends)
     size = max(costs.values(), default=0.0) or 1.0
     scale = THOUSANDTHS / size
     for variable, factor in costs.items():
@@ -176,4 +201,5 @@ def together(found: Sequence[Found], more: float) -> Found:
         sum(one.bound for one in found) + more,
         any(one.infeasible for one in found),
         any(one.stopped for one in found),
+        next((one.codecs for one in found if one.codecs is not None), None),
     )

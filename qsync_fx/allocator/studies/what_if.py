@@ -32,7 +32,7 @@ def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = Non
             raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
         asked |= {operator: part.called(operator, fmt) for operator in operators}
     plans = {**answer.plans, name: asked}
-    found = judged(problem, plans)
+    found = judged(problem, plans, answer.judged.codecs)
     over = found.exceeds(problem)
     notes = (Note(NoteKind.UNFIT, numbers=over),) if over else ()
     return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from qsync_fx.cli import output
+from qsync_fx.cli.comm_predict import PREDICT
 from qsync_fx.cli.command import Command
 
 _ABOUT = """\
@@ -64,6 +65,9 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "what sending gradients in fewer bits costs",
-    about=_ABOUT,
-    actions={"bench": Command("codecs against memcpy on this processor", _bench, _arguments, _ABOUT, _EXAMPLES)},
+    about="What sending gradients in fewer bits costs, and where it pays.",
+    actions={
+        "bench": Command("codecs against memcpy on this processor", _bench, _arguments, _ABOUT, _EXAMPLES),
+        "predict": PREDICT,
+    },
 )

@@ -74,16 +74,19 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
     plans: dict[str, Any] = {}
+    codecs: dict[str, str] = {}
     for name, path in named(arguments.plan, "PLAN").items():
         plan = read_plan(path)
         if isinstance(plan, ClusterPlan):
             plans |= {name: plan.for_class(name)} if name else plan.classes
+            codecs |= plan.codecs
         else:
             plans[name] = plan
     # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
     paths = named(arguments.profile, "--profile")
     profiles = {name: cast("Known", Profile.load(path, any_machine=True)) for name, path in paths.items()}
-    return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
+    given = ClusterPlan(plans, codecs=codecs) if codecs else plans.get("", plans)
+    return replay(given, profiles.get("", profiles), cluster=arguments.cluster)
 
 
 def _of_traces(arguments: argparse.Namespace) -> Timeline:
@@ -118,7 +121,14 @@ def as_json(timeline: Timeline) -> Mapping[str, Any]:
             for (name, device), alone in zip(cluster.devices.items(), timeline.played.devices.values(), strict=True)
         ],
         "buckets": [
-            {"parameters": list(bucket.parameters), "bytes": bucket.nbytes, "sent": sent, "arrived": arrived}
+            {
+                "parameters": list(bucket.parameters),
+                "bytes": bucket.nbytes,
+                "codec": None if bucket.coded is None else bucket.coded.codec,
+                "travelling": bucket.travelling,
+                "sent": sent,
+                "arrived": arrived,
+            }
             for bucket, sent, arrived in zip(
                 timeline.played.buckets,
                 timeline.played.step.sent.tolist(),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -71,6 +72,16 @@ class Codec(ABC):
     def columns(self, gradient: Tensor) -> Tensor | None:
         """Returns the view of a gradient whose values lie in the order they are coded in; None where that is as they lie in memory."""
         return None
+
+    def variance(self, values: Tensor) -> float:
+        """Returns what the codec adds to FP32 values in the mean square, summed over them; of one that rounds at random the variance.
+
+        Where there is a residual it is what is left for the next gradient, and nothing is lost.
+        """
+        wire, found = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+        self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
+        self.decode(wire, found)
+        return float((found - values).double().square().sum())
 
     def theory(self, n: int) -> float:
         """Returns the bytes that the paper gives for n values."""

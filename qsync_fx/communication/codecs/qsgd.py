@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import memory
@@ -48,6 +49,16 @@ class Qsgd(Codec):
 
     def theory(self, n: int) -> float:
         return n * (self.bits + 32 / self.size) / 8
+
+    def variance(self, values: Tensor) -> float:
+        padded = torch.nn.functional.pad(values, (0, -values.numel() % self.size)).view(-1, self.size).double()
+        scale = padded.norm(dim=1) if self.norm == "two" else padded.abs().amax(1)
+        scale = scale.unsqueeze(1).expand_as(padded).flatten()[: values.numel()]
+        # Of what lies between two levels, u of a step above the lower one, stochastic rounding makes a variance of u(1 - u) steps squared.
+        span, given = (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
+        step = span / self.levels
+        u = torch.where(step > 0, given / step, 0.0).frac()
+        return float((step.square() * u * (1 - u)).sum())
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()

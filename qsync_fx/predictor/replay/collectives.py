@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from qsync_fx.predictor.replay.closed_form import Array
 
+_PHASES: Final = 2
+"""Of an all-reduce: parts are summed, and the sums are sent to all."""
+
 
 class AllReduce(Protocol):
     """How long an all-reduce takes."""
 
-    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
-        """Returns the seconds for each number of bytes that every one of the ranks gives."""
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
+        """Returns the seconds for each number of bytes that every one of the ranks gives, where that takes two phases, or fewer."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,16 @@ class Link:
 
     Attributes:
         bandwidth: bytes a second, in one direction, of the slowest link.
-        latency: seconds that the smallest all-reduce takes.
+        latency: seconds that the smallest all-reduce takes, in equal parts in each phase.
     """
 
     bandwidth: float
     latency: float = 0.0
 
-    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         sizes = np.asarray(nbytes, dtype=float)
-        taken: Array = np.where(sizes > 0, self.latency + _share(ranks) * sizes / self.bandwidth, 0.0)
+        latency = self.latency * phases / _PHASES
+        taken: Array = np.where(sizes > 0, latency + share(ranks) * sizes / self.bandwidth, 0.0)
         return taken if ranks > 1 else np.zeros_like(sizes)
 
 
@@ -43,7 +47,8 @@ class Link:
 class Measured:
     """A table, interpolated where both axes are logarithms.
 
-    Below its smallest all-reduce the time is that one's, which is latency; above its largest it goes on in proportion to the bytes.
+    Below its smallest all-reduce the time is that one's, which is latency; above its largest it goes on in proportion to the bytes. What
+    of it is latency a table does not say, so that one phase is taken to have that of two.
 
     Attributes:
         table: pairs of bytes and seconds.
@@ -53,7 +58,7 @@ class Measured:
     table: Sequence[tuple[float, float]]
     ranks: int
 
-    def seconds(self, nbytes: Sequence[float] | Array, ranks: int) -> Array:
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         sizes = np.asarray(nbytes, dtype=float)
         if ranks < 2:
             return np.zeros_like(sizes)
@@ -62,9 +67,10 @@ class Measured:
         within = np.clip(sizes, points[0, 0], points[-1, 0])
         taken = np.exp(np.interp(np.log(within), np.log(points[:, 0]), np.log(points[:, 1])))
         beyond = np.maximum(sizes / points[-1, 0], 1)
-        scaled: Array = np.where(sizes > 0, taken * beyond * _share(ranks) / _share(self.ranks), 0.0)
+        scaled: Array = np.where(sizes > 0, taken * beyond * share(ranks) / share(self.ranks), 0.0)
         return scaled
 
 
-def _share(ranks: int) -> float:
+def share(ranks: int) -> float:
+    """Returns how many bytes each rank sends for each one that it gives."""
     return 2 * (ranks - 1) / ranks

@@ -21,6 +21,23 @@ from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 
 
 @dataclass(frozen=True)
+class Coded:
+    """A bucket that a codec writes, on the thread that communicates: while it does nothing travels, and the device computes on.
+
+    Attributes:
+        codec: what it is called.
+        nbytes: that a rank gives in place of its gradients: an all-reduce of so many sends as many bytes.
+        seconds: of coding and decoding.
+        phases: in which they are exchanged.
+    """
+
+    codec: str
+    nbytes: float
+    seconds: float
+    phases: int
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that travel together.
 
@@ -28,11 +45,13 @@ class Bucket:
         parameters: whose.
         nbytes: of the gradients.
         travelling: bytes that travel.
+        coded: what writes them; None where DistributedDataParallel sends them itself.
     """
 
     parameters: tuple[str, ...]
     nbytes: int
     travelling: float
+    coded: Coded | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Played:
 def played(
     schedules: Mapping[str, Schedule],
     cluster: Cluster,
-    compression: Sequence[Compression | None] | None = None,
+    compression: Sequence[Compression | Coded | None] | None = None,
     *,
     indices: Sequence[Sequence[int]] | None = None,
     transfer: Sequence[float] | None = None,
@@ -67,7 +86,7 @@ def played(
         cluster: what devices and links there are.
         compression: for each bucket what is done to it; that of the cluster for all where None.
         indices: parameters of each bucket; those that DDP takes where None.
-        transfer: seconds that each bucket travels; what the cluster's links make of its bytes where None.
+        transfer: seconds that each bucket travels, coding included; `travel` where None.
 
     Raises:
         ProfileError: schedules of different models, of classes that the cluster has not, or none for one that it has.
@@ -75,8 +94,10 @@ def played(
     cluster.check_names(schedules, "schedules")
     parameters = _same_parameters(schedules)
     if indices is None:
-        indices = _of_ddp(schedules[next(iter(cluster.devices))], cluster) if cluster.ranks > 1 else []
-    how = [cluster.compression] * len(indices) if compression is None else list(compression)
+        indices = buckets_of(schedules, cluster)
+    how: list[Compression | Coded | None] = (
+        [cluster.compression] * len(indices) if compression is None else list(compression)
+    )
     if len(how) != len(indices):
         what = f"compression of {len(how)} buckets for {len(indices)}"
         raise ProfileError(what, where="compression", do="give one for each bucket, or None")
@@ -84,21 +105,32 @@ def played(
     extra = {
         at: Entry("", Part.OUTSIDE, one.fixed + one.each * bucket.nbytes)
         for at, (one, bucket) in enumerate(zip(how, buckets, strict=True))
-        if one is not None
+        if isinstance(one, Compression)
     }
     devices = {
         name: local(schedules[name], indices, slowdown=one.slowdown, launch=one.launch, extra=extra)
         for name, one in cluster.devices.items()
     }
-    if transfer is not None:
-        taken: Array = np.array(transfer, dtype=float)
-    else:
-        sizes = [bucket.travelling for bucket in buckets]
-        taken = cluster.all_reduce.seconds(sizes, cluster.ranks) if sizes else np.zeros(0)
+    taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
     return Played(cluster, devices, buckets, _steady(devices, cluster, taken))
 
 
-def _of_ddp(schedule: Schedule, cluster: Cluster) -> list[list[int]]:
+def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
+    """Returns the seconds that communication spends on each bucket: what the cluster's links make of its bytes, and coding."""
+    taken = np.zeros(len(buckets))
+    for phases in {_phases(bucket) for bucket in buckets}:
+        those = [at for at, bucket in enumerate(buckets) if _phases(bucket) == phases]
+        sizes = [buckets[at].travelling for at in those]
+        taken[those] = cluster.all_reduce.seconds(sizes, cluster.ranks, phases)
+    taken += [0.0 if bucket.coded is None else bucket.coded.seconds for bucket in buckets]
+    return taken
+
+
+def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list[int]]:
+    """Returns the parameters of each bucket of DistributedDataParallel; nothing where there is one device."""
+    if cluster.ranks == 1:
+        return []
+    schedule = schedules[next(iter(cluster.devices))]
     return ddp_buckets(
         [parameter.numel for parameter in schedule.parameters],
         [parameter.dtype_bytes for parameter in schedule.parameters],
@@ -118,11 +150,17 @@ def _steady(devices: Mapping[str, Local], cluster: Cluster, transfer: Array) -> 
     )
 
 
-def _bucket(parameters: Sequence[Parameter], which: Sequence[int], compression: Compression | None) -> Bucket:
+def _phases(bucket: Bucket) -> int:
+    return 2 if bucket.coded is None else bucket.coded.phases
+
+
+def _bucket(parameters: Sequence[Parameter], which: Sequence[int], how: Compression | Coded | None) -> Bucket:
     chosen = [parameters[at] for at in which]
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in chosen)
-    ratio = 1.0 if compression is None else compression.ratio
-    return Bucket(tuple(parameter.path for parameter in chosen), nbytes, nbytes * ratio)
+    paths = tuple(parameter.path for parameter in chosen)
+    if isinstance(how, Coded):
+        return Bucket(paths, nbytes, how.nbytes, how)
+    return Bucket(paths, nbytes, nbytes * (1.0 if how is None else how.ratio))
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:

@@ -31,6 +31,8 @@ class Sensitivity:
         steps: how many steps it is a mean over.
         trace: the same of each step, in order; empty where a method has no steps.
         seconds: what finding it took.
+        gradients: by parameter and codec of gradients, what writing its gradient once in the codec adds to the variance of that; empty
+            where it was found before codecs were looked at.
     """
 
     method: str
@@ -39,10 +41,11 @@ class Sensitivity:
     steps: int = 0
     trace: Sequence[Mapping[str, Mapping[str, float]]] = field(default=(), repr=False)
     seconds: float = 0.0
+    gradients: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", tuple(self.trace))
-        for table in (self.variance, *self.trace):
+        for table in (self.variance, *self.trace, self.gradients):
             for operator, by in table.items():
                 for name, number in by.items():
                     if not number >= 0:
@@ -112,7 +115,13 @@ class Sensitivity:
     def finite(self) -> Sensitivity:
         """Returns it as files hold it."""
         return Sensitivity(
-            self.method, self.model, _finite(self.variance), self.steps, [_finite(v) for v in self.trace], self.seconds
+            self.method,
+            self.model,
+            _finite(self.variance),
+            self.steps,
+            [_finite(v) for v in self.trace],
+            self.seconds,
+            _finite(self.gradients),
         )
 
     def table(self) -> str:
@@ -143,6 +152,9 @@ def check(found: Sensitivity) -> str | None:
                 return f"{shown(unknown)} is not a precision"
             if not all(v >= 0 and math.isfinite(v) for v in by.values()):
                 return f"a variance of {shown(operator)} is negative"
+    for parameter, by in found.gradients.items():
+        if not all(v >= 0 and math.isfinite(v) for v in by.values()):
+            return f"a variance of the gradient of {shown(parameter)} is negative"
     return None
 
 

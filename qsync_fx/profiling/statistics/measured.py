@@ -11,7 +11,7 @@ import hashlib
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.coding import of_gradients
 from qsync_fx.profiling.statistics.kept import Kept
 from qsync_fx.profiling.statistics.methods import method as method_called
 from qsync_fx.profiling.statistics.roundings import Change, changes
@@ -112,6 +113,7 @@ def several(
     kept = Kept(partial, made, about, root)
     with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)
+        coding: Mapping[str, Mapping[str, float]] = {}
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
             if at == 0:
@@ -123,6 +125,7 @@ def several(
                         passes = entry.passes(many, len(names))
                         cost = f"{name}: {steps - kept.steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
                         (say or _on_a_terminal)(cost)
+                    coding = of_gradients(now().gradients())
                 if at < kept.steps:
                     looking.through(now)
                 else:
@@ -133,7 +136,9 @@ def several(
             if say is not None:
                 say(f"step {at + 1} of {steps}, about {kept.seconds_left(steps, at + 1):.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
-    return [_value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name]) for name in methods]
+    return [
+        _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], coding) for name in methods
+    ]
 
 
 def _timed(look: Callable[[], dict[Key, float]]) -> tuple[dict[Key, float], float]:
@@ -246,9 +251,10 @@ def _value(
     made: dict[str, dict[str, Change]],
     steps: Sequence[dict[Key, float]],
     seconds: float,
+    coding: Mapping[str, Mapping[str, float]],
 ) -> Sensitivity:
     trace = [{op: {p: found.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for found in steps]
     mean = {
         op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]} for op in order if op in made
     }
-    return Sensitivity(name, type(model).__name__, mean, len(trace), trace, seconds)
+    return Sensitivity(name, type(model).__name__, mean, len(trace), trace, seconds, coding)

@@ -17,6 +17,7 @@ from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
 from qsync_fx.allocator.exact.program import INFINITY, Program, total, value
+from qsync_fx.allocator.exact.sending import sending
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.explanation import Explanation
 from qsync_fx.predictor.mapper import States, states
@@ -43,10 +44,11 @@ def solved(
     name = problem.open[0]
     judge = Judge(problem, problem.completed({name: asked}))
     program = Program()
-    device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, held)
+    travel = sending(program, judge.options, 1.0).travel
+    device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, held, travel)
     step = program.variable(1.0, INFINITY)
-    for variable, rest in zip(device.ready(program), device.after, strict=True):
-        program.row({variable: 1.0, step: -1.0}, most=-rest)
+    for variable in device.ready(program):
+        program.row({variable: 1.0, step: -1.0}, most=-device.after)
     for variable, factor in total(*((1.0, expression) for expression in device.held)).items():
         if variable >= 0:
             program.costs[variable] += 1e-9 * factor

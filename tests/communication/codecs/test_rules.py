@@ -67,6 +67,7 @@ def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec:
         bound = d * norm**2 / (4 * s**2) if codec.norm == "max" else min(d / s**2, d**0.5 / s) * norm**2
         assert variance <= bound
     assert variance <= d * width**2 / 4
+    assert codec.variance(x) == pytest.approx(variance, rel=0.05)
 
 
 @every_kind

@@ -32,6 +32,7 @@ examples:
   qsync plan --profile cpu.json --explain encoder.0/linear        why it has its format
   qsync plan --profile cpu.json --set 'encoder.*=fp32'            what if these had another one
   qsync plan bert:small -o plan.json                              measures, plans, runs the plan
+  qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
   qsync plan --profile cpu.json --pareto front.svg                time against variance"""
 
 
@@ -71,6 +72,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="how often a plan at hand is run and looked for again; 3 at most by default, 0 for not",
+    )
+    asked.add_argument(
+        "--codecs",
+        metavar="NAMES",
+        help="what buckets of gradients may be sent in beside fp32, with commas between them: qsgd8,qsgd4",
     )
     looked = parser.add_argument_group("what to ask of the plan")
     looked.add_argument(
@@ -132,6 +138,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         precisions=None if arguments.precisions is None else arguments.precisions.split(","),
         sensitivity=known.sensitivity,
         tie_blocks=arguments.tie_blocks,
+        codecs=() if arguments.codecs is None else arguments.codecs.split(","),
         **knowing.at_hand(arguments, known),
     )
     asked.Asked(arguments, known, answer, changes).show()

@@ -190,6 +190,8 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
         "ran": answer.ran,
         "exceeds": answer.judged.exceeds(answer.problem),
+        "codecs": dict(answer.codecs),
+        "coding": answer.judged.coding,
         "classes": classes,
     }
 

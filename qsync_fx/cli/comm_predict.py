@@ -1,0 +1,216 @@
+"""`qsync comm predict`: which codec of gradients pays for a model on a cluster, and from which bandwidth on none does."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from qsync_fx.cli import output, training
+from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from qsync_fx.communication.rates import Rates
+    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.profiling.profile import Profile
+    from qsync_fx.timeline.paying import Paying
+
+_ABOUT = f"""\
+Which codec of gradients pays: a step of a cluster is replayed with gradients in
+each, from bytes that are exact and seconds that a profile or the catalog says.
+Nothing is sent, and nothing is trained. As to the loss,
+{training.LOSS}."""
+
+_EXAMPLES = """\
+examples:
+  qsync comm predict bert:small --gpus 16 --bandwidth 1gbit
+  qsync comm predict bert:small --gpus 8 --device v100 --bandwidth 100gbit
+  qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json
+  qsync comm bench --json > rates.json; qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
+
+_UNITS: Final = {"bit": 1 / 8, "b": 1.0}
+_POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    asked = training.add(parser, "what to predict", "the format of all operators; fp32 by default", False)
+    asked.add_argument("--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices")
+    asked.add_argument(
+        "--bandwidth", metavar="RATE", required=True, help="of each link: 1gbit, 100mbit, or 12.5GB a second"
+    )
+    asked.add_argument(
+        "--latency", metavar="SECONDS", type=float, default=5e-5, help="of the smallest all-reduce; %(default)s"
+    )
+    asked.add_argument(
+        "--device", metavar="NAME", help="of the catalog, which the model is reckoned for; t4 by default"
+    )
+    asked.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
+    training.add_optimizer(asked)
+    asked.add_argument(
+        "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
+    )
+    asked.add_argument("--rates", metavar="FILE", help="how fast codecs are: what qsync comm bench --json has printed")
+    asked.add_argument("--json", action="store_true", help="one JSON object for other programs")
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from qsync_fx.plan import Plan
+    from qsync_fx.plan.gradient_codecs import CODECS
+    from qsync_fx.predictor.mapper import CostMapper
+    from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+    from qsync_fx.timeline.coding import rates
+    from qsync_fx.timeline.paying import paying
+
+    if arguments.ranks < 2:
+        raise OptionError(f"{arguments.ranks} devices send each other nothing", where="--gpus", do="give 2 or more")
+    formats = (arguments.precisions or "fp32").split(",")
+    if len(formats) > 1:
+        raise OptionError("the model trains in one format here", where="--precisions", do="name one")
+    profile = _profile(arguments, formats)
+    bandwidth = _bytes_a_second(arguments.bandwidth)
+    fleet = Cluster({"devices": Device(arguments.ranks)}, Network(bandwidth, arguments.latency))
+    mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(formats[0]))
+    schedules = {"devices": mapper.schedule()}
+    how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
+    # What codes by shapes is not known of a profile: 1bit* has the same rule over consecutive values.
+    codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
+    without, found = paying(schedules, fleet, codecs, how_fast)
+    if arguments.json:
+        output.as_json(_as_json(profile, fleet, how_fast, without, found))
+    else:
+        _show(profile, formats[0], fleet, how_fast, without, found)
+
+
+def _profile(arguments: argparse.Namespace, formats: list[str]) -> Profile:
+    from qsync_fx.devices import get
+    from qsync_fx.profiling.profile import Profile
+
+    if arguments.profile is not None:
+        if arguments.model is not None or arguments.device is not None:
+            do = "leave the model and the device out, or the profile"
+            raise OptionError("a profile says of which model and device it is", where="--profile", do=do)
+        return Profile.load(arguments.profile, any_machine=True)
+    if arguments.model is None:
+        raise OptionError(
+            "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
+        )
+    trained = training.read(argparse.Namespace(**{**vars(arguments), "precisions": None}), "a prediction")
+    optimizer = training.optimizer(arguments.optimizer, trained.module)
+    return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], formats, optimizer)
+
+
+def _read(path: str) -> Rates:
+    import json
+    import pathlib
+
+    from qsync_fx.communication.rates import Rate, Rates
+
+    try:
+        rows = json.loads(pathlib.Path(path).read_text())
+        found = {str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        do = "write it with qsync comm bench --json"
+        raise OptionError(f"the speeds of codecs cannot be read: {error}", where=path, do=do) from error
+    if any(not (rate.encode > 0 and rate.decode > 0) for rate in found.values()):
+        raise OptionError(
+            "a codec has a speed that is not above 0", where=path, do="write it with qsync comm bench --json"
+        )
+    return Rates(f"measured, {path}", found)
+
+
+def _bytes_a_second(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
+    size = float(found[1]) * _POWERS[found[2].lower()] * _UNITS[found[3].lower()] if found else 0.0
+    if not size:
+        raise OptionError(f"{text[:40]!r} is no bandwidth", where="--bandwidth", do="write 1gbit, 100mbit or 12.5GB")
+    return size
+
+
+def _rate(bytes_a_second: float) -> str:
+    bits = 8 * bytes_a_second
+    power = next((name for name in ("t", "g", "m", "k") if bits >= _POWERS[name]), "")
+    return f"{bits / _POWERS[power]:.3g} {power.upper() if power != 'k' else power}bit/s"
+
+
+def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> None:
+    from rich.text import Text
+
+    from qsync_fx.report.numbers import duration, short
+    from qsync_fx.timeline.paying import best
+
+    network = fleet.network
+    assert network is not None and network.bandwidth is not None
+    bandwidth = network.bandwidth
+    print(f"{profile.model} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
+    print(f"links of {_rate(bandwidth)}; how fast codecs are is {rates.source}\n")
+    rows = [
+        (
+            one.codec,
+            short(one.sent, "B"),
+            duration(one.seconds),
+            f"{without.seconds / one.seconds:.2f}" if one is not without else "-",
+            duration(one.coding) if one is not without else "-",
+            duration(one.communicating),
+            f"{one.hidden:.0%}",
+            _below(one.until) if one is not without else "-",
+        )
+        for one in (without, *found)
+    ]
+    columns = ("codec", "sent", "a step", "faster", "coding", "communicating", "hidden", "pays below")
+    output.show(output.table(columns, rows, right=columns[1:]))
+    chosen = best(without, found)
+    limit = max((one.until for one in found if one.until is not None), default=0.0)
+    hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
+    if chosen is without:
+        limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
+        told = f"\nDo not compress: no codec makes a step shorter. Without one {hidden}; {limit_said}."
+    else:
+        won = 1 - chosen.seconds / without.seconds
+        told = (
+            f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
+            f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
+        )
+    output.show(Text(told))
+    if profile.graph.device != "cpu":
+        print(
+            "Gradients are compressed on the CPU alone so far: on these devices that is foreseen, and cannot be had yet."
+        )
+
+
+def _below(until: float | None) -> str:
+    if until is None:
+        return "any"
+    return _rate(until) if until else "never"
+
+
+def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> dict[str, Any]:
+    from qsync_fx.timeline.paying import best
+
+    def row(one: Paying) -> dict[str, Any]:
+        return {
+            "codec": one.codec,
+            "bytes": one.sent,
+            "seconds": one.seconds,
+            "coding": one.coding,
+            "communicating": one.communicating,
+            "hidden": one.hidden,
+            "pays_below": None if one.until is None else 8 * one.until,
+        }
+
+    network = fleet.network
+    assert network is not None and network.bandwidth is not None
+    return {
+        "model": str(profile.model),
+        "device": profile.machine.name,
+        "ranks": fleet.ranks,
+        "bits_a_second": 8 * network.bandwidth,
+        "rates": rates.source,
+        "best": best(without, found).codec,
+        "codecs": [row(one) for one in (without, *found)],
+    }
+
+
+PREDICT: Final = Command(
+    "which codec pays, and from which bandwidth on none does", _predict, _arguments, _ABOUT, _EXAMPLES
+)

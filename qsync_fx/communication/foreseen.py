@@ -1,0 +1,93 @@
+"""What a bucket of gradients will cost in a codec: bytes on the wire, and seconds of coding.
+
+Invariant: bytes are those that `reduction` sends, headers included, on average over the ranks; seconds are of as many values as it encodes
+and decodes. Both follow from sizes of parameters: nothing is coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from qsync_fx.communication.codecs import PLAIN, Codec, codec_named
+from qsync_fx.communication.geometry import threshold
+from qsync_fx.communication.messages import HEADER
+from qsync_fx.communication.rates import Rates
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.fleet import Coded, buckets_of
+from qsync_fx.predictor.schedule import Schedule
+
+_WIDE = 4
+
+
+class Sized(Protocol):
+    """A parameter, as schedules have it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+
+
+def coded(parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, rates: Rates, name: str = "") -> Coded:
+    """Returns what a bucket of these parameters costs; those without a codec go in FP32.
+
+    Args:
+        name: of the bucket's codec, where it is not to be that of most values.
+
+    Raises:
+        ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
+    """
+    sent, seconds = 0, 0.0
+    encoded, decoded = volumes(ranks)
+    values: dict[str, int] = {}
+    for parameter in parameters:
+        codec = _of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter)
+        rate, size = rates.of(codec.name), _WIDE * parameter.numel
+        sent += codec.nbytes(parameter.numel)
+        seconds += size * (encoded / rate.encode + decoded / rate.decode)
+        values[codec.name] = values.get(codec.name, 0) + parameter.numel
+    phases = 1 if ranks == 2 else 2
+    headers = HEADER * (1 if ranks == 2 else ranks)
+    return Coded(name or max(values, key=values.__getitem__, default=PLAIN.name), sent + headers, seconds, phases)
+
+
+def by_bucket(
+    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], rates: Rates
+) -> list[Coded] | None:
+    """Returns what is done to each bucket of a fleet where parameters have codecs; None where nothing is compressed."""
+    if all(codec == PLAIN.name for codec in codecs.values()):
+        return None
+    parameters = next(iter(schedules.values())).parameters
+    buckets = [[parameters[at] for at in which] for which in buckets_of(schedules, fleet)]
+    return [coded(bucket, codecs, fleet.ranks, rates) for bucket in buckets]
+
+
+def volumes(ranks: int) -> tuple[float, float]:
+    """Returns how many times a rank encodes, and decodes, as many values as there are."""
+    # Of two ranks both decode both; of more each decodes its part of all, codes the mean of that part, and decodes all means.
+    return (1.0, 2.0) if ranks == 2 else (1 + 1 / ranks, 2.0)
+
+
+def small(parameters: Sequence[Sized]) -> set[str]:
+    """Returns the parameters that go in FP32 whatever the codec, as `compress` leaves them out."""
+    least = threshold([parameter.numel for parameter in parameters])
+    return {parameter.path for parameter in parameters if parameter.numel < least}
+
+
+def uniform(parameters: Sequence[Sized], codec: str) -> dict[str, str]:
+    """Returns a codec for all parameters but small ones."""
+    out = small(parameters)
+    return {parameter.path: codec for parameter in parameters if parameter.path not in out}
+
+
+def _of_size(codec: Codec, parameter: Sized) -> Codec:
+    fitted = codec.fitted((parameter.numel,))
+    if fitted != codec:
+        raise ProfileError(
+            f"{codec.name} codes by the shapes of parameters, which a profile does not hold",
+            where=parameter.path,
+            do="choose another codec, such as 1bit*, which has the same rule over consecutive values",
+        )
+    return codec

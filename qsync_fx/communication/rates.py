@@ -1,0 +1,93 @@
+"""How fast codecs are: measured, or reckoned from how fast memory is copied.
+
+A codec reads or writes each FP32 value once and does little beside, so that its speed is a share of a copy's, and this share much the same
+from one processor to the next.
+
+Invariant: rates say where they are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from qsync_fx.communication.codecs import NAMES, PLAIN
+from qsync_fx.errors import ProfileError, nearest, shown
+
+
+class Timed(Protocol):
+    """What `speed.measured` and `qsync comm bench` say of a codec."""
+
+    @property
+    def codec(self) -> str: ...
+    @property
+    def encode(self) -> float: ...
+    @property
+    def decode(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes of FP32 a second that are encoded, and that are decoded and added to others."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """
+    Attributes:
+        source: where they are from, in words.
+        by_codec: by name.
+    """
+
+    source: str
+    by_codec: Mapping[str, Rate] = field(repr=False)
+
+    def of(self, codec: str) -> Rate:
+        """Returns the rate of a codec; raises `ProfileError` where it is not known."""
+        if codec not in self.by_codec:
+            raise ProfileError(
+                f"how fast {shown(codec)} codes is not known", where=self.source, do=nearest(codec, self.by_codec)
+            )
+        return self.by_codec[codec]
+
+
+COPY: Final = 12e9
+"""Bytes a second that memcpy copies on one core of an AMD EPYC, alone: 11.8 to 12.6 GB/s (docs/communication.md)."""
+
+_TO_COPY: Final = {
+    PLAIN.name: (0.87, 1.14),
+    "1bit*": (1.02, 2.02),
+    "1bit": (0.50, 0.67),  # as 1bit*, with a copy in the order of columns
+    "qsgd2": (1.14, 1.75),
+    "qsgd4": (1.17, 1.81),
+    "qsgd8": (1.17, 1.62),
+    "qsgd16": (0.74, 1.54),
+}
+"""How many times as fast as memcpy they encode and decode: benchmarks/results/gradient_codecs.json, AVX-512."""
+_CASTS: Final = (1.15, 0.57)
+"""The same of torch's own conversions to 16 bits and back."""
+
+
+def of_copy(copy: float, source: str) -> Rates:
+    """Returns what codecs make of a memory of which so many bytes a second are copied."""
+    shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
+    return Rates(source, {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()})
+
+
+def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
+    """Returns rates that were measured."""
+    return Rates(source, {one.codec: Rate(one.encode, one.decode) for one in speeds})
+
+
+def slowest(several: Sequence[Rates]) -> Rates:
+    """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
+    known = [name for name in several[0].by_codec if all(name in one.by_codec for one in several)]
+    found = {
+        name: Rate(min(one.of(name).encode for one in several), min(one.of(name).decode for one in several))
+        for name in known
+    }
+    return Rates("; ".join(dict.fromkeys(one.source for one in several)), found)

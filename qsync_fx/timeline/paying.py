@@ -1,0 +1,124 @@
+"""Which codec pays: a step with gradients in each, at a bandwidth, and from which bandwidth on it takes longer than without.
+
+A step is replayed with all buckets in one codec, small tensors in FP32, as `compress` sends them.
+
+Invariant: the same functions as `qsync_fx.replay` and `find_plan` have; nothing is reckoned here but sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from qsync_fx.communication.foreseen import by_bucket, uniform
+from qsync_fx.communication.rates import Rates
+from qsync_fx.predictor.replay.cluster import Cluster, Network
+from qsync_fx.predictor.replay.collectives import share
+from qsync_fx.predictor.replay.fleet import Played, played
+from qsync_fx.predictor.schedule import Schedule
+from qsync_fx.timeline.timeline import Timeline
+
+_LOWEST: Final = 1e4
+_HIGHEST: Final = 1e13
+"""Bytes a second between which it is looked where a codec stops to pay."""
+_TURNS: Final = 60
+_SAME: Final = 1e-6
+"""By how much, of a step, rounding may make one shorter than another that is as long."""
+
+
+@dataclass(frozen=True)
+class Paying:
+    """A step with gradients in one codec.
+
+    Attributes:
+        codec: its name; what DistributedDataParallel does itself is "none".
+        sent: bytes that a rank sends.
+        seconds: from one step to the next.
+        coding: seconds that a rank codes and decodes in a step.
+        communicating: seconds that the stream of communication is at work, coding included.
+        waiting: of these, what a device waits for.
+        until: bytes a second of a link from which on a step takes no less than without; 0 where it never pays, None where it always does.
+    """
+
+    codec: str
+    sent: float
+    seconds: float
+    coding: float
+    communicating: float
+    waiting: float
+    until: float | None = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that computing hides."""
+        return 1 - self.waiting / self.communicating if self.communicating else 1.0
+
+
+NONE: Final = "none"
+
+
+def paying(
+    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Sequence[str], rates: Rates
+) -> tuple[Paying, list[Paying]]:
+    """Returns a step without codecs, and one in each; the cluster has a network with a bandwidth, and two ranks or more."""
+    without = _paying(NONE, _played(schedules, fleet, None, rates))
+    found = []
+    for codec in codecs:
+        one = _paying(codec, _played(schedules, fleet, codec, rates))
+        found.append(replace(one, until=_until(schedules, fleet, codec, rates)))
+    return without, found
+
+
+def best(without: Paying, found: Sequence[Paying]) -> Paying:
+    """Returns what takes the least seconds; without codecs where none is quicker."""
+    return min((without, *found), key=lambda one: one.seconds)
+
+
+def _played(schedules: Mapping[str, Schedule], fleet: Cluster, codec: str | None, rates: Rates) -> Played:
+    parameters = next(iter(schedules.values())).parameters
+    how = None if codec is None else by_bucket(schedules, fleet, uniform(parameters, codec), rates)
+    return played(schedules, fleet, how)
+
+
+def _paying(codec: str, step: Played) -> Paying:
+    found = Timeline(step)
+    return Paying(
+        codec,
+        share(step.cluster.ranks) * sum(bucket.travelling for bucket in step.buckets),
+        found.seconds,
+        sum(bucket.coded.seconds for bucket in step.buckets if bucket.coded is not None),
+        float((step.step.arrived - step.step.sent).sum()),
+        max(found.sending.values()),
+    )
+
+
+def _until(schedules: Mapping[str, Schedule], fleet: Cluster, codec: str, rates: Rates) -> float | None:
+    """Returns the bandwidth from which on a codec does not pay: below it fewer bytes win more than coding costs."""
+
+    def wins(bandwidth: float) -> bool:
+        there = _at(fleet, bandwidth)
+        with_it, without = (_played(schedules, there, one, rates).step.seconds for one in (codec, None))
+        return float(with_it) < float(without) * (1 - _SAME)
+
+    if not wins(_LOWEST):
+        return 0.0
+    if wins(_HIGHEST):
+        return None
+    return _bisected(wins, _LOWEST, _HIGHEST)
+
+
+def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
+    for _ in range(_TURNS):
+        middle = float((low * high) ** 0.5)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+        if high / low < 1 + 1e-4:
+            break
+    return low
+
+
+def _at(fleet: Cluster, bandwidth: float) -> Cluster:
+    """Returns a cluster whose links are all alike."""
+    network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
+    devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
+    return replace(fleet, devices=devices, network=network)

@@ -1,0 +1,146 @@
+"""What codecs add to the variance of gradients, and what `find_plan` makes of them: a plan that says them, and notes where they matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from allocation_problems import PlainTimes, drawn_sensitivity
+from predicted_models import graph_of
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
+from qsync_fx.allocator import Judge, NoteKind
+from qsync_fx.communication.codecs import Draw, codec_named
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.predictor.memory import ADAM
+from qsync_fx.predictor.replay.cluster import Compression, Device, Network
+from qsync_fx.predictor.times import Times
+from qsync_fx.profiling.statistics.coding import of_gradients
+
+
+class Known:
+    """What stands in for a profile."""
+
+    optimizer_memory = ADAM
+
+    def __init__(self, sensitivity: Sensitivity) -> None:
+        self.graph, self.sensitivity = graph_of("mlp"), sensitivity
+        self.precisions = ["fp32", "bf16"]
+
+    def times(self) -> Times:
+        return PlainTimes(0)
+
+
+def known(share: float = 1e-3) -> Known:
+    found = drawn_sensitivity(graph_of("mlp"))
+    gradients = {p.path: {"qsgd8": share, "qsgd4": 20 * share} for p in graph_of("mlp").parameters}
+    return Known(replace(found, gradients=gradients))
+
+
+def fleet(bandwidth: float, count: int = 4) -> Cluster:
+    return Cluster({"all": Device(count)}, Network(bandwidth, 1e-6))
+
+
+def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
+    answer = qsync_fx.find_plan(known(), fleet(1e4), objective="fastest", budget=1e3, codecs=("qsgd8", "qsgd4"))
+    assert set(answer.judged.codecs) <= {"fp32", "qsgd8", "qsgd4"}
+    assert answer.codecs
+    assert set(answer.codecs.values()) <= {"qsgd8", "qsgd4"}
+    assert answer.judged.coding > 0
+    assert "codecs add" in str(answer) and "a core that copies 12 GB/s" in str(answer)
+    answer.save(tmp_path / "plan.json")
+    plan = ClusterPlan.load(tmp_path / "plan.json")
+    assert plan.codecs == answer.codecs
+    again = qsync_fx.replay(plan, known(), cluster=fleet(1e4))
+    assert again.seconds == pytest.approx(answer.judged.seconds)
+    plain = qsync_fx.find_plan(known(), fleet(1e4), objective="fastest", budget=1e3)
+    assert plain.judged.seconds > answer.judged.seconds
+    assert isinstance(plain.as_plan(), Plan)
+    assert [note.device for note in plain.notes if note.kind is NoteKind.WAITS] == ["all"]
+
+
+def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
+    answer = qsync_fx.find_plan(known(), fleet(1e14), objective="fastest", budget=1e3, codecs=("qsgd8",))
+    assert not answer.codecs
+    assert answer.judged.coding == 0
+    assert isinstance(answer.as_plan(), Plan)
+    assert not any(note.kind is NoteKind.WAITS for note in answer.notes)
+
+
+def test_what_is_missing_is_told() -> None:
+    with pytest.raises(OptionError, match="a plan has no codec 'qsgd5'"):
+        qsync_fx.find_plan(known(), fleet(1e4), codecs=("qsgd5",))
+    bare = Known(drawn_sensitivity(graph_of("mlp")))
+    with pytest.raises(ProfileError, match="nothing says what codecs add to the gradient of") as caught:
+        qsync_fx.find_plan(bare, fleet(1e4), codecs=("qsgd8",))
+    assert "find it anew" in (caught.value.do or "")
+    with pytest.raises(ProfileError, match="what 'qsgd2' adds to gradients is not known"):
+        qsync_fx.find_plan(known(), fleet(1e4), codecs=("qsgd2",))
+    compressed = replace(fleet(1e4), compression=Compression(ratio=0.5))
+    with pytest.raises(ProfileError, match="the cluster says already what is done to gradients"):
+        qsync_fx.find_plan(known(), compressed, codecs=("qsgd8",))
+    alone = qsync_fx.find_plan(known(), objective="fastest", codecs=("qsgd8",))
+    assert NoteKind.NOT_SENT in {note.kind for note in alone.notes}
+
+
+def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
+    one = codec_named(codec)
+    wire, found = torch.empty(one.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    one.encode(values, wire, Draw(seed, stream))
+    one.decode(wire, found)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["qsgd8", "qsgd4"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_variance_of_the_mean_is_what_an_exchange_adds(codec: str, ranks: int) -> None:
+    """Ranks with the same gradient, of which the mean is as large. It lies on or between the points that it is coded to again, so that this
+    adds a little less than coding a gradient does."""
+    parameter = graph_of("mlp").parameters[0]
+    own = torch.randn(parameter.numel, generator=torch.Generator().manual_seed(0))
+    gradients = {p.path: {codec: 0.0} for p in graph_of("mlp").parameters}
+    gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
+    given = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
+    answer = qsync_fx.find_plan(given, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,))
+    judge = Judge(answer.problem, answer.plans)
+    errors = []
+    for seed in range(300):
+        mean = torch.stack([sent(codec, own, seed, rank) for rank in range(ranks)]).mean(0)
+        errors.append(float(((sent(codec, mean, seed, ranks) if ranks > 2 else mean) - own).double().square().sum()))
+    found = judge.options.added((codec,) * len(judge.buckets))
+    measured = sum(errors) / len(errors)
+    assert (1.0 if ranks == 2 else 0.8) * found == pytest.approx(measured, rel=0.1)
+
+
+def test_sensitivity_says_what_codecs_add_to_each_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
+    batches = [torch.randn(16, 40)]
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    found = qsync_fx.sensitivity(model, step, batches, precisions=("bf16",), steps=1, fraction=1.0)
+    step(model, batches[0]).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        by = found.gradients[name]
+        assert by["qsgd2"] > by["qsgd4"] > by["qsgd8"] > by["qsgd16"] > 0
+        flat = parameter.grad.flatten()
+        errors = [float((sent("qsgd4", flat, seed, 0) - flat).double().square().sum()) for seed in range(400)]
+        assert by["qsgd4"] == pytest.approx(sum(errors) / len(errors), rel=0.1)
+        assert by["bf16"] == pytest.approx(float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3)
+    assert Sensitivity.from_json(found.to_json()) == found
+
+
+def test_stretches_of_a_large_gradient_stand_for_all_of_it() -> None:
+    values = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1))
+    found = of_gradients({"w": values})["w"]
+    for codec in ("qsgd8", "1bit*"):
+        assert found[codec] == pytest.approx(codec_named(codec).variance(values), rel=0.03)
+    assert of_gradients({"w": torch.tensor([1.0, float("nan")])}) == {}

@@ -1,0 +1,57 @@
+"""Real processes over gloo: gradients go in the codecs that a plan names, and ranks whose plans differ are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+
+from qsync_fx.communication.foreseen import coded
+from qsync_fx.communication.messages import HEADER
+from qsync_fx.communication.rates import of_copy
+from qsync_fx.predictor.replay.collectives import share
+from qsync_fx.predictor.schedule import Parameter
+
+
+def run(name: str, world: int, folder: Path) -> list[Any]:
+    ended = ranks.run("planned_rank.py", world, folder, name=name, where=str(folder))
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
+def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> None:
+    first, *others = run("plans", world, tmp_path)
+    for name, found in first.items():
+        assert all(other[name]["weights"] == found["weights"] for other in others), name
+    mixed = first["mixed"]
+    named = {"0.weight": "qsgd8", "2.weight": "qsgd4"}
+    sizes = {"0.weight": 2400, "0.bias": 60, "2.weight": 3000, "2.bias": 50, "4.weight": 200, "4.bias": 4}
+    foreseen = coded([Parameter(*one) for one in sizes.items()], named, world, of_copy(1e9, ""))
+    heads = HEADER * (1 if world == 2 else world)
+    given = 3 * (foreseen.nbytes - heads) + heads * mixed["buckets"]
+    assert sum(rank["mixed"]["wire"] for rank in (first, *others)) == world * share(world) * given
+    assert mixed["coded"] == 5400
+    assert mixed["weights"] != first["none"]["weights"]
+    assert "a plan's qsgd4 and qsgd8 on rank 0" in mixed["told"]
+    assert first["file"]["weights"] == first["text"]["weights"] == mixed["weights"]
+    for name in ("without codecs", "of a device"):
+        assert first[name]["weights"] == first["none"]["weights"]
+        assert first[name]["wire"] == 0
+        assert "nothing is compressed: DistributedDataParallel sends gradients as they are" in first[name]["told"]
+    assert first["all alike"]["weights"] == first["by name"]["weights"]
+    assert first["all alike"]["wire"] == first["by name"]["wire"]
+
+
+def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path) -> None:
+    first, second = run("differing", 2, tmp_path)
+    assert first == second
+    for name, what in (("tensor", "0.bias"), ("codec", "a plan's 1bit*"), ("none", "a plan without codecs")):
+        assert "rank 1 has another" in first[name]["text"], name
+        assert what in first[name]["text"], name
+        assert first[name]["rank"] == 1
+    assert "'0.wieght', which the model does not train" in first["strange"]["text"]
+    assert "a plan says itself which tensors go in FP32" in first["least"]["text"]

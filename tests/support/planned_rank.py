@@ -1,0 +1,91 @@
+"""One rank of the tests of gradients in the codecs of a plan; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx import ClusterPlan, Plan
+from qsync_fx.distributed import check_replicas, compress
+
+CLASSES = {"cpu": Plan.uniform("fp32")}
+WIDE = {"0.weight": "qsgd8", "2.weight": "qsgd4", "4.weight": "fp32"}
+
+
+def parallel() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 4)]
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
+
+
+def trained(given: Any, **how: Any) -> dict[str, Any]:
+    model = parallel()
+    handle = compress(model, given, check_every=1, **how) if given is not None else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + distributed.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+    check_replicas(model)
+    values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    found: dict[str, Any] = {"weights": hashlib.sha256(values).hexdigest()}
+    if handle is not None:
+        report = handle.report()
+        found |= {
+            "wire": report.tally.wire,
+            "buckets": report.tally.buckets,
+            "coded": report.coded,
+            "told": str(report),
+        }
+        handle.load_state_dict(handle.state_dict())
+    return found
+
+
+def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Plans that say something, the same from a file, those that say nothing, and one codec for all."""
+    path = Path(job["where"]) / f"plan-{rank}.json"
+    ClusterPlan(CLASSES, codecs=WIDE).save(path)
+    all_alike = dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"), "qsgd8")
+    return {
+        "none": trained(None),
+        "mixed": trained(ClusterPlan(CLASSES, codecs=WIDE)),
+        "file": trained(path),
+        "text": trained(str(path)),
+        "without codecs": trained(ClusterPlan(CLASSES)),
+        "of a device": trained(Plan.uniform("fp32")),
+        "all alike": trained(ClusterPlan(CLASSES, codecs=all_alike)),
+        "by name": trained("qsgd8", least=0),
+    }
+
+
+def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What ranks are told whose plans differ, and what is wrong with a plan on all of them."""
+    found = {}
+    for name, codecs in (
+        ("tensor", WIDE if rank != 1 else {**WIDE, "0.bias": "qsgd8"}),
+        ("codec", WIDE if rank != 1 else dict.fromkeys(WIDE, "1bit*")),
+        ("none", WIDE if rank != 1 else {}),
+        ("strange", {"0.wieght": "qsgd8"}),
+    ):
+        try:
+            compress(parallel(), ClusterPlan(CLASSES, codecs=codecs))
+        except (qsync_fx.RankError, qsync_fx.PlanError) as error:
+            found[name] = {"text": str(error), "rank": getattr(error, "rank", None)}
+    try:
+        compress(parallel(), ClusterPlan(CLASSES, codecs=WIDE), least=5)
+    except qsync_fx.OptionError as error:
+        found["least"] = {"text": str(error), "rank": None}
+    return found
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:])

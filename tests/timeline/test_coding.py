@@ -1,0 +1,135 @@
+"""Steps whose gradients are compressed: bytes are those that are sent, seconds those of the model, and nothing changes where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from predicted_models import DrawnTimes, graph_of
+
+import qsync_fx
+from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
+from qsync_fx.cli import main
+from qsync_fx.communication.codecs import codec_named
+from qsync_fx.communication.foreseen import coded, uniform
+from qsync_fx.communication.messages import HEADER
+from qsync_fx.communication.rates import COPY, Rate, Rates, of_copy, slowest
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.replay.cluster import Buckets, Compression, Device, Network
+from qsync_fx.predictor.schedule import Parameter
+from qsync_fx.predictor.times import Times
+from qsync_fx.timeline.coding import of_catalog
+from qsync_fx.timeline.paying import best, paying
+
+
+@dataclass(frozen=True)
+class Known:
+    graph: ModelGraph
+    drawn: Times
+
+    def times(self) -> Times:
+        return self.drawn
+
+
+MLP = Known(graph_of("mlp"), DrawnTimes())
+PATHS = [parameter.path for parameter in MLP.graph.parameters]
+RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9), "qsgd4": Rate(2e9, 4e9)})
+
+
+def cluster(bandwidth: float, count: int = 4) -> Cluster:
+    return Cluster({"all": Device(count)}, Network(bandwidth, 1e-5), Buckets(1, 1))
+
+
+def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
+    parameters = [Parameter("a", 10_000), Parameter("b", 1_000)]
+    for ranks in (2, 3, 16):
+        found = coded(parameters, {"a": "qsgd8"}, ranks, RATES)
+        sent = codec_named("qsgd8").nbytes(10_000) + 4_000
+        assert (found.codec, found.phases) == ("qsgd8", 1 if ranks == 2 else 2)
+        assert found.nbytes == sent + HEADER * (1 if ranks == 2 else ranks)
+        encoded = 1 if ranks == 2 else 1 + 1 / ranks
+        seconds = 40_000 * (encoded / 2e9 + 2 / 4e9) + 4_000 * (encoded / 1e9 + 2 / 2e9)
+        assert found.seconds == pytest.approx(seconds)
+        fleet, alpha, bandwidth = cluster(1e8, ranks), 1e-5 / (2 * (ranks - 1)), 1e8
+        travel = fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0]
+        whole = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * found.nbytes / bandwidth)
+        expected = alpha + found.nbytes / bandwidth if ranks == 2 else whole
+        assert travel == pytest.approx(expected)
+
+
+def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
+    slow, quick = cluster(1e5), cluster(1e15)
+    weights = {path: "qsgd8" for path in PATHS if path.endswith("weight")}
+    plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs=weights)
+    plain = ClusterPlan({"all": Plan.uniform("fp32")}, codecs=dict.fromkeys(PATHS, "fp32"))
+    for fleet in (slow, quick):
+        without = qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=fleet)
+        assert qsync_fx.replay(plain, MLP, cluster=fleet).seconds == without.seconds
+        compressed = qsync_fx.replay(plan, MLP, cluster=fleet)
+        assert (compressed.seconds < without.seconds) == (fleet is slow)
+        rates = of_copy(COPY, "")
+        for bucket in compressed.played.buckets:
+            sized = [parameter for parameter in MLP.graph.parameters if parameter.path in bucket.parameters]
+            expected = coded(sized, weights, 4, rates)
+            assert bucket.coded == expected
+            assert bucket.travelling == expected.nbytes
+        taken = compressed.played.step.arrived - compressed.played.step.sent
+        for one, seconds in zip(compressed.played.buckets, taken.tolist(), strict=True):
+            assert one.coded is not None
+            assert seconds == pytest.approx(fleet.all_reduce.seconds([one.travelling], 4)[0] + one.coded.seconds)
+        assert "in qsgd8" in str(compressed)
+
+
+def test_what_cannot_be_replayed_is_told() -> None:
+    plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs={PATHS[0]: "qsgd8"})
+    both = replace(cluster(1e6), compression=Compression(ratio=0.5))
+    with pytest.raises(ProfileError, match="both the cluster and the plan"):
+        qsync_fx.replay(plan, MLP, cluster=both)
+    strange = ClusterPlan(plan.classes, codecs={"no.such": "qsgd8"})
+    with pytest.raises(ProfileError, match=r"'no\.such', which the model does not train"):
+        qsync_fx.replay(strange, MLP, cluster=cluster(1e6))
+    shaped = ClusterPlan(plan.classes, codecs={PATHS[0]: "1bit"})
+    with pytest.raises(ProfileError, match="codes by the shapes of parameters"):
+        qsync_fx.replay(shaped, MLP, cluster=cluster(1e6))
+    with pytest.raises(ProfileError, match="how fast 'qsgd2' codes is not known"):
+        coded([Parameter("a", 100)], {"a": "qsgd2"}, 2, RATES)
+
+
+def test_rates_are_those_of_the_slowest_and_say_where_they_are_from() -> None:
+    quick, slow = of_catalog(qsync_fx.devices.get("a100")), of_copy(1e9, "a slow one")
+    both = slowest([quick, slow])
+    assert both.of("qsgd8") == slow.of("qsgd8")
+    assert both.source == f"{quick.source}; a slow one"
+    assert "NVIDIA A100" in quick.source
+
+
+def test_which_codec_pays_and_until_where() -> None:
+    schedule = {"all": CostMapper(MLP.graph, MLP.drawn, Plan.uniform("fp32")).schedule()}
+    rates = of_copy(1e9, "given")
+    without, found = paying(schedule, cluster(1e4), ["qsgd8", "qsgd4"], rates)
+    assert best(without, found).codec == "qsgd4"
+    assert without.sent == pytest.approx(1.5 * sum(4 * parameter.numel for parameter in MLP.graph.parameters))
+    assert without.coding == 0
+    for one in found:
+        assert one.seconds < without.seconds
+        assert one.sent < without.sent
+        assert 0 <= one.hidden < 1
+        assert one.until is not None and one.until > 1e4
+        for times, wins in ((0.99, True), (1.01, False)):
+            there, (again,) = paying(schedule, cluster(one.until * times), [one.codec], rates)
+            assert (again.seconds < there.seconds * (1 - 1e-7)) == wins
+    without, found = paying(schedule, cluster(1e15), ["qsgd8", "qsgd4"], rates)
+    assert best(without, found) is without
+    small = uniform([Parameter("large", 10**6), Parameter("small", 10)], "qsgd8")
+    assert small == {"large": "qsgd8"}
+
+
+def test_a_plan_file_with_codecs_is_replayed_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    ClusterPlan({"all": Plan.uniform("fp32")}, codecs={"no.such": "qsgd8"}).save(path)
+    assert main(["replay", str(path)]) == 2
+    assert capsys.readouterr().err
