@@ -9,11 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pair_rank
 import pytest
 import tiers
 import torch
+from allocation_problems import fleet
+
+from qsync_fx.allocator import Judge
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "benchmarks" / "paper"
@@ -70,3 +74,36 @@ def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path, ex
     assert kept(path).get({"seed": 0}, run) == 1
     assert kept(path).get({"seed": 1}, run) == 2
     assert kept(None).get({"seed": 1}, run) == 3
+
+
+def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does(experiment: Any) -> None:
+    picture = experiment("_timelines")
+    asked = fleet("mlp")
+    timelines = {name: Judge(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")}
+    drawn = ElementTree.fromstring(picture.picture(timelines))
+    bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if "class" in bar.attrib]
+    scale = (picture.WIDE - picture.LEFT - picture.RIGHT) / max(one.seconds for one in timelines.values())
+    for kind in ("waiting", "sending", "optimizer"):
+        shown = sum(float(bar.attrib["width"]) for bar in bars if bar.attrib["class"] == kind)
+        tracks = [
+            track
+            for one in timelines.values()
+            for known in (one.computing, one.communicating)
+            for track in known.values()
+        ]
+        taken = sum(piece.end - piece.begin for track in tracks for piece in track if piece.kind == kind)
+        assert shown == pytest.approx(taken * scale, abs=0.01 * len(bars)), kind
+        assert taken > 0
+
+
+@tiers.ALL
+def test_texts_are_the_same_each_time_and_none_is_trained_and_tested(experiment: Any) -> None:
+    text = experiment("_text")
+    first, second = text.load(8), text.load(8)
+    assert torch.equal(first.train[0], second.train[0])
+    rows = [tuple(row.tolist()) for row in (*first.train[0], *first.test[0])]
+    assert len(rows) == len(text.PACKAGES) * 8
+    assert len(first.test[1]) == len(rows) // 5
+    assert set(first.train[1].tolist()) <= set(range(len(text.PACKAGES)))
+    trained, tested = ({tuple(row.tolist()) for row in one[0]} for one in (first.train, first.test))
+    assert not trained & tested

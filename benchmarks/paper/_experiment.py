@@ -1,4 +1,4 @@
-"""What the experiments that train share: how a network is looked at, and a row of a table from runs with several seeds.
+"""What the experiments that train share: a row of a table from runs with several seeds, and how a network on images is looked at.
 
 Invariant: a run that has been kept is not run again; a row is of all seeds, or is not written.
 """
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from _devices import Looked, looked, trained
@@ -38,7 +38,55 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
+class Trains(Protocol):
+    """What trains under one plan; compiled once, for all seeds."""
+
+    def accuracy(self, seed: int, advance: Callable[[], None]) -> float:
+        """Trains anew, says when an epoch is through, and returns the share of what it is tested with that is right."""
+
+
 class Experiment:
+    """Rows of a table, each of runs with several seeds.
+
+    Args:
+        options: of the command line.
+        kept: the name of the file that keeps runs.
+        epochs: of a run.
+        said: what else the results say of themselves.
+    """
+
+    def __init__(self, options: argparse.Namespace, kept: str, epochs: int, **said: Any) -> None:
+        torch.set_num_threads(1)
+        self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
+        self.rows: list[Row] = []
+        self._options, self._epochs, self._said = options, epochs, said
+        self._kept = Kept(options.partial / f"{'quick-' if options.quick else ''}{kept}.json")
+
+    def add(self, row: Row) -> None:
+        """Adds a row to the table, which is written with all that there are."""
+        self.rows.append(row)
+        if self._options.json:
+            write_json(self._options.json, self.rows, self.quick, **self._said)
+
+    def accuracy(self, title: str, settings: Mapping[str, Any], begin: Callable[[], Trains]) -> dict[str, Any]:
+        """Returns the accuracy over all seeds; `begin` makes what trains, where a run is not kept yet."""
+        trains: list[Trains] = []
+
+        def run(seed: int, advance: Callable[[str], None]) -> float:
+            if not trains:
+                trains.append(begin())
+            return trains[0].accuracy(seed, lambda: advance(f"{title}, seed {seed}"))
+
+        found = []
+        with progress("training", self.seeds * self._epochs) as advance:
+            for seed in range(self.seeds):
+                found.append(self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance)))  # type: ignore[misc]
+        print(f"{title}: {', '.join(f'{one:.2%}' for one in found)}", flush=True)
+        deviation = statistics.stdev(found) if len(found) > 1 else 0.0
+        return {"accuracy": statistics.fmean(found), "deviation": deviation, "each": found}
+
+
+class OnImages(Experiment):
     """Networks on images, trained under plans of a pair of ranks.
 
     Args:
@@ -46,23 +94,13 @@ class Experiment:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        torch.set_num_threads(1)
-        self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
         self.images = Images(QUICK if options.quick else Size(), "digits" if options.quick else None)
-        self.kept = Kept(options.partial / ("quick.json" if options.quick else "trained.json"))
-        self.rows: list[Row] = []
-        self._options = options
+        super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
         """Yields the networks that were asked for, and what is known of each."""
         for name in selected(self._options, NETWORKS):
             yield name, self.look(name)
-
-    def add(self, row: Row) -> None:
-        """Adds a row to the table, which is written with all that there are."""
-        self.rows.append(row)
-        if self._options.json:
-            write_json(self._options.json, self.rows, self.quick, images=self.images.name)
 
     def look(self, name: str) -> Looked:
         """Returns what a network's operators take and disturb."""
@@ -75,26 +113,13 @@ class Experiment:
 
     def row(self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]) -> dict[str, Any]:
         """Returns the accuracy of a plan of the T4 beside a V100 in FP32, over all seeds."""
-        plans = (Plan.uniform("fp32"), trained(plan))
-        trainers: list[Trainer] = []
-
-        def run(seed: int, advance: Callable[[str], None]) -> float:
-            if not trainers:
-                trainers.append(Trainer(NETWORKS[name], self.images, plans, batches))
-            return trainers[0].accuracy(seed, lambda: advance(f"{name}, {what}, seed {seed}"))
-
-        found = []
-        with progress("training", self.seeds * self.images.size.epochs) as advance:
-            for seed in range(self.seeds):
-                settings = {
-                    "network": name,
-                    "images": self.images.name,
-                    "size": asdict(self.images.size),
-                    "batches": list(batches),
-                    "plan": trained(plan).to_json(),
-                    "seed": seed,
-                }
-                found.append(self.kept.get(settings, lambda seed=seed: run(seed, advance)))  # type: ignore[misc]
-        print(f"{name}, {what}: {', '.join(f'{one:.2%}' for one in found)}", flush=True)
-        deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-        return {"accuracy": statistics.fmean(found), "deviation": deviation, "each": found}
+        low = trained(plan)
+        settings = {
+            "network": name,
+            "images": self.images.name,
+            "size": asdict(self.images.size),
+            "batches": list(batches),
+            "plan": low.to_json(),
+        }
+        plans = (Plan.uniform("fp32"), low)
+        return self.accuracy(f"{name}, {what}", settings, lambda: Trainer(NETWORKS[name], self.images, plans, batches))

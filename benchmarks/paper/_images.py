@@ -87,10 +87,6 @@ class Images:
                     for own in torch.split(chosen, list(batches))
                 ]
 
-    def example(self, batch: int) -> Inputs:
-        """Returns the first images of the first seed."""
-        return self.parts(self.subset(0), [batch], 0, 0).__next__()[0]
-
 
 def built(network: Network, classes: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import SLOW, Looked, capped, problem
-from _experiment import OPTIONS, Experiment
+from _experiment import OPTIONS, OnImages
 from _harness import arguments, finish
 
 from qsync_fx.allocator import Answer
@@ -40,7 +40,7 @@ def plans_of(known: Looked, batch: int) -> dict[str, Answer]:
 
 def main() -> None:
     options = arguments(__doc__, None, **OPTIONS)
-    experiment = Experiment(options)
+    experiment = OnImages(options)
     batch = experiment.images.size.batch
     for name, known in experiment.networks():
         asked = problem(known, batch, memory=capped(problem(known, batch)))

@@ -27,16 +27,23 @@ def table2() -> str:
 
 
 def table4() -> str:
+    return _table("table4", {"network": lambda row: row["network"], **_WAYS})
+
+
+def table6() -> str:
+    return _table("table6", _WAYS)
+
+
+def fig6() -> str:
     columns: dict[str, Callable[[Row], str]] = {
-        "cluster": lambda row: row["cluster"],
-        "": lambda row: row["way"],
-        "accuracy": _accuracy,
-        "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
+        "plan": lambda row: row["plan"],
+        "step": lambda row: f"{row['step_ms']:.1f} ms",
+        "V100 waits": lambda row: f"{row['waiting_v100_ms']:.1f} ms",
+        "T4 waits": lambda row: f"{row['waiting_t4_ms']:.1f} ms",
         "variance": lambda row: f"{row['variance']:.3g}",
         "T4": _operators,
-        "batches": lambda row: " + ".join(map(str, row["batches"])),
     }
-    return _table("table4", columns)
+    return _table("fig6", columns)
 
 
 def fig8() -> str:
@@ -50,7 +57,7 @@ def fig8() -> str:
     return _table("fig8", columns, lambda row: "kept" in row)
 
 
-TABLES = {made.__name__: made for made in (table2, table4, fig8)}
+TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8)}
 
 
 def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
@@ -75,3 +82,14 @@ def _accuracy(row: Row) -> str:
 
 def _operators(row: Row) -> str:
     return ", ".join(f"{count} {fmt}" for fmt, count in sorted(row["operators"].items()))
+
+
+_WAYS: Mapping[str, Callable[[Row], str]] = {
+    "cluster": lambda row: row["cluster"],
+    "": lambda row: row["way"],
+    "accuracy": _accuracy,
+    "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
+    "variance": lambda row: f"{row['variance']:.3g}",
+    "T4": _operators,
+    "batches": lambda row: " + ".join(map(str, row["batches"])),
+}

@@ -1,0 +1,61 @@
+"""QSync's Fig. 6: a step before and after, in uniform precision and with what is recovered from it, and who waits when.
+
+Of VGG-16-BN on 16 V100 and 16 T4 of the catalog, as in benchmarks/fleets.py. What is recovered may take no longer than the uniform plan.
+The picture has the tracks that ui.perfetto.dev shows of the JSON beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _harness import Row, arguments, finish
+from _timelines import picture
+from fleets import CASES, COUNTS, QUICK, narrow, problem, traced
+
+from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.judge import Judge
+from qsync_fx.files import write_text
+from qsync_fx.timeline.timeline import Timeline
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        folder={
+            "type": Path,
+            "default": Path("runs/paper"),
+            "help": "where timelines for ui.perfetto.dev are written (%(default)s)",
+        },
+        picture={"type": Path, "help": "where the picture is written (SVG)"},
+    )
+    model = "resnet" if options.quick else "vgg16bn"
+    case = (QUICK if options.quick else CASES)[model]
+    graphs, sensitivity = traced(case)
+    asked = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    timelines: dict[str, Timeline] = {}
+    for name, answer in {"uniform": narrow(asked), "ours": Exact().allocate(asked)}.items():
+        timelines[name] = timeline = Judge(asked, answer.plans).timeline
+        timeline.save_perfetto(options.folder / f"fig6-{name}.json")
+        rows.append(
+            {
+                "model": model,
+                "plan": name,
+                "step_ms": 1e3 * timeline.seconds,
+                **{f"waiting_{device}_ms": 1e3 * seconds for device, seconds in timeline.waiting.items()},
+                "variance": answer.judged.variance,
+                "operators": dict(Counter(answer.plans["t4"].values())),
+            }
+        )
+    if options.picture:
+        write_text(options.picture, picture(timelines))
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()
