@@ -51,6 +51,9 @@ class Repeated:
         factor = self._factor(operator) * share
         return Seconds(found.forward * factor, found.backward * factor)
 
+    def least(self, operator: str, state: State) -> Seconds:
+        return self.operator(operator, state, ())
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         return self._times.cast(operator, before, after, numel, differentiated)
 

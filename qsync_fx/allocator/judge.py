@@ -281,6 +281,9 @@ class Remembered:
             self._operators[key] = self._times.operator(operator, state, around)
         return self._operators[key]
 
+    def least(self, operator: str, state: State) -> Seconds:
+        return self._times.least(operator, state)
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         key = operator, before, after, numel, differentiated
         if key not in self._casts:

@@ -64,6 +64,10 @@ class Scaled:
         found, more = self.times.operator(operator, state, around), self._more(operator, state)
         return Seconds(found.forward * more, found.backward * more, interpolated=True)
 
+    def least(self, operator: str, state: State) -> Seconds:
+        found, more = self.times.least(operator, state), self._more(operator, state)
+        return Seconds(found.forward * more, found.backward * more, interpolated=True)
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         return self.times.cast(operator, before, after, numel, differentiated)
 

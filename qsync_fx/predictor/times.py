@@ -51,6 +51,9 @@ class Times(Protocol):
             ProfileError: nothing is known of the operator.
         """
 
+    def least(self, operator: str, state: State) -> Seconds:
+        """Returns what an operator in a state takes no less than, beside any neighbours; see `operator`."""
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of converting or quantizing a tensor; zero where that is part of the operators' own times.
 

@@ -70,6 +70,21 @@ class InContext:
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
+        wanted, beside = state.names, [None if other is None else other.names for other in around]
+        alike = self._alike(operator, state, beside)
+        return Seconds(
+            sum(seen.seconds.forward for seen in alike) / len(alike),
+            sum(seen.seconds.backward for seen in alike) / len(alike),
+            interpolated=alike[0].state != wanted,
+        )
+
+    def least(self, operator: str, state: State) -> Seconds:
+        """Returns the least of the runs that may stand for a state: no mean of some of them is below it."""
+        alike = self._alike(operator, state, None)
+        return Seconds(min(seen.seconds.forward for seen in alike), min(seen.seconds.backward for seen in alike))
+
+    def _alike(self, operator: str, state: State, beside: Sequence[StateNames | None] | None) -> list[_Seen]:
+        """Returns what stands for an operator in a state beside neighbours; with None for these, all that may."""
         if operator not in self._seen:
             raise ProfileError(
                 "the profile knows nothing of an operator",
@@ -82,15 +97,10 @@ class InContext:
                 where=operator,
                 do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
             )
-        wanted, beside = state.names, [None if other is None else other.names for other in around]
-        likeness = [_similar(seen, wanted, beside) for seen in self._seen[operator]]
+        seen = self._seen[operator]
+        likeness = [(*_same(one, state.names), *(() if beside is None else _near(one, beside))) for one in seen]
         best = max(likeness)
-        alike = [seen for seen, like in zip(self._seen[operator], likeness, strict=True) if like == best]
-        return Seconds(
-            sum(seen.seconds.forward for seen in alike) / len(alike),
-            sum(seen.seconds.backward for seen in alike) / len(alike),
-            interpolated=alike[0].state != wanted,
-        )
+        return [one for one, like in zip(seen, likeness, strict=True) if like == best]
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
@@ -127,8 +137,11 @@ def around(states: Sequence[StateNames], at: int) -> tuple[StateNames | None, ..
     return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in NEIGHBOURS)
 
 
-def _similar(seen: _Seen, state: StateNames, beside: Sequence[StateNames | None]) -> tuple[bool, bool, bool, int, bool]:
+def _same(seen: _Seen, state: StateNames) -> tuple[bool, bool, bool]:
     """Returns how well a run stands for a state: the larger, the better."""
-    neighbours = sum(w for w, one, other in zip(_WEIGHTS, seen.around, beside, strict=False) if one == other)
-    same = seen.state == state
-    return same, seen.state[0] == state[0], seen.state[1] == state[1], neighbours, seen.own
+    return seen.state == state, seen.state[0] == state[0], seen.state[1] == state[1]
+
+
+def _near(seen: _Seen, beside: Sequence[StateNames | None]) -> tuple[int, bool]:
+    """Returns how well a run stands for neighbours, the user's own plans before others: the larger, the better."""
+    return sum(w for w, one, other in zip(_WEIGHTS, seen.around, beside, strict=False) if one == other), seen.own

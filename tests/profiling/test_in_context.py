@@ -64,6 +64,18 @@ def test_of_runs_with_the_same_state_the_one_with_the_same_neighbours_counts() -
     assert asked.operator("1/linear", wide, [narrow, wide, None, None]) == Seconds(2.1, 4.2)
 
 
+def test_beside_no_neighbours_it_takes_less_than_the_least() -> None:
+    asked = times(WIDE, NARROW, BETWEEN, run("odd", (BF16, FP32, 0.4), (FP32, BF16, 1.9), (BF16, BF16, 1.4)))
+    states = [state(*names) for names in itertools.product((FP32, BF16), (FP32, BF16))]
+    for at, own in itertools.product(range(3), states):
+        least = asked.least(f"{at}/linear", own)
+        found = [asked.operator(f"{at}/linear", own, beside) for beside in itertools.product(states, repeat=4)]
+        assert least.forward <= min(one.forward for one in found)
+        assert least.backward <= min(one.backward for one in found)
+    assert asked.least("1/linear", state(FP32)) == Seconds(2.0, 4.0)
+    assert asked.least("0/linear", state(BF16)) == Seconds(0.5, 1.0)
+
+
 def test_nearer_neighbours_count_more() -> None:
     near = run("near", (BF16, BF16, 1.0), (FP32, FP32, 1.0), (FP32, FP32, 7.0), (FP32, FP32, 1.0), (BF16, BF16, 1.0))
     far = run("far", (FP32, FP32, 1.0), (BF16, BF16, 1.0), (FP32, FP32, 9.0), (BF16, BF16, 1.0), (FP32, FP32, 1.0))

@@ -132,6 +132,9 @@ class DrawnTimes:
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         return self._drawn(operator, str(state), *map(str, around))
 
+    def least(self, operator: str, state: State) -> Seconds:
+        return Seconds(0.0, 0.0)
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         found = self._drawn(operator, before, after, str(numel))
         return found if differentiated else Seconds(found.forward, 0.0)

@@ -5,15 +5,18 @@ Invariant: at whole choices the expression is not above what the judge says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from qsync_fx.allocator.exact.during import During
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.kept import Kept
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
+from qsync_fx.predictor.model.value import StateNames
 
 _BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
@@ -30,12 +33,34 @@ class Certain:
     Args:
         part: the class.
         memory: what it holds under some plan.
+
+    Attributes:
+        moments: places of products while whose gradients are computed it is reckoned, beside the begin of the backward pass.
     """
 
     def __init__(self, part: DeviceClass, memory: Memory) -> None:
         before = sum(memory.moments[0].of(category) for category in _BEFORE)
         self._before = before + min([0, *(anchor.error(part.training) for anchor in part.anchors)])
         self.kept = Kept(part)
+        self.during = During(self.kept)
+        self.moments: list[int] = []
+
+    def add(self, places: Iterable[int]) -> bool:
+        """Adds the products beside operators while whose gradients most may be held; returns whether any are new."""
+        products = self.during.moments
+        ends = [bisect_right(products, at) for at in places]
+        near = {products[at] for end in ends for at in (end - 1, end) if 0 <= at < len(products)}
+        new = sorted(near - set(self.moments))
+        self.moments += new
+        return bool(new)
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        return [total((1.0, {CONSTANT: float(self._before)}), (1.0, self.kept.expression(formats)))]
+        before: Expression = {CONSTANT: float(self._before)}
+        yield total((1.0, before), (1.0, self.kept.expression(formats)))
+        for moment in self.moments:
+            yield total((1.0, before), (1.0, self.during.expression(formats, moment)))
+
+    def of(self, names: Sequence[StateNames]) -> float:
+        """Returns the most bytes under a plan, by the states that it puts operators into."""
+        found = [self.kept.of(names), *(self.during.of(names, moment) for moment in self.moments)]
+        return self._before + max(found)

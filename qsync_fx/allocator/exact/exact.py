@@ -9,6 +9,7 @@ from typing import Final
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.exact.trying import begin_elsewhere, every, few, widen
 from qsync_fx.allocator.judge import Judge
 from qsync_fx.allocator.problem import Problem
 
@@ -38,18 +39,23 @@ class Exact:
         """Returns the plan that is best; see `Allocator`."""
         began = time.perf_counter()
         search = Search(problem, self.gap, self.seconds)
-        search.run(self.rounds)
-        certain = search.every() or not search.approximate
-        if not certain:
-            search.begin_elsewhere()
-            search.widen()
+        if search.approximate:
+            search.bounded()
+        # Where little is chosen, looking twice takes little.
+        if not search.near and (not search.lean(self.rounds) or few(search)):
+            search.run(self.rounds)
+        whole = not search.approximate or (not search.near and every(search))
+        if not whole and not search.near:
+            begin_elsewhere(search)
+            widen(search)
+            search.bounded()
         if search.best is None:
             raise why_not(search)
-        bound = search.bound if certain else search.bounded()
+        bound = search.bound if whole else search.proved
         plans, codecs = search.best[0], search.best[1].codecs
         judged = Judge(problem, plans, codecs).judged()
         value = judged.value(problem)
         took = time.perf_counter() - began
-        notes = () if certain else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        notes = () if whole or search.near else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)
         known = None if bound is None else min(bound, value)
         return Answer(problem, plans, judged, self.name, known, took, tuple(search.rounds), (*search.notes, *notes))

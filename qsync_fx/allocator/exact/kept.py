@@ -1,27 +1,30 @@
 """What a step certainly holds when its backward pass begins, as a linear expression of states.
 
-All that the backward pass reads of the forward pass is there then. Certain of that are the factors of products, in the formats that these
-compute in, the results of products that others keep, and masks and statistics; each value counts once a format. What compilers may compute
-again is left out. So at whole choices the expression is no more than the judge says of any plan, and in most plans the better part of it.
+All that the backward pass reads of the forward pass is there then, and the gradients that it begins with. Certain of that are the factors
+of products, in the formats that these compute in, the results of products that others keep, masks and statistics, and what others keep that
+no compiler can compute again: what follows from a product's result that nobody keeps (`_lost`). Each value counts once a format. What may
+be computed again under some plan is left out. So at whole choices the expression is no more than the judge says of any plan, and in most
+plans the better part of it.
 
 Invariant: `of` and `expression` count the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from qsync_fx.allocator.exact.formats import Formats, Spread
-from qsync_fx.allocator.exact.program import Expression, total
+from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.forward import Forward
-from qsync_fx.predictor.memory.telling import whole
+from qsync_fx.predictor.memory.telling import GATES, GATHERS, whole
 from qsync_fx.predictor.model.value import Name, StateNames
 
 Key = tuple[int, Name]
@@ -40,11 +43,11 @@ class _Factor:
 
 @dataclass(frozen=True)
 class _Result:
-    """A product's result that another operator keeps: by its state, in which format, where the result is not narrower."""
+    """What another operator keeps of a value: by its state, in which format, and of a product's result in a narrower one that it has."""
 
     at: int
     value: int
-    maker: int
+    maker: int | None
     kept: Mapping[StateNames, Name]
 
 
@@ -52,11 +55,12 @@ class Kept:
     def __init__(self, part: DeviceClass) -> None:
         self.graph = part.graph
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
-        passes = [_Passes(one) for one in uniform]
+        self.passes = passes = [_Passes(one) for one in uniform]
         self._factors: list[_Factor] = []
         self._results: list[_Result] = []
         self._extras: dict[int, Mapping[StateNames, int]] = {}
         self._forward = forward = passes[0].forward
+        self._incoming = 0
         if any(operator.repeated for operator in self.graph.operators):
             return
         for at, operator in enumerate(self.graph.operators):
@@ -70,26 +74,30 @@ class Kept:
             if forward.multiplies(operator):
                 continue
             self._extras[at] = _extras(passes, at)
-            self._results += self._products_kept(passes, at)
+            self._results += self._values_kept(passes, at)
+        outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
+        incoming = [value for value in outputs if self.graph.values[value].differentiated]
+        self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
 
-    def of(self, names: Sequence[StateNames]) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into."""
+    def of(self, names: Sequence[StateNames], readers: Set[int] | None = None) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read."""
         found: set[Key] = set()
-        for factor in self._factors:
+        for factor in _of(readers, self._factors):
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own:
                 found.add((factor.value, fmt))
-        for result in self._results:
-            fmt, held = result.kept[names[result.at]], names[result.maker][1]
+        for result in _of(readers, self._results):
+            fmt = result.kept[names[result.at]]
+            held = fmt if result.maker is None else names[result.maker][1]
             found.add((result.value, min((fmt, held), key=_width)))
-        extras = sum(sizes[names[at]] for at, sizes in self._extras.items())
-        return sum(self._bytes(*key) for key in found) + extras
+        extras = sum(sizes[names[at]] for at, sizes in self._extras.items() if readers is None or at in readers)
+        return sum(self._bytes(*key) for key in found) + extras + (self._incoming if readers is None else 0)
 
-    def expression(self, formats: Formats) -> Expression:
-        """Returns the bytes."""
+    def expression(self, formats: Formats, readers: Set[int] | None = None) -> Expression:
+        """Returns the bytes; with `readers` those of what their backward passes read."""
         wants: dict[Key, list[Expression]] = {}
-        found: dict[int, float] = {}
-        for factor in self._factors:
+        found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
+        for factor in _of(readers, self._factors):
             by_format: dict[Name, Expression] = {}
             for name, where in formats.precisions[factor.at].items():
                 fmt = factor.wanted[name]
@@ -97,18 +105,19 @@ class Kept:
             for fmt, where in by_format.items():
                 if fmt != factor.own:
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result in self._results:
+        for result in _of(readers, self._results):
             for fmt, where in self._result(formats, result):
                 wants.setdefault((result.value, fmt), []).append(where)
         for at, sizes in self._extras.items():
-            for state, where in formats.states[at].items():
-                _add(found, where, sizes[state])
+            if readers is None or at in readers:
+                for state, where in formats.states[at].items():
+                    add(found, where, sizes[state])
         for key, several in wants.items():
-            _add(found, formats.program.any_of(several), self._bytes(*key))
+            add(found, formats.program.any_of(several), self._bytes(*key))
         return found
 
     def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
-        held: Spread = formats.outputs[result.maker]
+        held: Spread = {} if result.maker is None else formats.outputs[result.maker]
         by_format: dict[Name, Expression] = {}
         for state, where in formats.states[result.at].items():
             fmt = result.kept[state]
@@ -125,16 +134,38 @@ class Kept:
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest
 
-    def _products_kept(self, passes: Sequence[_Passes], at: int) -> Iterator[_Result]:
+    def _values_kept(self, passes: Sequence[_Passes], at: int) -> Iterator[_Result]:
+        """Yields what an operator that is no product keeps under any plan: results of products, and what is lost otherwise."""
         operator, forward = self.graph.operators[at], self._forward
         saved = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
         for value in dict.fromkeys(forward.root(self._places[name]) for name in sorted(saved)):
-            maker = forward.made_by(value)
-            kept = self._formats_of(at, value)
-            if maker is None or not forward.multiplies(maker) or kept is None:
+            maker, kept = forward.made_by(value), self._formats_of(at, value)
+            product = maker is not None and forward.multiplies(maker)
+            # Of its own result a gate keeps a byte an element.
+            gate = operator.row in GATES and operator.result == value
+            if maker is None or kept is None or not (product or (value in self._lost and not gate)):
                 continue
             if all(one.reads_kept(at, self.graph.values[value].name) for one in passes):
-                yield _Result(at, value, self.graph.places[maker.id], kept)
+                yield _Result(at, value, self.graph.places[maker.id] if product else None, kept)
+
+    @cached_property
+    def _lost(self) -> Set[int]:
+        """The values that no compiler computes again, under any plan: they follow from what is not kept, or are gathered."""
+        forward, kept, found = self._forward, set[int](), set[int]()
+        for operator in self.graph.operators:
+            names = {
+                name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")
+            }
+            for value in {forward.root(self._places[name]) for name in names}:
+                maker = forward.made_by(value)
+                if forward.multiplies(operator) or (maker is not None and forward.multiplies(maker)):
+                    kept.add(value)
+        for operator in self.graph.operators:
+            reads = {forward.root(read.value) for read in operator.reads}
+            lost = forward.multiplies(operator) or operator.row in GATHERS or not found.isdisjoint(reads - kept)
+            if lost and forward.root(operator.result) == operator.result:
+                found.add(operator.result)
+        return found
 
     def _formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
         """The format by state in which an operator keeps a value; None where it does not in each."""
@@ -165,8 +196,9 @@ class _Passes:
 
     def __init__(self, found: States) -> None:
         self.forward = Forward(found)
-        made = {buffer for task in self.forward.tasks for buffer in task.writes}
-        self.read = made & {buffer for task in Backward(self.forward).tasks for buffer in task.reads}
+        self.backward = Backward(self.forward)
+        self.made = {buffer for task in self.forward.tasks for buffer in task.writes}
+        self.read = self.made & {buffer for task in self.backward.tasks for buffer in task.reads}
 
     def reads_factor(self, at: int, place: int) -> bool:
         """Whether the factor of a product is read again; of one that is there before the step, nothing is held."""
@@ -192,10 +224,18 @@ def _extras(passes: Sequence[_Passes], at: int) -> Mapping[StateNames, int]:
     return dict.fromkeys(passes[0].forward.graph.operators[at].costs, least)
 
 
+T = TypeVar("T", _Factor, _Result)
+
+
+def _of(readers: Set[int] | None, found: Sequence[T]) -> Iterator[T]:
+    return (one for one in found if readers is None or one.at in readers)
+
+
 def _width(name: Name) -> int:
     return FORMATS[name].dtype.itemsize if name is not None else 0
 
 
-def _add(found: dict[int, float], where: Expression, size: float) -> None:
+def add(found: dict[int, float], where: Expression, size: float) -> None:
+    """Adds an expression, as often as `size` says."""
     for variable, factor in where.items():
         found[variable] = found.get(variable, 0.0) + factor * size

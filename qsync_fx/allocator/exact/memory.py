@@ -77,6 +77,11 @@ class Held:
             self._more[moment] = beside + sum(reference.at(moment).values()) - self._value(moment, states.names)
         return abs(before - passes) / max(passes, 1.0)
 
+    def places(self, graph: ModelGraph) -> Iterator[int]:
+        """Yields the places of the operators at whose gradients the moments are."""
+        count = len(graph.operators)
+        yield from (2 * count - moment for moment in self.moments if moment > count)
+
     def expressions(self, formats: Formats) -> Iterator[Expression]:
         """Yields what is held at each of the moments, in bytes."""
         for moment in self.moments:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, Protocol
 
 from qsync_fx.allocator.problem import DeviceClass
@@ -22,7 +23,7 @@ from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 QUESTIONS: Final = 100_000
-"""Times that are asked for at most to know the least."""
+"""Times that are asked for at most to know the least; where there are more, the device's own word is taken for it."""
 
 
 class Priced(Protocol):
@@ -95,13 +96,16 @@ class Least:
     def times(self) -> Times:
         return self.part.times
 
-    @property
-    def questions(self) -> int:
-        """How many times there are to ask for."""
-        return sum(len(states) * math.prod(map(len, self._around(at))) for at, states in enumerate(self._states))
+    @cached_property
+    def _few(self) -> bool:
+        """Whether there are few times to ask for."""
+        each = (len(states) * math.prod(map(len, self._around(at))) for at, states in enumerate(self._states))
+        return sum(each) <= QUESTIONS
 
     def operator(self, at: int, state: StateNames) -> Seconds:
         name, own = self.part.graph.operators[at].id, state_named(state)
+        if not self._few:
+            return self.times.least(name, own)
         found = [
             self.times.operator(name, own, [None if one is None else state_named(one) for one in around])
             for around in itertools.product(*self._around(at))

@@ -10,9 +10,6 @@ the last plan is exact: where the program only takes after the judge, other plan
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -21,23 +18,16 @@ from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.coding import Codecs
 from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import QUESTIONS, Least, Priced, Prices
+from qsync_fx.allocator.exact.prices import Least, Priced, Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
 from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
-from qsync_fx.allocator.paper import Greedy
 from qsync_fx.allocator.problem import Plans, Problem
-from qsync_fx.errors import PlanError
+from qsync_fx.allocator.uniforms import uniforms
 
 NEAR: Final = 2e-3
 """How far off, of it, memory may be reckoned before that is worth another round."""
-FEW: Final = 300
-"""Plans, of which each is looked at where a program would be less sure."""
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
-_LOOKS: Final = 1500
-"""Operators that are looked at in all when single ones are widened."""
-_ASKED: Final = 32
-"""Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
 
 
 class Search:
@@ -48,8 +38,8 @@ class Search:
         prices, held: what states of each open class take and hold.
         limits: that the next program is held to.
         best: the best plans that keep all limits, None where none were found.
-        closest: the plans that exceed limits least, where none were found that keep them.
         bound: of the last program.
+        proved: what no plan is below; None where that is not known.
         smallest: by class, the least that a step was seen to hold at most.
         rounds: what was solved.
         notes: what else to know.
@@ -70,6 +60,8 @@ class Search:
         self.best: tuple[Plans, Judged] | None = None
         self.smallest: dict[str, int] = {}
         self.bound = 0.0
+        self.proved: float | None = None
+        self._certain: dict[str, Certain] = {}
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
         memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
@@ -88,7 +80,7 @@ class Search:
             self._uniforms()
             self.learn()
             self._settle(rounds)
-        if self.limits.memory and self.best is not None:
+        if self.limits.memory and self.best is not None and not self.near:
             # Plans that are reckoned to hold a little too much may not: they are looked at before they are ruled out.
             within = self.limits
             self.limits = replace(within, memory={name: most * (1 + _BEYOND) for name, most in within.memory.items()})
@@ -99,7 +91,7 @@ class Search:
     def _settle(self, rounds: int) -> None:
         seen: list[tuple[Plans, Codecs]] = []
         for _ in range(rounds):
-            if (solved := self._solve()) is None:
+            if self.near or (solved := self._solve()) is None:
                 return
             found, excess, new = solved
             if found in seen or (not excess and not new):
@@ -127,79 +119,61 @@ class Search:
         self.rounds.append(Round(judged, found.bound, not excess, new))
         return (plans, judged.codecs), excess, new
 
-    def widen(self) -> None:
-        """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
-        problem = self.problem
-        if self.best is None or not self.approximate or problem.tied or problem.least != "variance":
-            return
-        plans = self.best[0]
-        self.judge.become(plans, self.best[1].codecs)
-        wins = [
-            (
-                self.problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),
-                name,
-                operator,
-                wider,
-            )
-            for name in self.problem.open
-            for part in (self.problem.classes[name],)
-            for operator, fmt in plans[name].items()
-            for wider in part.choices[operator]
-        ]
-        tries = _LOOKS // max(1, sum(len(plans[name]) for name in self.problem.open))
-        for _, name, operator, wider in sorted((win for win in wins if win[0] > 0), key=lambda win: -win[0])[:tries]:
-            part = self.problem.classes[name]
-            if part.omega(operator, wider) < part.omega(operator, self.judge.plans[name][operator]):
-                self.judge.set(name, operator, wider)
-                if not self.judge.fits():
-                    self.judge.undo()
-        self.look(self.judge.plans)
-
-    def every(self) -> bool:
-        """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
-        choices = {
-            (name, operator): known
-            for name in self.problem.open
-            for operator, known in self.problem.classes[name].choices.items()
-        }
-        codecs = [tuple(by) for by in self.judge.options.coded]
-        many = math.prod(map(len, (*choices.values(), *codecs)))
-        if self.problem.tied or not self.approximate or many > FEW:
-            return False
-        for picked in itertools.product(*choices.values()):
-            plans: dict[str, dict[str, str]] = {name: {} for name in self.problem.open}
-            for (name, operator), fmt in zip(choices, picked, strict=True):
-                plans[name][operator] = fmt
-            for coded in itertools.product(*codecs):
-                self.look(plans, coded)
-        self.bound = self.best[1].value(self.problem) if self.best is not None else self.bound
-        return True
-
-    def begin_elsewhere(self) -> None:
-        """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
-        if sum(len(part.choices) for part in self.problem.classes.values()) > _ASKED:
-            return
-        with contextlib.suppress(PlanError):
-            self.look(Greedy().allocate(self.problem).plans, self.judge.options.plain)
-
     def bounded(self) -> float | None:
-        """Returns what no plan is below: reckoned with what is certain to be held, and the least times; None where that takes too long."""
-        prices: dict[str, Priced] = {**self.prices}
-        for name in [name for name, known in self.prices.items() if known.differ]:
-            least = Least(self.problem.classes[name])
-            if least.questions > QUESTIONS:
-                return None
-            prices[name] = least
-        held: dict[str, Holds] = {}
-        for name in self.held:
-            memory = self.judge.memory(name)
-            assert memory is not None
-            held[name] = Certain(self.problem.classes[name], memory)
-        found = self._found(self.judge.plans, prices, held, self._asked)
-        if found.plans is None:
-            return None
-        self.look(self.problem.completed(found.plans), found.codecs)
-        return found.bound
+        """Returns what no plan is below, where any is known: reckoned with what is certain to be held, and the least times."""
+        prices: dict[str, Priced] = {
+            name: Least(self.problem.classes[name]) if known.differ else known for name, known in self.prices.items()
+        }
+        new = self.proved is None
+        for name, held in self.held.items():
+            part, memory = self.problem.classes[name], self.judge.memory(name)
+            if name not in self._certain and memory is not None:
+                self._certain[name] = Certain(part, memory)
+            new |= self._certain[name].add(held.places(part.graph))
+        if not new:
+            return self.proved
+        found = self._found(self.judge.plans, prices, self._certain, self._asked)
+        if found.plans is not None:
+            self.proved = max(found.bound, self.proved or 0.0)
+            self.look(self.problem.completed(found.plans), found.codecs)
+            self.learn()
+        return self.proved
+
+    def lean(self, rounds: int) -> bool:
+        """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.
+
+        What is beyond follows plans little, so that this leads to good ones in few rounds. Returns whether one of them keeps all limits.
+        """
+        seen: list[tuple[Plans, Codecs]] = []
+        fits = False
+        for _ in range(rounds if self._certain and not self.near else 0):
+            memory = {name: limit - self._beyond(name) for name, limit in self._asked.memory.items()}
+            found = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
+            if found.stopped:
+                self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
+            if found.plans is None:
+                break
+            plans = self.problem.completed(found.plans)
+            judged = self.look(plans, found.codecs)
+            excess, new = judged.exceeds(self.problem), self.learn()
+            self.bound, fits = found.bound, fits or not excess
+            self.rounds.append(Round(judged, found.bound, not excess, new))
+            if (plans, judged.codecs) in seen or self.near:
+                break
+            seen.append((plans, judged.codecs))
+        return fits
+
+    def _beyond(self, name: str) -> float:
+        """Returns what the judge says that the last plan holds beyond what is certain."""
+        return (self.judge.peak(name) or 0) - self._certain[name].of(self.judge.states(name).names)
+
+    @property
+    def near(self) -> bool:
+        """Whether the best plan is proved to be as near to the best as was asked for."""
+        if self.best is None or self.proved is None:
+            return False
+        value = self.best[1].value(self.problem)
+        return value - self.proved <= self.gap * value
 
     @property
     def approximate(self) -> bool:
@@ -221,8 +195,11 @@ class Search:
         """Takes prices and memory from the plans that were judged last; returns whether anything is new."""
         new = False
         for name in self.problem.open:
-            states = self.judge.states(name)
+            states, differed = self.judge.states(name), self.prices[name].differ
             new |= self.prices[name].learn(states.names)
+            if self.prices[name].differ and not differed:
+                # Proved of times that were taken to follow no neighbours.
+                self.proved = None
             if self.problem.classes[name].memory is not None:
                 off = self.held[name].learn(states, self._passes(name))
                 new |= off > NEAR
@@ -237,11 +214,9 @@ class Search:
 
     def _uniforms(self) -> None:
         """Looks at uniform plans, and learns from them; at last at the best that keeps all limits, else the narrowest."""
-        parts = [self.problem.classes[name] for name in self.problem.open]
-        for fmt in parts[0].formats:
-            if all(fmt in part.formats for part in parts):
-                self.look(self.problem.uniform(fmt))
-                self.learn()
+        for plans in uniforms(self.problem).values():
+            self.look(plans)
+            self.learn()
         self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
     def _found(

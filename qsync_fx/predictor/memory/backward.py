@@ -182,7 +182,7 @@ class Backward:
         return buffer
 
     def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
-        narrow, carrier = _computed_in(self.forward.states.names[at][0])
+        narrow, carrier = computed_in(self.forward.states.names[at][0])
         gradient = self._lying(operator, incoming, narrow)
         last = 3 if convolves(operator) else 2  # a convolution's kernel gives the gradient of the bias, too
         places = [place for place, read in enumerate(operator.reads) if place < last and read.gradient]
@@ -258,8 +258,8 @@ def _of(name: str) -> str:
     return f"gradient of {name}"
 
 
-def _computed_in(precision: Name) -> tuple[Name, Name]:
-    """The formats of an incoming gradient and of the products with it."""
+def computed_in(precision: Name) -> tuple[Name, Name]:
+    """Returns the formats of the gradient that a product is given, and of the products with it."""
     if precision is None or not FORMATS[precision].scaled:
         return precision, precision
     return FORMATS[precision].gradient.name, FORMATS[precision].carrier.name

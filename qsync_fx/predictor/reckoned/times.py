@@ -71,6 +71,10 @@ class DeviceTimes:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
 
+    def least(self, operator: str, state: State) -> Seconds:
+        """Returns the time of an operator in a state."""
+        return self.operator(operator, state)
+
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""
         key = before, after, numel, differentiated

@@ -1,0 +1,80 @@
+"""Plans that are looked at without a program: all of them where they are few, the paper's, and neighbours of the best one.
+
+Invariant: a search knows a plan that is no worse afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from typing import Final
+
+from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.paper import Greedy
+from qsync_fx.errors import PlanError
+
+FEW: Final = 300
+"""Plans, of which each is looked at where a program would be less sure."""
+_LOOKS: Final = 1500
+"""Operators that are looked at in all when single ones are widened."""
+_ASKED: Final = 32
+"""Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
+
+
+def widen(search: Search) -> None:
+    """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
+    problem, judge = search.problem, search.judge
+    if search.best is None or not search.approximate or problem.tied or problem.least != "variance":
+        return
+    plans = search.best[0]
+    judge.become(plans, search.best[1].codecs)
+    wins = [
+        (problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)), name, operator, wider)
+        for name in problem.open
+        for part in (problem.classes[name],)
+        for operator, fmt in plans[name].items()
+        for wider in part.choices[operator]
+    ]
+    tries = _LOOKS // max(1, sum(len(plans[name]) for name in problem.open))
+    for _, name, operator, wider in sorted((win for win in wins if win[0] > 0), key=lambda win: -win[0])[:tries]:
+        part = problem.classes[name]
+        if part.omega(operator, wider) < part.omega(operator, judge.plans[name][operator]):
+            judge.set(name, operator, wider)
+            if not judge.fits():
+                judge.undo()
+    search.look(judge.plans)
+
+
+def every(search: Search) -> bool:
+    """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
+    choices = {
+        (name, operator): known
+        for name in search.problem.open
+        for operator, known in search.problem.classes[name].choices.items()
+    }
+    codecs = [tuple(by) for by in search.judge.options.coded]
+    many = math.prod(map(len, (*choices.values(), *codecs)))
+    if search.problem.tied or not search.approximate or many > FEW:
+        return False
+    for picked in itertools.product(*choices.values()):
+        plans: dict[str, dict[str, str]] = {name: {} for name in search.problem.open}
+        for (name, operator), fmt in zip(choices, picked, strict=True):
+            plans[name][operator] = fmt
+        for coded in itertools.product(*codecs):
+            search.look(plans, coded)
+    search.bound = search.best[1].value(search.problem) if search.best is not None else search.bound
+    return True
+
+
+def few(search: Search) -> bool:
+    """Whether so few operators are open to choice that the judge can be asked at every step."""
+    return sum(len(part.choices) for part in search.problem.classes.values()) <= _ASKED
+
+
+def begin_elsewhere(search: Search) -> None:
+    """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
+    if not few(search):
+        return
+    with contextlib.suppress(PlanError):
+        search.look(Greedy().allocate(search.problem).plans, search.judge.options.plain)
