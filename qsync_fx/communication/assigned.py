@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.communication.codecs import PLAIN, Codec, codec_named
+from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.errors import PlanError, shown
 
@@ -30,6 +31,11 @@ class Assigned:
     text: str
     codecs: tuple[Codec, ...]
     coded: tuple[bool, ...]
+
+    @property
+    def adaptive(self) -> Adaptive | None:
+        """AQGB, where it chooses levels as training goes on; None where all is said beforehand, as it is in a plan."""
+        return next((codec for codec in self.codecs if isinstance(codec, Adaptive)), None)
 
 
 def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assigned:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from qsync_fx.communication import geometry, tally, verdict
 from qsync_fx.communication.assigned import Assigned
-from qsync_fx.communication.reduction import Bucket, Reducer, volumes
+from qsync_fx.communication.codecs import PLAIN
+from qsync_fx.communication.control import Controller, Entry
+from qsync_fx.communication.gathering import Gatherer
+from qsync_fx.communication.reduction import Bucket, Reducer
 from qsync_fx.communication.state import State
 from qsync_fx.communication.worker import Worker
 
@@ -26,6 +29,7 @@ class Compression:
     Attributes:
         assigned: what gradients are sent in.
         pieces: what becomes of each parameter, in the order of the model.
+        controller: what chooses AQGB's levels; None for other codecs.
     """
 
     def __init__(
@@ -47,6 +51,11 @@ class Compression:
         self._keeps = [p for _, p in named]
         self._state = State(rank, world, assigned.text, seed)
         self._reducer = Reducer(group, self._state)
+        self.controller: Controller | None = None
+        self._gatherer: Gatherer | None = None
+        if (adaptive := assigned.adaptive) is not None:
+            self.controller = Controller(adaptive.grace, adaptive.elapsed)
+            self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
         self._worker = Worker("qsync communication")
         self._check_every = check_every
         self._watched = -1
@@ -59,6 +68,8 @@ class Compression:
         self._state.step += last
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
         gradients, index, given = bucket.gradients(), int(bucket.index()), time.perf_counter()
+        if self.controller is not None and self._state.world > 1:
+            self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
         def work() -> Tensor:
             self._reducer.tally.wait += time.perf_counter() - given
@@ -80,12 +91,20 @@ class Compression:
         Raises:
             RankError: a rank is gone, or a message could not be read.
         """
+        if self.controller is not None:
+            self.controller.needed()
         self._worker.wait()
+
+    def decisions(self) -> tuple[Entry, ...]:
+        """Returns what AQGB has decided when gradients came, the newest last; nothing for other codecs."""
+        return () if self.controller is None else tuple(self.controller.log)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what it takes to go on with the same bits: what codecs have left of gradients, the seed and the step. Each rank saves
         its own."""
         self.wait()
+        if self.controller is not None:
+            self._state.control = self.controller.saved()
         return self._state.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,13 +116,16 @@ class Compression:
         """
         self.wait()
         self._state.load(state, self.pieces)
+        if self.controller is not None:
+            self.controller.load(self._state.control)
 
     def report(self) -> tally.Report:
         """Returns what this rank has sent so far, how long that took, and what it changed."""
         coded = sum(piece.size for piece, one in zip(self.pieces, self.assigned.coded, strict=True) if one)
         plain = sum(piece.size for piece in self.pieces) - coded
         state = self._state
-        return tally.report(self.assigned.name, state.rank, state.world, coded, plain, self._reducer.tally)
+        adapted = None if self.controller is None else self.controller.adapted()
+        return tally.report(self.assigned.name, state.rank, state.world, coded, plain, self._reducer.tally, adapted)
 
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""
@@ -142,12 +164,9 @@ class Compression:
             )
             for g in gradients
         ]
-        self._reducer.reduce(Bucket(index, step, values, pieces, views, self._checks(step)))
+        (self._gatherer or self._reducer).reduce(Bucket(index, step, values, pieces, views, self._checks(step)))
         if values is not buffer:
             buffer.copy_(values)
-        raw, theory = volumes(pieces, state.rank, state.world)
-        self._reducer.tally.raw += raw
-        self._reducer.tally.theory += theory
 
     def _checks(self, step: int) -> bool:
         return self._check_every > 0 and step % self._check_every == 0

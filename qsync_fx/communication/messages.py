@@ -48,6 +48,12 @@ class Head:
         return None
 
 
+def length_of(message: Tensor) -> int:
+    """Returns how many bytes a message says that it has."""
+    length: int = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))[-1]
+    return length
+
+
 def hash_of(text: str) -> int:
     """Returns 32 bits that tell texts apart."""
     return zlib.crc32(text.encode())

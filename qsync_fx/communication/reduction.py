@@ -1,6 +1,7 @@
 """The mean of a bucket over ranks, by reduce and broadcast: every rank sends each other its part, sums its own, and sends that to all.
 
-With two ranks one exchange does: both decode both. Sums are taken in the order of ranks, and whoever sends bytes decodes its own.
+With two ranks one exchange does: both decode both. So do more of them with a codec that is gathered. Sums are taken in the order of ranks,
+and whoever sends bytes decodes its own.
 
 Invariant: all ranks end with the same bits. What is decoded into the gradients of a rank are bytes that every rank has.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class Bucket:
     gradients: Sequence[Tensor]
     measured: bool = False
 
+    @property
+    def about(self) -> str:
+        """What an error says of where it was."""
+        return f"bucket {self.index} of step {self.step}"
+
 
 @dataclass
 class Reducer:
@@ -74,28 +80,49 @@ class Reducer:
             _flat(bucket.values, g) if order is None else order
             for g, order in zip(bucket.gradients, orders, strict=True)
         ]
-        if self.state.world == 2:
-            self._one_exchange(bucket, flats)
-        elif self.state.world > 2:
-            self._two_exchanges(bucket, flats)
+        whole = gathered(bucket.pieces, self.state.world)
+        for is_whole, exchanged in ((True, self._one_exchange), (False, self._two_exchanges)):
+            own = [at for at, found in enumerate(whole) if found == is_whole]
+            if own:
+                exchanged(replace(bucket, pieces=[bucket.pieces[at] for at in own]), [flats[at] for at in own])
         for piece, gradient, order in zip(bucket.pieces, bucket.gradients, orders, strict=True):
             if order is not None:
                 geometry.put_back(piece, gradient, order)
+        self.end(bucket, *volumes(bucket.pieces, self.state.rank, self.state.world))
+
+    def end(self, bucket: Bucket, raw: int, theory: float) -> None:
+        """Counts a bucket that is reduced."""
         self.tally.buckets += 1
+        self.tally.raw += raw
+        self.tally.theory += theory
         if bucket.measured:
             # What a NaN carries differs between instruction sets.
             made = torch.where(bucket.values.isnan(), torch.nan, bucket.values)
             self.digest = zlib.crc32(made.numpy().tobytes(), self.digest)
 
+    def fault(self, bucket: Bucket, sender: int, what: str) -> None:
+        """Remembers that a message could not be read; all ranks are told at the end of the step."""
+        self.faults.append(f"rank {self.state.rank} cannot read what rank {sender} sent of {bucket.about}: {what}")
+
+    def measure(self, given: Tensor, found: Tensor) -> None:
+        """Counts what a codec has changed of this rank's values."""
+        error = float((found - given).double().square().sum())
+        power = float(given.double().square().sum())
+        if error + power < float("inf"):
+            self.tally.error += error
+            self.tally.power += power
+
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
         mine = self._encoded(bucket, flats, parts, "mine", summed=False)
-        theirs = self._memory_for(bucket, "theirs", mine.numel())
-        peer = 1 - self.state.rank
-        self._exchange(bucket, {peer: mine}, {peer: theirs})
-        self._decode(bucket, flats, parts, [theirs, mine] if peer == 0 else [mine, theirs], first=0)
+        rank, ranks = self.state.rank, range(self.state.world)
+        others = [peer for peer in ranks if peer != rank]
+        theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.numel()) for peer in others}
+        self._exchange(bucket, dict.fromkeys(others, mine), theirs)
+        theirs[rank] = mine
+        self._decode(bucket, flats, parts, [theirs[sender] for sender in ranks], first=0)
         for piece, flat in zip(bucket.pieces, flats, strict=True):
-            piece.codec.settle(flat.div_(2))
+            piece.codec.settle(flat.div_(len(ranks)))
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         rank, ranks = self.state.rank, range(self.state.world)
@@ -136,22 +163,15 @@ class Reducer:
             draw = self.state.draw(piece, bucket.step, part.start, summed)
             piece.codec.encode(flat[part], to, draw, residual)
             if bucket.measured and not summed:
-                self._measure(piece, given, to)
+                found = torch.empty_like(given)
+                piece.codec.decode(to, found)
+                self.measure(given, found)
         self.tally.encode += time.perf_counter() - begin
         return message
 
-    def _measure(self, piece: Piece, given: Tensor, sent: Tensor) -> None:
-        found = torch.empty_like(given)
-        piece.codec.decode(sent, found)
-        error = float((found - given).double().square().sum())
-        power = float(given.double().square().sum())
-        if error + power < float("inf"):
-            self.tally.error += error
-            self.tally.power += power
-
     def _exchange(self, bucket: Bucket, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         begin = time.perf_counter()
-        exchange(self.group, outgoing, incoming, f"bucket {bucket.index} of step {bucket.step}")
+        exchange(self.group, outgoing, incoming, bucket.about)
         self.tally.transfer += time.perf_counter() - begin
         sent = sum(message.numel() for message in outgoing.values())
         self.tally.wire += sent
@@ -171,16 +191,18 @@ class Reducer:
         for sender, message in enumerate(received, first):
             fault = self._head(bucket, sender, message, summed).fault(message)
             if fault is None:
-                good.append(message)
+                good.append((sender, message))
             else:
-                where = f"bucket {bucket.index} of step {bucket.step}"
-                self.faults.append(f"rank {self.state.rank} cannot read what rank {sender} sent of {where}: {fault}")
-        for number, message in enumerate(good):
+                self.fault(bucket, sender, fault)
+        for number, (sender, message) in enumerate(good):
             at = HEADER
             for piece, flat, part in zip(bucket.pieces, flats, parts, strict=True):
                 nbytes = piece.nbytes(part)
                 if part.start != part.stop:
-                    piece.codec.decode(message[at : at + nbytes], flat[part], add=number > 0)
+                    try:
+                        piece.codec.decode(message[at : at + nbytes], flat[part], add=number > 0)
+                    except ValueError as error:
+                        self.fault(bucket, sender, str(error))
                 at += nbytes
         self.tally.decode += time.perf_counter() - begin
 
@@ -206,12 +228,20 @@ def _flat(values: Tensor, gradient: Tensor) -> Tensor:
     return values[at : at + gradient.numel()]
 
 
+def gathered(pieces: Sequence[Piece], ranks: int) -> list[bool]:
+    """Returns which parameters of a bucket are sent whole to all ranks. What is FP32 goes along with those that have to be: it comes to the
+    same bits either way."""
+    some = any(piece.codec.gathered for piece in pieces)
+    return [ranks == 2 or piece.codec.gathered or (some and piece.codec == PLAIN) for piece in pieces]
+
+
 def volumes(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]:
     """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
     raw, theory = 0, 0.0
-    for piece in pieces:
-        if ranks == 2:
-            raw, theory = raw + PLAIN.nbytes(piece.size), theory + piece.codec.theory(piece.size)
+    for piece, whole in zip(pieces, gathered(pieces, ranks), strict=True):
+        if whole:
+            raw += (ranks - 1) * PLAIN.nbytes(piece.size)
+            theory += (ranks - 1) * piece.codec.theory(piece.size)
             continue
         own = piece.part(rank)
         others = piece.size - (own.stop - own.start)

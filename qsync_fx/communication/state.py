@@ -32,6 +32,7 @@ class State:
     step: how many steps have begun.
     sent: what this rank's gradients have left, by parameter.
     owned: what the sums that this rank sends have left, by parameter: its part alone.
+    control: what AQGB foresees the next step from; empty for other codecs.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class State:
     step: int = 0
     sent: dict[str, Tensor] = field(default_factory=dict)
     owned: dict[str, Tensor] = field(default_factory=dict)
+    control: dict[str, Any] = field(default_factory=dict)
 
     def draw(self, piece: Piece, step: int, first: int, summed: bool) -> Draw:
         """Returns where the random numbers for values of a parameter come from, from index `first` on.
@@ -71,6 +73,7 @@ class State:
             "step": self.step,
             "sent": {name: values.clone() for name, values in self.sent.items()},
             "owned": {name: values.clone() for name, values in self.owned.items()},
+            "control": self.control,
         }
 
     def load(self, saved: Mapping[str, Any], pieces: Iterable[Piece]) -> None:
@@ -105,3 +108,4 @@ class State:
         self.seed, self.step = saved["seed"], saved["step"]
         self.sent = {name: values.clone() for name, values in sent.items()}
         self.owned = {name: values.clone() for name, values in owned.items()}
+        self.control = dict(saved.get("control", {}))

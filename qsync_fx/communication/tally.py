@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from qsync_fx.communication.control import Adapted
+
 
 @dataclass
 class Tally:
@@ -41,6 +43,7 @@ class Report:
         rank, world: this rank's number, of how many.
         coded, plain: parameters, in values, that go through the codec, and in FP32.
         tally: the sums.
+        adapted: what AQGB chose; None for other codecs.
     """
 
     codec: str
@@ -49,6 +52,7 @@ class Report:
     coded: int
     plain: int
     tally: Tally = field(default_factory=Tally)
+    adapted: Adapted | None = None
 
     @property
     def ratio(self) -> float:
@@ -77,11 +81,15 @@ class Report:
             if sums.checks
             else "  replicas not compared yet",
         ]
+        if self.adapted is not None:
+            lines.append(f"  {self.adapted}")
         if self.variance is not None:
             lines.append(f"  variance added: {self.variance:.3g} of the square of a rank's gradient")
         return "\n".join(lines)
 
 
-def report(codec: str, rank: int, world: int, coded: int, plain: int, tally: Tally) -> Report:
+def report(
+    codec: str, rank: int, world: int, coded: int, plain: int, tally: Tally, adapted: Adapted | None = None
+) -> Report:
     """Returns the report so far."""
-    return Report(codec, rank, world, coded, plain, replace(tally))
+    return Report(codec, rank, world, coded, plain, replace(tally), adapted)

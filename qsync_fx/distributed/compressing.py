@@ -44,7 +44,8 @@ def compress(
 
     Args:
         model: a DistributedDataParallel over all ranks, also one that is compiled, on the CPU.
-        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", or one that is made from its class; or a plan
+        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb", whose ranks choose as many bits as the link
+            takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; or a plan
             that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path of its file (a `pathlib.Path`, or a
             text that ends with ".json"). Where nothing is to be coded DistributedDataParallel sends gradients as ever.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.

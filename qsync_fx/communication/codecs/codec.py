@@ -39,10 +39,12 @@ class Codec(ABC):
     Attributes:
         name: what users write.
         residual: whether it says what it leaves of a value, to be sent with the next gradient.
+        gathered: whether all ranks are sent all of a gradient, and sum it themselves, as coding a mean once more would bias it.
     """
 
     name: str
     residual: ClassVar[bool] = False
+    gathered: ClassVar[bool] = False
 
     @property
     @abstractmethod

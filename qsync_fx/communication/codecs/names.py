@@ -8,6 +8,7 @@ from qsync_fx.communication.codecs.casting import Cast
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.onebit import Columns, Reshaped
 from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
+from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.precision import FORMATS
 
@@ -20,6 +21,8 @@ _CODECS: Final[tuple[Codec, ...]] = (
     Columns(),
     Reshaped(64),
     *(Qsgd(bits, size) for bits, size in UNITS.items()),
+    *(Truncated(bits) for bits in LEVELS),
+    Adaptive(),
 )
 NAMES: Final = tuple(codec.name for codec in _CODECS)
 

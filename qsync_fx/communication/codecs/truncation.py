@@ -9,6 +9,7 @@ Invariant: nearer to zero by less than 2**-(bits - 9) of the value; NaN stays Na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,14 +23,20 @@ STEP = 420
 
 @dataclass(frozen=True)
 class Truncated(Codec):
-    """One level of AQGB. What it leaves of a value may be sent with the next gradient."""
+    """One level of AQGB; with `feedback` what it leaves of a value is sent with the next gradient."""
 
     bits: int
     partition: int = 32 * STEP
+    feedback: bool = False
+    gathered: ClassVar[bool] = True
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"aqgb{self.bits}"
+
+    @property
+    def residual(self) -> bool:  # type: ignore[override]
+        return self.feedback
 
     @property
     def unit(self) -> int:
@@ -55,3 +62,24 @@ class Truncated(Codec):
         """
         where = memory.bytes_of(wire, 0), wire.numel(), memory.floats(values)
         memory.kernels().truncate_decode(*where, values.numel(), add, memory.threads())
+
+
+@dataclass(frozen=True)
+class Adaptive(Truncated):
+    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.control` says. On its own it is FP32.
+
+    Attributes:
+        segment: bytes of FP32 for which levels are chosen at once.
+        grace: seconds that a step may wait for gradients after its backward pass.
+        elapsed: whether the rate of the link counts time in which nothing was sent, as in the paper: a link that has had little to send
+            then passes for a slow one.
+    """
+
+    bits: int = LEVELS[-1]
+    segment: int = 2**22
+    grace: float = 0.0
+    elapsed: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "aqgb"
