@@ -16,6 +16,7 @@ ELSEWHERE = {
     "catalog": "needs the times that others published",
     "communication_study": "reads what its paper printed",
     "kernel_build": "needs nvcc",
+    "links": "makes links for others: tests/test_links.py",
 }
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))

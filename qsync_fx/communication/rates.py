@@ -66,6 +66,13 @@ _TO_COPY: Final = {
     "qsgd4": (1.17, 1.81),
     "qsgd8": (1.17, 1.62),
     "qsgd16": (0.74, 1.54),
+    "aqgb12": (0.78, 1.21),
+    "aqgb16": (0.77, 1.10),
+    "aqgb20": (0.70, 0.97),
+    "aqgb24": (0.66, 0.88),
+    "aqgb28": (0.67, 0.78),
+    "aqgb32": (0.63, 0.74),
+    "aqgb": (0.63, 0.74),
 }
 """How many times as fast as memcpy they encode and decode: benchmarks/results/gradient_codecs.json, AVX-512."""
 _CASTS: Final = (1.15, 0.57)

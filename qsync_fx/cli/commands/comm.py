@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 
 from qsync_fx.cli import output
 from qsync_fx.cli.comm_predict import PREDICT
@@ -12,12 +14,18 @@ _ABOUT = """\
 How fast codecs of gradients are on this processor.
 
 Each is timed in turns with a copy of the same memory: 1 means as fast as
-memcpy. Decoding adds to what is there, as the sum over ranks does."""
+memcpy. Decoding adds to what is there, as the sum over ranks does.
+
+Run by several ranks (torchrun, benchmarks/links.py) it averages gradients
+over their process group in each codec, in turns with torch's all-reduce and
+its FP16 hook, and says how long the slowest rank takes."""
 
 _EXAMPLES = """\
 examples:
   qsync comm bench                          all codecs on one core
-  qsync comm bench --codec qsgd8 --codec '1bit*' --threads 2 --json"""
+  qsync comm bench --codec qsgd8 --codec '1bit*' --threads 2 --json
+  torchrun --standalone --nproc-per-node 2 -m qsync_fx.cli comm bench
+  python benchmarks/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +52,11 @@ def _bench(arguments: argparse.Namespace) -> None:
             raise OptionError(f"{name} is {getattr(arguments, name)}, and has to be above 0", where="qsync comm bench")
     torch.set_num_threads(arguments.threads)
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
-    found = measured(codecs, max(1, round(arguments.megabytes * 2**18)), arguments.repeats)
+    values = max(1, round(arguments.megabytes * 2**18))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _between_ranks([codec.name for codec in codecs], values, arguments)
+        return
+    found = measured(codecs, values, arguments.repeats)
     if arguments.json:
         output.as_json([dataclasses.asdict(speed) for speed in found])
         return
@@ -63,11 +75,44 @@ def _bench(arguments: argparse.Namespace) -> None:
     output.show(output.table(columns, rows, right=columns[1:]))
 
 
+def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Namespace) -> None:
+    import dataclasses
+
+    from torch import distributed
+
+    from qsync_fx.communication.reduction_speed import reductions
+
+    distributed.init_process_group("gloo")
+    found, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    if rank != 0:
+        return
+    if arguments.json:
+        output.as_json([dataclasses.asdict(one) for one in found])
+        return
+    rows = (
+        (
+            one.way,
+            f"{1e3 * one.seconds:.2f}",
+            f"{one.to_plain:.2f}",
+            f"{one.to_half:.2f}",
+            "" if one.coding is None else f"{1e3 * one.coding:.2f}",
+            "" if one.wire is None else f"{one.wire / 1e6:.3f}",
+        )
+        for one in found
+    )
+    columns = ("gradients by", "ms", "times torch fp32", "times torch fp16", "of it coding, ms", "MB sent by a rank")
+    output.show(output.table(columns, rows, right=columns[1:]))
+
+
 COMMAND = Command(
     "what sending gradients in fewer bits costs",
     about="What sending gradients in fewer bits costs, and where it pays.",
     actions={
-        "bench": Command("codecs against memcpy on this processor", _bench, _arguments, _ABOUT, _EXAMPLES),
+        "bench": Command(
+            "codecs against memcpy on this processor, or between ranks", _bench, _arguments, _ABOUT, _EXAMPLES
+        ),
         "predict": PREDICT,
     },
 )

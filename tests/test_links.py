@@ -1,0 +1,137 @@
+"""Slow links on one machine: ranks find each other, a link is as slow as asked, and nothing stays, however the process ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiers
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ROOT / "benchmarks" / "links.py"
+NAMES = Path("/run/netns")
+RANK = """
+import os, sys, time, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+x = torch.ones(int(sys.argv[1]))
+distributed.all_reduce(x)
+distributed.barrier()
+begin = time.perf_counter()
+distributed.all_reduce(x)
+print(int(x[0]), time.perf_counter() - begin)
+"""
+
+
+@pytest.fixture
+def links() -> Iterator[Any]:
+    sys.path.insert(0, str(LINKS.parent))
+    try:
+        yield importlib.import_module("links")
+    finally:
+        sys.path.remove(str(LINKS.parent))
+        sys.modules.pop("links", None)
+
+
+@pytest.fixture
+def able(links: Any) -> Any:
+    if (reason := links.missing()) is not None:
+        pytest.skip(f"no links can be made here: {reason}")
+    return links
+
+
+def left(pid: int) -> list[str]:
+    return [path.name for path in NAMES.glob(f"qsync-links-{pid}-*")] if NAMES.exists() else []
+
+
+def until(met: Any, seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not met() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(met())
+
+
+def test_rates_are_read(links: Any) -> None:
+    assert [links.bits_per_second(rate) for rate in ("1gbit", "100mbit", "2.5mbit")] == [1e9, 1e8, 2.5e6]
+    for wrong in ("fast", "0mbit", "10", "1 gbit"):
+        with pytest.raises(ValueError, match="is no rate"):
+            links.bits_per_second(wrong)
+
+
+def test_without_a_rate_ranks_speak_over_loopback(links: Any) -> None:
+    show = (
+        "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
+    )
+    with links.shaped(2, None) as places:
+        ended = links.run(places, [sys.executable, "-c", show], caught=True)
+    assert ended.codes == (0, 0)
+    assert ended.printed == ("0 2 127.0.0.1 lo\n", "1 2 127.0.0.1 lo\n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rate"),
+    [(2, "100mbit"), pytest.param(4, "100mbit", marks=tiers.ALL), pytest.param(2, "1gbit", marks=tiers.ALL)],
+)
+def test_ranks_reduce_over_links_that_are_as_slow_as_asked(ranks: int, rate: str, able: Any) -> None:
+    values = 2**20 if rate == "100mbit" else 2**23
+    with able.shaped(ranks, rate) as places:
+        ended = able.run(places, [sys.executable, "-c", RANK, str(values)], seconds=120, caught=True)
+        assert left(os.getpid())
+    assert ended.codes == (0,) * ranks, ended.printed
+    assert not left(os.getpid())
+    # Each sends, and is sent, so many bytes at the least; that it takes longer on a busy machine is no fault.
+    least = 2 * (ranks - 1) / ranks * 4 * values * 8 / able.bits_per_second(rate)
+    for printed in ended.printed:
+        total, seconds = printed.splitlines()[-1].split()  # gloo tells whom it has reached before
+        assert int(total) == ranks**2
+        assert float(seconds) > 0.8 * least
+
+
+def test_a_rank_that_fails_ends_all(able: Any) -> None:
+    code = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(100)"
+    with able.shaped(2, "1gbit") as places:
+        ended = able.run(places, [sys.executable, "-c", code], seconds=60)
+    assert ended.codes == (-signal.SIGKILL, 3)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)])
+def test_nothing_stays_after_a_kill(how: signal.Signals, able: Any, tmp_path: Path) -> None:
+    inside = f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(100)"
+    command = [sys.executable, str(LINKS), "--rate", "1gbit", "--ranks", "2", "--", sys.executable, "-c", inside]
+    process = subprocess.Popen(command)
+    try:
+        assert until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
+        assert len(left(process.pid)) == 3
+        process.send_signal(how)
+        process.wait(30)
+        assert until(lambda: not left(process.pid))
+        ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+        assert until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    finally:
+        process.kill()
+
+
+def test_what_a_killed_run_has_left_the_next_one_removes(able: Any) -> None:
+    """As when its helper was killed with it: a name of a process that is no more."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    name = f"qsync-links-{gone.pid}-1-0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    assert left(gone.pid)
+    with able.shaped(1, "1gbit"):
+        assert not left(gone.pid)
+
+
+def test_where_links_cannot_be_made_it_says_why(links: Any) -> None:
+    command = [sys.executable, str(LINKS), "--rate", "1gbit", "--", "true"]
+    done = subprocess.run(command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no links can be made here: ip is not installed" in done.stderr
