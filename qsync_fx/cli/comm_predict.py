@@ -67,8 +67,8 @@ def _predict(arguments: argparse.Namespace) -> None:
     formats = (arguments.precisions or "fp32").split(",")
     if len(formats) > 1:
         raise OptionError("the model trains in one format here", where="--precisions", do="name one")
-    profile = _profile(arguments, formats)
     bandwidth = _bytes_a_second(arguments.bandwidth)
+    profile = _profile(arguments, formats)
     fleet = Cluster({"devices": Device(arguments.ranks)}, Network(bandwidth, arguments.latency))
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(formats[0]))
     schedules = {"devices": mapper.schedule()}
