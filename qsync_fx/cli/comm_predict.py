@@ -142,7 +142,7 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     network = fleet.network
     assert network is not None and network.bandwidth is not None
     bandwidth = network.bandwidth
-    print(f"{profile.model} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
+    print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
     print(f"links of {_rate(bandwidth)}; how fast codecs are is {rates.source}\n")
     rows = [
         (
@@ -157,7 +157,7 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
         )
         for one in (without, *found)
     ]
-    columns = ("codec", "sent", "a step", "faster", "coding", "communicating", "hidden", "pays below")
+    columns = ("codec", "a rank sends", "a step", "faster", "coding", "communicating", "hidden", "pays below")
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, found)
     limit = max((one.until for one in found if one.until is not None), default=0.0)
@@ -176,6 +176,10 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
         print(
             "Gradients are compressed on the CPU alone so far: on these devices that is foreseen, and cannot be had yet."
         )
+
+
+def _model(profile: Profile) -> str:
+    return f"{profile.model.name} of {profile.model.parameters} parameters"
 
 
 def _below(until: float | None) -> str:
@@ -201,7 +205,7 @@ def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, fo
     network = fleet.network
     assert network is not None and network.bandwidth is not None
     return {
-        "model": str(profile.model),
+        "model": _model(profile),
         "device": profile.machine.name,
         "ranks": fleet.ranks,
         "bits_a_second": 8 * network.bandwidth,
