@@ -1,0 +1,186 @@
+"""AQGB's Fig. 3 on real sockets: how much of communication hides behind computing, and which ratio is chosen when, with and without AQGB.
+
+Two ranks, each in a network namespace, send the paper's blocks: 40, 20, 30 and 10 MB that come at 0.27, 0.41, 0.61 and 0.68 s of a step,
+the last to be delivered at 0.765 s. Computing is sleep. Once over links of 1 Gbps, and once over links of 650 Mbps and 1 Gbps in turns.
+Overlap is the share of the time on the link that lies before 0.765 s. Beside it stands what the paper's rule gives for an ideal link
+(`broadcast`), and what the paper prints. AQGB is run with its rule for the rate of the link, which counts idle time (`elapsed`), and with
+ours, which does not; each rank's first step is left out: it shows when blocks come.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import links
+import torch
+from _harness import Row, arguments, show, write_json
+from torch import Tensor, distributed, nn
+
+from qsync_fx.communication import gathering, reduction
+from qsync_fx.communication.adaptive import Block, Broadcast, broadcast
+from qsync_fx.communication.assigned import to_all
+from qsync_fx.communication.codecs import codec_named
+from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.exchange import exchange
+
+BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
+DEADLINE = 0.765
+SLOW, FAST, TURN = "650mbit", "1gbit", 0.05
+LINKS = {"1 Gbps": (FAST,), "650 Mbps and 1 Gbps": (SLOW, FAST)}
+WAYS = ("fp32", "paper's rate", "our rate")
+PAPER = {"fp32": 0.51, "paper's rate": 0.98}
+"""Of a link whose rate varies, to the paper's precision."""
+
+
+class Bucket:
+    """One block, with what a hook asks of it."""
+
+    def __init__(self, index: int, parameter: nn.Parameter, values: Tensor, last: bool) -> None:
+        self._index, self._parameter, self._values, self._last = index, parameter, values, last
+
+    def buffer(self) -> Tensor:
+        return self._values
+
+    def gradients(self) -> list[Tensor]:
+        return [self._values]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self._parameter]
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(json.loads(sys.argv[2]))
+        return
+    options = arguments(__doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"})
+    reason = links.missing()
+    if reason is not None:
+        print(f"the rule alone: no links can be made here: {reason}")
+    steps, scale = (3, 0.1) if options.quick else (options.steps, 1.0)
+    rows: list[Row] = []
+    for name, rates in LINKS.items():
+        for way in WAYS:
+            ideal = foreseen(way, rates)
+            row: dict[str, Any] = {"link": name, "way": way, "by the rule": ideal.overlap(DEADLINE)}
+            row |= {"paper": PAPER.get(way) if len(rates) > 1 else None}
+            if reason is None:
+                row |= measured(way, rates, {"steps": steps, "scale": scale})
+            rows.append(row | {"ratios by the rule": [d.ratio for d in ideal.decisions] if way != "fp32" else None})
+    show([{name: value for name, value in row.items() if name != "busy"} for row in rows])
+    if options.json:
+        write_json(options.json, rows, options.quick)
+
+
+def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
+    """Returns what the rule makes of an ideal link; how it measures the link matters little there."""
+    blocks = [Block(size, ready) for size, ready in BLOCKS]
+    bits = [links.bits_per_second(rate) for rate in rates]
+
+    def rate(now: float) -> float:
+        return bits[int(now / TURN + 1e-9) % len(bits)] / 8
+
+    changes = [TURN * turn for turn in range(1, 60)] if len(bits) > 1 else ()
+    return broadcast(blocks, DEADLINE, rate, changes, adaptive=way != "fp32")
+
+
+def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the medians over steps of both ranks."""
+    stop = threading.Event()
+    with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
+        turning = threading.Thread(target=turn, args=(places, rates, stop)) if len(rates) > 1 else None
+        if turning is not None:
+            turning.start()
+        try:
+            command = [sys.executable, __file__, "--rank", json.dumps({**job, "way": way, "folder": folder})]
+            ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=600)
+        finally:
+            stop.set()
+            if turning is not None:
+                turning.join()
+        if any(ended.codes):
+            raise SystemExit(f"{way}: ranks ended with {ended.codes}")
+        found = [json.loads((Path(folder) / f"{own}.json").read_text()) for own in range(2)]
+    every = [step for one in found for step in one]
+    at = DEADLINE * job["scale"]
+    overlaps = [
+        sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"]) / sum(e - b for b, e in step["busy"])
+        for step in every
+    ]
+    return {
+        "overlap": statistics.median(overlaps),
+        "end": statistics.median(step["busy"][-1][1] for step in every) / job["scale"],
+        "ratios": [statistics.median(ratios) for ratios in zip(*(step["ratios"] for step in every), strict=True)],
+        "busy": every[len(every) // 4]["busy"],
+    }
+
+
+def turn(places: list[links.Place], rates: tuple[str, ...], stop: threading.Event) -> None:
+    """Gives the links another rate every 50 ms."""
+    at = 0
+    while not stop.wait(TURN):
+        at += 1
+        links.reshape(places, rates[at % len(rates)])
+
+
+def rank(job: dict[str, Any]) -> None:
+    """What each process does: steps whose blocks come when they should."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    own, scale = distributed.get_rank(), job["scale"]
+    parameters = [nn.Parameter(torch.zeros(round(size * scale / 4))) for size, _ in BLOCKS]
+    values = [torch.randn(p.numel()) * 1e-3 for p in parameters]
+    buckets = [
+        Bucket(at, p, v, at == len(BLOCKS) - 1) for at, (p, v) in enumerate(zip(parameters, values, strict=True))
+    ]
+    adaptive = Adaptive(segment=max(2**12, round(2**20 * scale)), elapsed=job["way"] == "paper's rate")
+    codec = codec_named("fp32") if job["way"] == "fp32" else adaptive
+    named = [(str(at), p) for at, p in enumerate(parameters)]
+    assigned = to_all(codec, [1] * len(BLOCKS), 0)
+    handle = Compression(distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0)
+    busy: list[tuple[float, float]] = []
+    began = 0.0
+
+    def recorded(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+        begin = time.perf_counter() - began
+        exchange(group, outgoing, incoming, about)
+        if min(message.numel() for message in outgoing.values()) > 1000:  # no head
+            busy.append((begin, time.perf_counter() - began))
+
+    for module in (gathering, reduction):
+        vars(module)["exchange"] = recorded
+    found = []
+    for step in range(job["steps"]):
+        distributed.barrier()
+        began = time.perf_counter()
+        busy.clear()
+        for bucket, (_, ready) in zip(buckets, BLOCKS, strict=True):
+            time.sleep(max(0.0, began + ready * scale - time.perf_counter()))
+            handle.hook(None, bucket)
+        time.sleep(max(0.0, began + DEADLINE * scale - time.perf_counter()))
+        handle.wait()
+        if step > 0:
+            ratios = [entry.ratio for entry in handle.decisions()[-len(BLOCKS) :]]
+            found.append({"busy": list(busy), "ratios": ratios})
+    Path(job["folder"], f"{own}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Accuracy against time over slow links: a perceptron on images, by two ranks, with gradients in FP32 and in fewer bits.
+
+Each rank is in a network namespace of its own with a link of 1 Gbps or 100 Mbps; without root, loopback. All ways begin from the same
+weights and see the same batches. The clock of training stands still while test images are looked at. A row is the mean of all seeds:
+seconds a step, the accuracy at the end, and the seconds to what FP32 comes to in the end less half a point; `curve` has time and
+accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import links
+import torch
+from _harness import arguments, show, write_json
+from _images import QUICK, Images, Size, evaluated
+from _kept import Kept
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.distributed import compress
+
+RATES = ("1gbit", "100mbit")
+WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
+"""FP32 and FP16 are torch's own: DistributedDataParallel as it is, and its hook."""
+SIZE = Size(samples=6_000, tests=2_000, epochs=3, batch=64)
+WIDTH, RATE, LOOKS = 1024, 0.1, 10
+"""Of the perceptron, of learning, and how often the test images are looked at."""
+SHORT = 0.005
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(json.loads(sys.argv[2]))
+        return
+    options = arguments(
+        __doc__,
+        seeds={"type": int, "default": 3, "help": "how often each is trained (%(default)s)"},
+        partial={
+            "type": Path,
+            "default": Path("runs/paper"),
+            "help": "folder that keeps what was trained (%(default)s)",
+        },
+    )
+    torch.set_num_threads(1)
+    reason = links.missing()
+    if reason is not None:
+        print(f"loopback alone: no links can be made here: {reason}")
+    kept = Kept(None if options.quick else options.partial / "slow_links.json")
+    rows: list[dict[str, Any]] = []
+    for rate in RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,):
+        found: dict[str, list[dict[str, Any]]] = {}
+        # Ways take turns within a seed.
+        for seed in range(1 if options.quick else options.seeds):
+            for way in WAYS:
+                job = {"rate": rate, "way": way, "seed": seed, "quick": options.quick, "width": WIDTH, "lr": RATE}
+                found.setdefault(way, []).append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
+        aim = statistics.fmean(one["curve"][-1][1] for one in found["fp32"]) - SHORT
+        rows += [row(rate, way, every, aim) for way, every in found.items()]
+        if options.json:
+            write_json(options.json, rows, options.quick)
+    show([{name: value for name, value in row.items() if name != "curve"} for row in rows])
+
+
+def row(rate: str | None, way: str, every: list[dict[str, Any]], aim: float) -> dict[str, Any]:
+    last = [one["curve"][-1][1] for one in every]
+    curve = [
+        [statistics.fmean(at[0] for at in looks), statistics.fmean(at[1] for at in looks)]
+        for looks in zip(*(one["curve"] for one in every), strict=True)
+    ]
+    return {
+        "link": rate or "loopback",
+        "way": way,
+        "seconds a step": statistics.fmean(one["seconds"] for one in every),
+        "accuracy": statistics.fmean(last),
+        "deviation": statistics.stdev(last) if len(last) > 1 else 0.0,
+        "aim": aim,
+        "seconds to aim": next((seconds for seconds, accuracy in curve if accuracy >= aim), None),
+        "curve": curve,
+    }
+
+
+def trained(job: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, links.shaped(2, job["rate"]) as places:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--rank", json.dumps({**job, "path": str(path)})]
+        ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=1800)
+        if any(ended.codes):
+            raise SystemExit(f"{job}: ranks ended with {ended.codes}")
+        found: dict[str, Any] = json.loads(path.read_text())
+    print(f"{job['rate']}, {job['way']}, seed {job['seed']}: {found['curve'][-1]}", flush=True)
+    return found
+
+
+def rank(job: dict[str, Any]) -> None:
+    """What each process does: trains, and looks at the test images now and then."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    size = QUICK if job["quick"] else SIZE
+    images, own = Images(size, "digits" if job["quick"] else None), distributed.get_rank()
+    data = images.subset(job["seed"])
+    torch.manual_seed(job["seed"])
+    inputs, width = data.train[0][0].numel(), job["width"]
+    layers = (nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, images.classes))
+    model = nn.Sequential(nn.Flatten(), *layers)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=2)
+    if job["way"] == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif job["way"] != "fp32":
+        compress(ddp, job["way"], seed=job["seed"])
+    parts = [
+        batch[own] for epoch in range(size.epochs) for batch in images.parts(data, [size.batch] * 2, job["seed"], epoch)
+    ]
+    optimizer = torch.optim.SGD(ddp.parameters(), job["lr"], momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job["lr"], total_steps=len(parts) + 1)
+    looks = {round((look + 1) * len(parts) / LOOKS) - 1 for look in range(LOOKS)}
+    curve, spent = [], 0.0
+    distributed.barrier()
+    begin = time.perf_counter()
+    for step, (x, labels) in enumerate(parts):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(x), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if step in looks:
+            spent += time.perf_counter() - begin
+            curve.append([spent, evaluated(model, data, size.tests)])
+            model.train()
+            distributed.barrier()
+            begin = time.perf_counter()
+    if own == 0:
+        Path(job["path"]).write_text(json.dumps({"seconds": spent / len(parts), "curve": curve}))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
