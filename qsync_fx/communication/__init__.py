@@ -8,7 +8,10 @@
     reduction    the mean over ranks, with the same bits on all of them
     adaptive     AQGB's rule, as pure functions; control, the same at work; gathering, how its buckets are reduced
     state        what is left of gradients, and where the random streams are
+    handle       what a user holds of any of these
     compression  the hook of DistributedDataParallel; tally, what it has sent
+    duo/         the same in few bits at once and in FP32 behind the next step
+    sharded      the reduction of FSDP2
 
 `qsync_fx.distributed.compress` puts it under a model.
 """

@@ -18,13 +18,14 @@ from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.control import Controller, Entry
 from qsync_fx.communication.gathering import Gatherer
+from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.reduction import Bucket, Reducer
 from qsync_fx.communication.state import State
 from qsync_fx.communication.worker import Worker
 
 
-class Compression:
-    """What `qsync_fx.distributed.compress` returns.
+class Compression(Handle):
+    """What `qsync_fx.distributed.compress` returns for a DistributedDataParallel.
 
     Attributes:
         assigned: what gradients are sent in.
@@ -158,12 +159,7 @@ class Compression:
         if state.world == 1:
             return
         values = buffer if buffer.dtype == torch.float32 else buffer.float()
-        views = [
-            values.as_strided(
-                g.size(), g.stride(), g.storage_offset() - buffer.storage_offset() + values.storage_offset()
-            )
-            for g in gradients
-        ]
+        views = geometry.views(values, buffer, gradients)
         (self._gatherer or self._reducer).reduce(Bucket(index, step, values, pieces, views, self._checks(step)))
         if values is not buffer:
             buffer.copy_(values)

@@ -61,6 +61,12 @@ def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
     return 0
 
 
+def views(values: Tensor, buffer: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the views of `values` that `gradients` are of `buffer`, which is as long."""
+    shift = values.storage_offset() - buffer.storage_offset()
+    return [values.as_strided(g.size(), g.stride(), g.storage_offset() + shift) for g in gradients]
+
+
 def ordered(piece: Piece, gradient: Tensor) -> Tensor | None:
     """Returns the values of a gradient in the order they are coded in, as a copy; None where they lie so already."""
     columns = piece.codec.columns(gradient)

@@ -106,11 +106,7 @@ class Reducer:
 
     def measure(self, given: Tensor, found: Tensor) -> None:
         """Counts what a codec has changed of this rank's values."""
-        error = float((found - given).double().square().sum())
-        power = float(given.double().square().sum())
-        if error + power < float("inf"):
-            self.tally.error += error
-            self.tally.power += power
+        self.tally.measure(given, found)
 
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]

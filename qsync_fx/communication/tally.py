@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from qsync_fx.communication.control import Adapted
 
 
@@ -32,6 +34,14 @@ class Tally:
     checks: int = 0
     error: float = 0.0
     power: float = 0.0
+
+    def measure(self, given: Tensor, found: Tensor) -> None:
+        """Adds what a codec has changed of values; of those that are not finite nothing."""
+        error = float((found - given).double().square().sum())
+        power = float(given.double().square().sum())
+        if error + power < float("inf"):
+            self.error += error
+            self.power += power
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,23 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final, overload
 
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from qsync_fx.communication import assigned
-from qsync_fx.communication.codecs import Codec, codec_named
+from qsync_fx.communication.codecs import Codec
+from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
-from qsync_fx.distributed import timeouts
+from qsync_fx.communication.duo import pure
+from qsync_fx.communication.duo.rates import Duo, way_named
+from qsync_fx.communication.duo.training import LookingAhead
+from qsync_fx.communication.geometry import threshold
+from qsync_fx.communication.handle import Handle
+from qsync_fx.communication.sharded import ShardedCompression
+from qsync_fx.distributed import sharding, timeouts
 from qsync_fx.distributed.meeting import Meeting, several_ranks
 from qsync_fx.distributed.statements import parallel_in
 from qsync_fx.errors import OptionError
@@ -29,28 +38,49 @@ _REMEDIES: Final = {
     "codec of gradients": "give compress the same codec, or the same plan, on all ranks",
     "seed of gradients": "give compress the same seed on all ranks",
     "coding of tensors": "build the same model on all ranks, and give compress the same least or the same plan",
+    "optimizer": "make the optimizer with the same arguments on all ranks, and give a scaler to compress on all of them or on none",
 }
 
 
+@overload
+def compress(
+    model: FSDPModule, codec: str | Codec, *, seed: int = 0, least: int | None = None, check_every: int = 100
+) -> ShardedCompression: ...
+@overload
 def compress(
     model: nn.Module,
-    codec: str | Codec | Plan | ClusterPlan | os.PathLike[str],
+    codec: str | Codec | Duo | Plan | ClusterPlan | os.PathLike[str],
     *,
+    optimizer: Optimizer | None = None,
+    scaler: object = None,
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
-) -> Compression:
+) -> Compression: ...
+def compress(
+    model: Any,
+    codec: str | Codec | Duo | Plan | ClusterPlan | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: object = None,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
+) -> Compression | ShardedCompression:
     """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
 
     Args:
-        model: a DistributedDataParallel over all ranks, also one that is compiled, on the CPU.
+        model: a DistributedDataParallel over all ranks, or one that is sharded by `fully_shard`, also one that is compiled, on the CPU.
         codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb", whose ranks choose as many bits as the link
-            takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; or a plan
-            that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path of its file (a `pathlib.Path`, or a
-            text that ends with ".json"). Where nothing is to be coded DistributedDataParallel sends gradients as ever.
+            takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; "duo0", "duo1", "duo2", "duo4",
+            "duo8" for DUO, or `Duo(...)`; or a plan that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path
+            of its file (a `pathlib.Path`, or a text that ends with ".json"). Where nothing is to be coded DistributedDataParallel
+            sends gradients as ever.
+        optimizer: with DUO, what steps the model's parameters, all of them.
+        scaler: with DUO, the GradScaler if there is one.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.
-        least: tensors of fewer values go in FP32; by default the largest size with which more than 99% of all values are coded. A plan
-            says that itself.
+        least: tensors, and under FSDP units, of fewer values go in FP32; by default the largest size with which more than 99% of all
+            values are coded, and with "duo0" none do. A plan says that itself.
         check_every: after how many steps gradients are compared over ranks, to the last bit, and what a codec adds is measured; 0 for
             never.
 
@@ -62,18 +92,27 @@ def compress(
         PlanError: the plan cannot be read, or is one of another model.
         RankError: the ranks do not agree; on all of them.
     """
-    parallel = parallel_in(model)
-    if parallel is None:
-        raise OptionError(
-            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first: DistributedDataParallel(model)",
-        )
     planned = _planned(codec)
+    chosen = planned if planned is not None else _made(codec)
+    if optimizer is not None and not isinstance(chosen, Duo):
+        raise OptionError(
+            "an optimizer is for DUO alone: with a codec the user's own loop steps it",
+            where="compress(..., optimizer=...)",
+            do='give none, or "duo4" in place of the codec',
+        )
     if planned is not None and least is not None:
         raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
     if check_every < 0:
         raise OptionError(
             f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
+        )
+    if sharding.is_sharded(model):
+        return _sharded(model, chosen, seed % 2**64, least, check_every)
+    parallel = parallel_in(model)
+    if parallel is None:
+        raise OptionError(
+            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
+            do="wrap the model first: DistributedDataParallel(model), or fully_shard(model)",
         )
     if getattr(parallel, "_comm_hooks", None):
         raise OptionError(
@@ -95,32 +134,87 @@ def compress(
                 where=name,
                 do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
             )
-    if planned is not None:
-        what = assigned.by_plan(planned, [name for name, _ in named])
+    sizes, rank, seed = [p.numel() for _, p in named], distributed.get_rank(group), seed % 2**64
+    if isinstance(chosen, Duo):
+        stepped = pure.checked(optimizer, named)
+
+        def joins() -> bool:
+            return bool(parallel._join_config.enable)
+
+        what = chosen.assigned(sizes, least)
+        own = _group_of_our_own()
+        ahead = LookingAhead(own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins)
+        _agree(ahead)
+        ahead.follow()
+        parallel.register_comm_hook(None, ahead.hook)
+        return ahead
+    if isinstance(chosen, Codec):
+        what = assigned.to_all(chosen, sizes, least)
     else:
-        what = assigned.to_all(_made(codec), [p.numel() for _, p in named], least)
-    seconds = timeouts.limit_of_group() or _LIMIT
-    own = None
-    if several_ranks():
-        own = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
-    found = Compression(
-        own,
-        distributed.get_rank(group),
-        world,
-        named,
-        what,
-        seed % 2**64,
-        check_every,
-    )
-    if several_ranks():
-        with Meeting(seconds, None, collectives=False) as meeting:
-            meeting.agree("codecs", found.statement(), _REMEDIES)
+        what = assigned.by_plan(chosen, [name for name, _ in named])
+    found = Compression(_group_of_our_own(), rank, world, named, what, seed, check_every)
+    _agree(found)
     if any(what.coded):
         parallel.register_comm_hook(None, found.hook)
     return found
 
 
-def _planned(given: str | Codec | Plan | ClusterPlan | os.PathLike[str]) -> Mapping[str, str] | None:
+def _sharded(
+    model: nn.Module, chosen: Codec | Duo | Mapping[str, str], seed: int, least: int | None, check_every: int
+) -> ShardedCompression:
+    if not isinstance(chosen, Codec):
+        raise OptionError(
+            "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
+            if isinstance(chosen, Duo)
+            else "a plan has a codec for each parameter, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use DistributedDataParallel, or a codec such as "qsgd8"',
+        )
+    if isinstance(chosen, Adaptive):
+        raise OptionError(
+            "AQGB chooses bits while gradients come, and FSDP waits for each of its units",
+            where="compress",
+            do='use one level, such as "aqgb16", or another codec',
+        )
+    if chosen.fitted((3, 5)) != chosen:
+        raise OptionError(
+            f"{chosen.name} codes columns of parameters, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use a codec of consecutive values, such as "1bit*"',
+        )
+    rows, world = sharding.rows(model), distributed.get_world_size()
+    if least is None:
+        least = threshold([row * world for row in rows.values()])
+    found = ShardedCompression(
+        _group_of_our_own(), distributed.get_rank(), world, rows, chosen, seed, least, check_every
+    )
+    _agree(found)
+    sharding.reduce_by(model, found)
+    return found
+
+
+def _group_of_our_own() -> distributed.ProcessGroup | None:
+    """Returns a process group that nobody else uses; None for one rank."""
+    if not several_ranks():
+        return None
+    group: distributed.ProcessGroup = distributed.new_group(
+        backend="gloo", timeout=datetime.timedelta(seconds=_seconds())
+    )
+    return group
+
+
+def _agree(found: Handle) -> None:
+    """Returns once all ranks have stated the same."""
+    if several_ranks():
+        with Meeting(_seconds(), None, collectives=False) as meeting:
+            meeting.agree("codecs", found.statement(), _REMEDIES)
+
+
+def _seconds() -> float:
+    return timeouts.limit_of_group() or _LIMIT
+
+
+def _planned(given: object) -> Mapping[str, str] | None:
     """Returns the codec of each parameter that a plan names; None for what is no plan."""
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         given = read_plan(given)
@@ -129,11 +223,11 @@ def _planned(given: str | Codec | Plan | ClusterPlan | os.PathLike[str]) -> Mapp
     return {} if isinstance(given, Plan) else None
 
 
-def _made(given: object) -> Codec:
-    if isinstance(given, Codec):
+def _made(given: object) -> Codec | Duo:
+    if isinstance(given, Codec | Duo):
         return given
     if isinstance(given, str):
-        return codec_named(given)
+        return way_named(given)
     raise OptionError(
         f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
     )

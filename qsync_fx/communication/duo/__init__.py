@@ -1,0 +1,11 @@
+"""DUO (J. Jia et al., 2025): gradients are reduced twice, in few bits at once and in FP32 behind the next step.
+
+    rates     in what the fast reduction sends gradients, and what that is called
+    pure      an optimizer as a function of parameters, state and gradients, and which optimizers are none
+    replica   this rank's gradients of a step, kept until their mean is known in FP32
+    training  the handle: commits what is known in full, and looks ahead with what is known in few bits
+    told      what was sent on both ways
+
+Parameters that a forward and a backward pass run on are one step of the optimizer ahead of those that are kept, and of that step alone the
+gradients were in few bits.
+"""

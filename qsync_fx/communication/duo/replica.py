@@ -1,0 +1,129 @@
+"""This rank's gradients of one step, kept in FP32 until their mean over ranks is known, and what the optimizer was to make of them.
+
+Invariant: a replica belongs to one step. Its gradients are those that were given to the fast reduction, before it, and its settings those
+of the user's call of the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication.duo.pure import Settings
+from qsync_fx.communication.geometry import Piece
+
+_INTEGERS = {integer.itemsize: integer for integer in (torch.int16, torch.int32)}
+
+
+@dataclass
+class Kept:
+    """A bucket of gradients: `values` in FP32, and views of it that lie as the parameters do."""
+
+    index: int
+    values: Tensor
+    pieces: Sequence[Piece]
+    gradients: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a step of the optimizer depends on beside parameters, state and gradients.
+
+    Attributes:
+        groups: the settings of the optimizer.
+        used: of each parameter, whether it had a gradient.
+        factor: what gradients were multiplied with after the backward pass; 1 for nothing.
+        scale: what the optimizer itself takes out of them; None for nothing.
+        scaled: whether a GradScaler would leave the step out for an infinity.
+    """
+
+    groups: Settings
+    used: Sequence[bool]
+    factor: float = 1.0
+    scale: Tensor | None = None
+    scaled: bool = False
+
+
+@dataclass
+class Replica:
+    """Attributes:
+    step: whose gradients these are.
+    begun: when the first of them was there.
+    buckets: what is to be reduced, or has been.
+    gradients: by the place of the parameter.
+    means: of the fast reduction, by the place of the parameter.
+    versions: which tensors the model's gradients were after the backward pass, and in which state; None where there was none.
+    finite: whether all means are.
+    plain, unscaled: digests of them as they are, and times `factor`.
+    factor: what a GradScaler multiplies them with; None where there is none.
+    use: what the optimizer was to make of them; None before it was called.
+    known: when the mean was.
+    """
+
+    step: int
+    begun: float = field(default_factory=time.perf_counter)
+    buckets: list[Kept] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    means: dict[int, Tensor] = field(default_factory=dict)
+    versions: list[tuple[int, int] | None] = field(default_factory=list)
+    finite: bool = True
+    plain: int = 0
+    unscaled: int = 0
+    factor: float | None = None
+    use: Use | None = None
+    known: float = 0.0
+
+    def close(self, factor: float | None) -> None:
+        """Notes what the fast means are, so that it can be told whether they were changed, or multiplied with a GradScaler's `factor`."""
+        means, self.factor = list(self.means.values()), factor
+        self.finite = finite(means)
+        self.plain = digest(means)
+        self.unscaled = digest(mean * factor for mean in means) if factor is not None else self.plain
+        self.means = {}
+
+    def factor_found(self, gradients: Sequence[Tensor | None]) -> float | None:
+        """Returns what the model's gradients have been multiplied with since the backward pass; None where they were changed otherwise."""
+        if not self.finite:
+            return 1.0
+        found = digest(g for g in gradients if g is not None)
+        if self.factor is not None:
+            return self.factor if found == self.unscaled else 1.0 if found == self.plain else None
+        # A gradient that is written to without effect, as clipping does below its limit, may be changed by the next step's.
+        return 1.0 if found == self.plain and versions(gradients) == self.versions else None
+
+
+def versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
+    """Returns which tensors these are, and how often they were written to."""
+    return [None if g is None else (id(g), g._version) for g in gradients]
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all values are finite."""
+    return all(math.isfinite(float(tensor.sum(dtype=torch.float64))) for tensor in tensors)
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """Returns a number that is another one where a tensor was multiplied or added to: the sum of what its values are as integers."""
+    total = sum(int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors)
+    return total % 2**64
+
+
+class Memory:
+    """Memory for replicas, used again: new memory costs more than it takes to fill it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, size: int) -> Tensor:
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size)
+
+    def give(self, replica: Replica) -> None:
+        for bucket in replica.buckets:
+            self._free.setdefault(bucket.values.numel(), []).append(bucket.values)
+        replica.buckets, replica.gradients = [], {}

@@ -1,0 +1,50 @@
+"""What a training with DUO has sent on both ways, and for how long it waited for the slow one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qsync_fx.communication.tally import Report, Tally
+
+
+@dataclass
+class Ahead:
+    """Sums so far, of this rank.
+
+    Attributes:
+        committed: steps whose gradients were used in full.
+        skipped: steps that were left out: a GradScaler found an infinity, or the user dropped the gradients.
+        waited: seconds that gradients of a step, or a flush, stood behind the slow reduction of those before.
+    """
+
+    committed: int = 0
+    skipped: int = 0
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class DuoReport(Report):
+    """A report on the fast reduction, and on the slow one.
+
+    Attributes:
+        slow: the sums of the slow reduction.
+        ahead: what became of steps.
+        outstanding: whether there are gradients that were not used in full yet.
+    """
+
+    slow: Tally = field(default_factory=Tally)
+    ahead: Ahead = field(default_factory=Ahead)
+    outstanding: bool = False
+
+    def __str__(self) -> str:
+        if self.world == 1:
+            return super().__str__()
+        slow, ahead = self.slow, self.ahead
+        return "\n".join(
+            [
+                super().__str__(),
+                f"  in full behind the next step: sent {slow.wire / 1e6:.3f} MB in place of {slow.raw / 1e6:.3f} MB,"
+                f" transfer {slow.transfer:.3f} s, waited for {ahead.waited:.3f} s",
+                f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, {ahead.skipped} left out",
+            ]
+        )

@@ -1,0 +1,178 @@
+"""Real processes over gloo: DUO commits what is known in full and looks ahead with few bits, whatever the training does."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+
+import qsync_fx
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.duo.rates import Duo
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamw foreach", "adamw fused", "sgd fused", "adagrad", "nadam", "tensor lr")
+CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
+    (optimizer, case)
+    for optimizer in ("sgd", "adamw", "adamw fused")
+    for case in ("accumulating", "clipping", "scaling", "views")
+]
+
+
+def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+    """Returns the results of all ranks, which all have to come to their end."""
+    folder.mkdir(exist_ok=True)
+    ended = ranks.run("duo_rank.py", world, folder, name=name, **job)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [("sgd", "accumulating"), ("adam", ""), ("adamw", "clipping")]),
+        pytest.param(2, CASES, marks=tiers.ALL),
+        pytest.param(3, CASES, marks=tiers.ALL),
+    ],
+)
+def test_with_fp32_as_the_fast_mean_training_is_that_without_duo(
+    world: int, cases: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    first, *others = run("identical", world, tmp_path, cases=cases)
+    assert all(other == first for other in others)
+    assert len(first) == len(cases)
+    for name, found in first.items():
+        assert found["ahead"] == found["alone"], name
+        assert found["lr"][0] == found["lr"][1] < 0.01
+        assert found["scale"][0] == found["scale"][1]
+        assert found["skipped"] == int("scaling" in name)
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_step_is_that_of_the_algorithm(world: int, tmp_path: Path) -> None:
+    ways = ("duo0", "stays", "duo1", "duo2", "duo4", "duo8")
+    cases = [(way, optimizer) for way in ways for optimizer in ("sgd", "adam", "adamw")]
+    first, *others = run("algorithm", world, tmp_path, cases=cases)
+    assert all(other == first for other in others)
+    for name, found in first.items():
+        assert all(found["ahead"]), (name, found)
+        assert found["flushed"], name
+        assert found["state"], name
+
+
+@tiers.ALL
+def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
+    found, *_ = run("drift", 4, tmp_path, steps=300)
+    assert found["duo32"] == 0
+    assert found["duo8"] < found["duo4"] < found["duo2"] < 1e-3
+    assert found["duo0"] < 1e-3
+    assert found["stays"] < 5e-3
+    assert found["qsgd2"] > 50 * found["duo2"]
+    assert found["qsgd4"] > 50 * found["duo4"]
+    assert found["duo1"] < 1e-2
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_infinity_on_one_rank_leaves_a_step_out_on_all(world: int, tmp_path: Path) -> None:
+    first, *others = run("scaled", world, tmp_path)
+    assert all(other == first for other in others)
+    for name, found in first.items():
+        assert found["finite"], name
+        assert found["left out"] == 1, name
+        assert found["scale"] == 8.0 * 2 / 2, name
+        assert found["committed"] == 3, name
+
+
+@tiers.ALL
+def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -> None:
+    first, *others = run("resumed", 2, tmp_path, where=str(tmp_path))
+    assert all(other == first for other in others)
+    for name, (ahead, again_ahead, whole, again) in first.items():
+        assert again_ahead == ahead, name
+        assert again == whole, name
+    one, *more = run("loaded", 3, tmp_path / "more", where=str(tmp_path))
+    assert all(other["end"] == one["end"] for other in more)
+    assert one["outstanding"]
+    assert one["warned"] == 0, "nothing of a rank is dropped: what is outstanding is that of all"
+    assert "the state is that of Duo(fast=Qsgd(bits=2" in one["refused"]
+
+
+@tiers.ALL
+def test_a_flush_brings_parameters_to_what_is_known_in_full(tmp_path: Path) -> None:
+    first, second = run("evaluated", 2, tmp_path)
+    for name in ("flushed", "after"):
+        assert first[name][0] == first[name][1] == second[name][0]
+    assert first["moved"]
+    assert first["one rank"] == second["one rank"]
+    reports = first["reports"]
+    wire, raw, theory = reports["fast"]
+    buckets, slow_buckets = reports["buckets"]
+    assert slow_buckets == buckets
+    assert wire <= 1.03 * theory + 32 * buckets + 40 * 9 * 3
+    assert wire < 0.15 * raw
+    assert reports["slow"][0] == reports["slow"][1] + 32 * slow_buckets
+    assert reports["committed"] == 2
+    assert reports["outstanding"]
+    assert "duo2 on rank 0 of 2: 3 steps" in first["printed"]
+    assert "2 steps committed, 1 outstanding, 0 left out" in first["printed"]
+
+
+@tiers.ALL
+def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
+    first, second = run("refused", 2, tmp_path)
+    texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
+    for name, text in {
+        "none": "has to know it",
+        "codec": "an optimizer is for DUO alone",
+        "name": "did you mean 'duo",
+        "closure": "a step of LBFGS runs the model again",
+        "foreign": "the optimizer has parameters that the model does not train",
+        "missing": "the model trains parameters that the optimizer does not have",
+        "zero": "ZeroRedundancyOptimizer talks to other ranks in its step",
+        "clips": "register_step_pre_hook",
+        "clips without effect": "gradients were changed between the backward pass and the step",
+        "scaler": "compress(..., scaler=scaler)",
+        "twice": "no_sync",
+        "again": "with gradients that were not averaged",
+        "with a closure": "was given arguments",
+        "join": "same number of batches",
+    }.items():
+        assert text in texts.pop(name), name
+    assert not texts
+    assert first["skipped"] == second["skipped"] == 1
+
+
+@tiers.ALL
+def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
+    first, second = run("disagreement", 2, tmp_path)
+    assert first == second
+    assert "another codec of gradients" in first["codec"]["text"]
+    assert "Duo(" in first["way"]["text"]
+    assert "another optimizer" in first["optimizer"]["text"]
+    assert "lr=1.1" in first["optimizer"]["text"]
+
+
+@tiers.ALL
+def test_one_rank_trains_as_without_duo(tmp_path: Path) -> None:
+    (found,) = run("alone", 1, tmp_path)
+    assert found["ends"][0] == found["ends"][1]
+    assert "nothing is sent" in found["printed"]
+
+
+@tiers.ALL
+def test_a_rank_that_is_killed_in_a_slow_reduction_is_an_error_on_the_other(tmp_path: Path) -> None:
+    ended = ranks.run("duo_rank.py", 2, tmp_path, name="killed", full=4000, limit=30)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 0, ended[0].log
+    assert ended[0].result["kind"] == "RankError"
+    assert "rank 1 does not answer any more" in ended[0].result["text"]
+
+
+def test_a_codec_with_a_residual_is_no_fast_reduction() -> None:
+    with pytest.raises(qsync_fx.OptionError, match="does not depend on the gradients of one step alone"):
+        Duo(Reshaped(64))

@@ -1,0 +1,128 @@
+"""Real processes over gloo: gradients that FSDP2 reduces and scatters go through a codec."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+
+
+def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+    """Returns the results of all ranks, which all have to come to their end."""
+    folder.mkdir(exist_ok=True)
+    ended = ranks.run("sharded_rank.py", world, folder, name=name, **job)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
+@pytest.mark.parametrize(
+    ("world", "codecs"),
+    [
+        (2, ["fp32", "qsgd8"]),
+        *(
+            pytest.param(world, ["fp32", "fp16", "bf16", "qsgd16", "qsgd8", "qsgd4", "qsgd2", "1bit*"], marks=tiers.ALL)
+            for world in (2, 3)
+        ),
+    ],
+)
+def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path) -> None:
+    for found in run("codecs", world, tmp_path, codecs=codecs):
+        assert found["plain"] < 1e-5
+        for name in codecs:
+            one = found[name]
+            assert one["equal"] == (name == "fp32"), name
+            assert one["apart"] < {"fp32": 1e-9, "fp16": 1e-3, "bf16": 1e-2, "qsgd16": 1e-4, "qsgd8": 1 / 127}.get(
+                name, 2
+            )
+            assert one["finite"]
+            assert one["steps"] == 4
+            assert one["buckets"] == 4 * 4, "three blocks and the rest"
+            wire, raw, theory = one["wire"]
+            assert wire <= 1.03 * theory + 100 * one["buckets"] * (world - 1), name
+            assert (one["variance"] == 0) == (name == "fp32")
+            assert f"{name} on rank" in one["printed"]
+            if name == "qsgd8":
+                assert wire < 0.35 * raw
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_stochastic_rounding_is_unbiased(world: int, tmp_path: Path) -> None:
+    for found in run("unbiased", world, tmp_path, draws=200):
+        assert found["differ"]
+        assert found["one"] < 1 / 7
+        assert found["mean"] < 5 / 7 / 200**0.5 / 2
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_path: Path) -> None:
+    for found in run("resumed", world, tmp_path, where=str(tmp_path)):
+        for codec, (whole, again, without) in found.items():
+            assert again == whole, codec
+            assert without != whole, codec
+    if world == 2:
+        for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
+            assert len(found["warned"]) == 1
+            assert "of 2, and this is rank" in found["warned"][0]
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_whatever_a_training_does(world: int, tmp_path: Path) -> None:
+    found = run("cases", world, tmp_path)
+    for rank in found:
+        assert rank["accumulates"] < 1e-5
+        assert rank["unused"] and rank["bf16"] and rank["compiled"]
+        assert "set_reduce_scatter_unused_params" in rank["unused with a residual"]["text"]
+    assert all(rank["infinity"] for rank in found), "an infinity on one rank reaches all of them"
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
+    first, *others = run("refused", world, tmp_path)
+    assert all(
+        {name: one["text"] for name, one in other.items()} == {name: one["text"] for name, one in first.items()}
+        for other in others
+    )
+    texts = {name: one["text"] for name, one in first.items()}
+    for name, text in {
+        "columns": "codes columns of parameters",
+        "duo": "DUO takes a DistributedDataParallel",
+        "differ": "another codec of gradients than",
+        "differ in code": "another codec of gradients than",
+        "part": "FSDP does not shard a parameter",
+        "hybrid": "over a mesh of one dimension",
+        "twice": "has a reduction of its own already",
+        "factor": "set_gradient_divide_factor",
+    }.items():
+        assert text in texts.pop(name), name
+    assert not texts
+
+
+@tiers.ALL
+def test_a_message_that_is_harmed_is_told_on_all_ranks(tmp_path: Path) -> None:
+    for found in run("faults", 3, tmp_path, how="harm"):
+        assert found["kind"] == "RankError"
+        assert "rank 0 cannot read what rank 1 sent of blocks.1 in step 2: its" in found["text"]
+
+
+@tiers.ALL
+def test_a_rank_that_is_killed_is_an_error_on_all_others(tmp_path: Path) -> None:
+    ended = ranks.run("sharded_rank.py", 2, tmp_path, name="faults", how="kill", limit=30)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 0, ended[0].log
+    assert ended[0].result["kind"] == "RankError"
+    assert "does not answer any more" in ended[0].result["text"]
+
+
+@tiers.ALL
+def test_one_rank_trains_as_it_is(tmp_path: Path) -> None:
+    (found,) = run("alone", 1, tmp_path)
+    assert found["equal"]
+    assert "nothing is sent" in found["printed"]

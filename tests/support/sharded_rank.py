@@ -1,0 +1,307 @@
+"""One rank of the tests of compressed gradients under FSDP2; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from compressed_rank import said
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import qsync_fx
+from qsync_fx.communication import sharded
+from qsync_fx.communication.duo.rates import Signs
+from qsync_fx.distributed import compress
+
+
+class Network(nn.Module):
+    """Odd sizes, blocks that are units of their own, a layer that may be left out, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(37, 65)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(65, 65), nn.LayerNorm(65)) for _ in range(3))
+        self.aside, self.last = nn.Linear(65, 65), nn.Linear(65, 3)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: Tensor, aside: bool = True) -> Tensor:
+        x = torch.relu(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x + (self.aside(x) if aside else 0)) * self.frozen.sum()
+
+
+def model(**how: Any) -> Any:
+    torch.manual_seed(0)
+    found = Network()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in found.blocks:
+        fully_shard(block, mesh=mesh, **how)
+    fully_shard(found, mesh=mesh, **how)
+    # gloo sums, and does not average.
+    for module in found.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)
+    return found
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 37, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any, steps: range, aside: Callable[[int], bool] = lambda step: True) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(distributed.get_rank(), step), aside=aside(step)).square().mean().backward()
+        optimizer.step()
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    return [p.to_local() for p in model.parameters()]  # type: ignore[operator]
+
+
+def weights(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in shards(model))).hexdigest()
+
+
+def gradients(model: Any, rank: int, step: int = 0) -> list[Tensor]:
+    """Returns this rank's shards of the gradients of one step."""
+    for p in model.parameters():
+        p.grad = None
+    model(batch(rank, step)).square().mean().backward()
+    return [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+
+
+def whole(rank: int, world: int, like: Any) -> list[Tensor]:
+    """Returns this rank's shards of the mean of the gradients of all ranks' batches, summed in the order of ranks by one process."""
+    torch.manual_seed(0)
+    network = Network()
+    sums: list[Tensor] = []
+    for other in range(world):
+        network.zero_grad()
+        network(batch(other, 0)).square().mean().backward()
+        found = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+    means = [total / world for total in sums]
+    return [_shard(mean, rank, world) for mean in means]
+
+
+def _shard(tensor: Tensor, rank: int, world: int) -> Tensor:
+    rows = -(-tensor.shape[0] // world)
+    return tensor[rows * rank : rows * (rank + 1)]
+
+
+def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of one step against those without a codec, and a training."""
+    alone = model()
+    plain = gradients(alone, rank)
+    exact = whole(rank, world, alone)
+    found: dict[str, Any] = {"plain": apart(plain, exact)}
+    for name in job["codecs"]:
+        one = model()
+        handle = compress(one, name, check_every=2)
+        given = gradients(one, rank)
+        trained = model()
+        handle = compress(trained, name, check_every=2)
+        train(trained, adam(trained), range(4))
+        report = handle.report()
+        found[name] = {
+            "equal": all(torch.equal(g, e) for g, e in zip(given, exact, strict=True)),
+            "apart": apart(given, exact),
+            "steps": report.tally.steps,
+            "buckets": report.tally.buckets,
+            "wire": [report.tally.wire, report.tally.raw, report.tally.theory],
+            "variance": report.variance,
+            "sizes": [report.coded, report.plain],
+            "printed": str(report),
+            "finite": all(bool(p.isfinite().all()) for p in shards(trained)),
+        }
+    return found
+
+
+def apart(ones: list[Tensor], others: list[Tensor]) -> float:
+    """Returns the largest difference over the largest value."""
+    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a.numel()]
+    return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+
+
+def unbiased(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """The mean over many steps of the same gradients is those; each is nearer than a step of the codec."""
+    one = model()
+    compress(one, "qsgd4", least=0)
+    exact = whole(rank, world, one)
+    draws = [gradients(one, rank) for _ in range(job["draws"])]
+    mean = [torch.stack(found).mean(0) for found in zip(*draws, strict=True)]
+    return {
+        "one": max(apart(found, exact) for found in draws),
+        "mean": apart(mean, exact),
+        "differ": not all(torch.equal(a, b) for a, b in zip(draws[0], draws[1], strict=True)),
+    }
+
+
+def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Six steps at once, and three and three with everything saved in between."""
+    found = {}
+    for codec in ("qsgd8", "1bit*"):
+        trained = model()
+        compress(trained, codec)
+        train(trained, adam(trained), range(6))
+        first = model()
+        handle, optimizer = compress(first, codec), adam(first)
+        train(first, optimizer, range(3))
+        # Three steps from the same weights and state of the optimizer, with the handle's state and without.
+        saved = [[p.clone() for p in shards(first)], optimizer.state_dict(), handle.state_dict()]
+        path = Path(job["where"]) / f"{codec.replace('*', 's')}-{rank}.pt"
+        torch.save(saved[2], path)
+        ends = []
+        for state in (torch.load(path, weights_only=True), None):
+            again = model()
+            handle, optimizer = compress(again, codec, seed=99 if state is not None else 0), adam(again)
+            with torch.no_grad():
+                for p, value in zip(shards(again), saved[0], strict=True):
+                    p.copy_(value)
+            optimizer.load_state_dict(saved[1])
+            if state is not None:
+                handle.load_state_dict(state)
+            train(again, optimizer, range(3, 6))
+            ends.append(weights(again))
+        found[codec] = [weights(trained), *ends]
+    return found
+
+
+def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Goes on among more ranks than saved."""
+    one = model()
+    handle = compress(one, "1bit*")
+    saved = torch.load(Path(job["where"]) / f"1bits-{rank % 2}.pt", weights_only=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle.load_state_dict(saved)
+    train(one, adam(one), range(2))
+    return {"warned": [str(warning.message) for warning in caught]}
+
+
+def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What else a training may do."""
+    found: dict[str, Any] = {}
+    one = model()
+    compress(one, "fp32")
+    for step in range(2):
+        one.set_requires_gradient_sync(step == 1)
+        one(batch(rank, 0)).square().mean().backward()
+    twice = [p.grad.to_local() for p in one.parameters() if p.grad is not None]
+    exact = whole(rank, world, one)
+    found["accumulates"] = apart(twice, [2 * g for g in exact])
+
+    one = model()
+    compress(one, "qsgd8")
+    train(one, adam(one), range(4), aside=lambda step: step % 2 == 0)
+    found["unused"] = all(bool(p.isfinite().all()) for p in shards(one))
+    one = model()
+    compress(one, "1bit*")
+    try:
+        train(one, adam(one), range(4), aside=lambda step: step % 2 == 0)
+    except qsync_fx.QSyncError as error:
+        found["unused with a residual"] = said(error)
+
+    one = model(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
+    compress(one, "qsgd8")
+    train(one, adam(one), range(2))
+    found["bf16"] = all(bool(p.isfinite().all()) for p in shards(one))
+
+    one = model()
+    compress(one, "qsgd8")
+    (one(batch(rank, 0)).square().mean() * (float("inf") if rank == world - 1 else 1)).backward()
+    bad = torch.tensor(
+        float(any(not bool(p.grad.to_local().isfinite().all()) for p in one.parameters() if p.grad is not None))
+    )
+    found["infinity"] = float(bad)
+
+    one = torch.compile(model(), backend="aot_eager")
+    compress(one, "qsgd8")
+    train(one, adam(one), range(2))
+    found["compiled"] = all(bool(p.isfinite().all()) for p in shards(one))
+    return found
+
+
+def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+
+    def says(name: str, does: Callable[[], object]) -> None:
+        try:
+            does()
+        except qsync_fx.QSyncError as error:
+            found[name] = said(error)
+
+    one = model()
+    says("columns", lambda: compress(one, "1bit"))
+    says("duo", lambda: compress(one, "duo4", optimizer=adam(one)))
+    says("differ", lambda: compress(model(), "qsgd8" if rank else "qsgd4"))
+    says("differ in code", lambda: compress(model(), Signs(64 * (1 + rank))))
+    part = Network()
+    fully_shard(part.blocks[0], mesh=init_device_mesh("cpu", (world,)))
+    says("part", lambda: compress(part, "qsgd8"))
+    if world % 2 == 0:
+        torch.manual_seed(0)
+        hybrid = Network()
+        fully_shard(hybrid, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard")))
+        says("hybrid", lambda: compress(hybrid, "qsgd8"))
+    compress(one, "qsgd8")
+    says("twice", lambda: compress(one, "qsgd8"))
+    one = model()
+    one.set_force_sum_reduction_for_comms(False)
+    one.set_gradient_divide_factor(7.0)
+    compress(one, "qsgd8")
+    says("factor", lambda: gradients(one, rank))
+    return found
+
+
+def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A message that is harmed on its way to rank 0, or a rank that is killed."""
+    one = model()
+    compress(one, "qsgd8")
+    optimizer, sound, how = adam(one), sharded.exchange, job["how"]
+    train(one, optimizer, range(2))
+
+    def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+        if how == "kill" and rank == 1 and "blocks.1" in about:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sound(group, outgoing, incoming, about)
+        if how == "harm" and rank == 0 and "blocks.1" in about:
+            incoming[1][16] ^= 5
+
+    sharded.exchange = harmed
+    try:
+        train(one, optimizer, range(2, 4))
+    except qsync_fx.RankError as error:
+        return said(error)
+    return {}
+
+
+def alone(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    one, other = model(), model()
+    handle = compress(one, "qsgd4")
+    train(one, adam(one), range(3))
+    train(other, adam(other), range(3))
+    with contextlib.suppress(AttributeError):
+        handle.flush()
+    return {"equal": weights(one) == weights(other), "printed": str(handle.report())}
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: name not in ("faults", "refused"))
