@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from qsync_fx.communication.codecs import PLAIN, Codec, codec_named
+from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.messages import HEADER
 from qsync_fx.communication.rates import Rates
@@ -39,18 +40,22 @@ def coded(parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, ra
     Raises:
         ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
     """
-    sent, seconds = 0, 0.0
-    encoded, decoded = volumes(ranks)
-    values: dict[str, int] = {}
-    for parameter in parameters:
-        codec = _of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter)
+    made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
+    some, values = any(codec.gathered for codec in made), dict[str, int]()
+    ways: set[bool] = set()
+    sent = seconds = 0.0
+    for parameter, codec in zip(parameters, made, strict=True):
+        whole = ranks == 2 or codec.gathered or (some and codec == PLAIN)
+        encoded, decoded = volumes(ranks, whole)
         rate, size = rates.of(codec.name), _WIDE * parameter.numel
-        sent += codec.nbytes(parameter.numel)
+        sent += _given(codec.nbytes(parameter.numel), ranks, whole)
         seconds += size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
-    phases = 1 if ranks == 2 else 2
-    headers = HEADER * (1 if ranks == 2 else ranks)
-    return Coded(name or max(values, key=values.__getitem__, default=PLAIN.name), sent + headers, seconds, phases)
+        ways.add(whole)
+    # A message to every other rank in each phase.
+    heads = sum(_given(HEADER, ranks, True) if whole else HEADER * ranks for whole in ways)
+    phases = sum(1 if whole else 2 for whole in ways)
+    return Coded(name or max(values, key=values.__getitem__, default=PLAIN.name), sent + heads, seconds, phases)
 
 
 def by_bucket(
@@ -64,10 +69,15 @@ def by_bucket(
     return [coded(bucket, codecs, fleet.ranks, rates) for bucket in buckets]
 
 
-def volumes(ranks: int) -> tuple[float, float]:
-    """Returns how many times a rank encodes, and decodes, as many values as there are."""
-    # Of two ranks both decode both; of more each decodes its part of all, codes the mean of that part, and decodes all means.
-    return (1.0, 2.0) if ranks == 2 else (1 + 1 / ranks, 2.0)
+def volumes(ranks: int, whole: bool) -> tuple[float, float]:
+    """Returns how many times a rank encodes, and decodes, as many values as there are; `whole` is where all ranks are sent all of them."""
+    # Else each decodes its part of all, codes the mean of that part, and decodes all means.
+    return (1.0, float(ranks)) if whole else (1 + 1 / ranks, 2.0)
+
+
+def _given(nbytes: float, ranks: int, whole: bool) -> float:
+    """Returns the bytes of which an all-reduce sends as many as an exchange of `nbytes` does."""
+    return nbytes * ranks / 2 if whole else nbytes
 
 
 def small(parameters: Sequence[Sized]) -> set[str]:
@@ -83,6 +93,12 @@ def uniform(parameters: Sequence[Sized], codec: str) -> dict[str, str]:
 
 
 def _of_size(codec: Codec, parameter: Sized) -> Codec:
+    if isinstance(codec, Adaptive):
+        raise ProfileError(
+            f"how many bits {codec.name} sends follows from the link, while it trains",
+            where=parameter.path,
+            do="foresee one of its levels",
+        )
     fitted = codec.fitted((parameter.numel,))
     if fitted != codec:
         raise ProfileError(

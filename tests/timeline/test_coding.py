@@ -59,6 +59,21 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
         assert travel == pytest.approx(expected)
 
 
+def test_a_codec_that_is_gathered_is_sent_to_all() -> None:
+    rates = of_copy(1e9, "given")
+    parameters, level = [Parameter("a", 100_000)], codec_named("aqgb12")
+    for ranks in (2, 5):
+        found, fleet = coded(parameters, {"a": "aqgb12"}, ranks, rates), cluster(1e8, ranks)
+        assert found.phases == 1
+        rate = rates.of("aqgb12")
+        assert found.seconds == pytest.approx(4e5 / rate.encode + ranks * 4e5 / rate.decode)
+        alpha = 1e-5 / (2 * (ranks - 1))
+        expected = (ranks - 1) * (alpha + (level.nbytes(100_000) + HEADER) / 1e8)
+        assert fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0] == pytest.approx(expected)
+    with pytest.raises(ProfileError, match="follows from the link"):
+        coded(parameters, {"a": "aqgb"}, 2, rates)
+
+
 def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
     slow, quick = cluster(1e5), cluster(1e15)
     weights = {path: "qsgd8" for path in PATHS if path.endswith("weight")}
