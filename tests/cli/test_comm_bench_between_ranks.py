@@ -1,0 +1,28 @@
+"""`qsync comm bench` where several ranks run it: reductions over their process group, told by one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import tiers
+
+
+@tiers.ALL
+def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
+    bench = "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb --codec aqgb16"
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 3".split(), *bench.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    found = {row["way"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
+    assert list(found) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]
+    assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in found.values())
+    assert found["torch fp32"]["to_plain"] == found["torch fp16"]["to_half"] == 1
+    size = 2**19
+    # In two phases each rank sends two thirds of it twice, in one exchange all of it to both others.
+    assert size / 4 * 4 / 3 < found["qsgd8"]["wire"] < 1.03 * size / 4 * 4 / 3 * 8.0625 / 8
+    assert size < found["aqgb16"]["wire"] < 1.03 * size
+    assert 0.375 * 2 * size < found["aqgb"]["wire"] < 1.03 * 2 * size
+    assert all(row["wire"] <= 1.03 * row["theory"] for row in found.values() if row["wire"] is not None)
