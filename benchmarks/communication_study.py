@@ -16,6 +16,7 @@ from pathlib import Path
 
 from _harness import Row, arguments, finish
 
+from qsync_fx.communication.codecs.qsgd import Qsgd
 from qsync_fx.predictor.replay.exchange import EXCHANGES, Exchange, Sample
 
 TABLE = Path(__file__).parent / "data" / "communication_study.csv"
@@ -43,10 +44,9 @@ def cells() -> list[Cell]:
             row["primitive"],
             int(row["gpus"]),
             int(row["bits"]),
-            # A bucket has one scaling factor of four bytes.
             Sample(
                 float(row["parameters"]),
-                int(row["bits"]) / 8 + 4 / int(row["bucket"]),
+                Qsgd(int(row["bits"]), int(row["bucket"])).theory(1),
                 full[_place(row)],
                 _seconds(row),
             ),
