@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import SLOW, Looked, capped, problem
 from _experiment import OPTIONS, OnImages
-from _harness import arguments, finish
+from _harness import arguments, show
 
 from qsync_fx.allocator import Answer
 from qsync_fx.allocator.baselines import Hessian, Random
@@ -57,7 +57,7 @@ def main() -> None:
                     "operators": dict(Counter(plan.values())),
                 }
             )
-    finish(options, experiment.rows)
+    show(experiment.rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import SLOW, Looked, capped, problem, within
 from _experiment import OPTIONS, OnImages
-from _harness import Row, arguments, finish
+from _harness import Row, arguments, show
 from fleets import narrow
 
 from qsync_fx.allocator import Answer, Problem
@@ -75,7 +75,7 @@ def main() -> None:
 
         for row in rows(known, experiment.images.size.batch, train):
             experiment.add({"network": name, **row})
-    finish(options, experiment.rows)
+    show(experiment.rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _devices import looked, trained
 from _experiment import LOOKED, OPTIONS, Experiment
-from _harness import arguments, finish
+from _harness import arguments, show
 from _pair import Inputs, Pair
 from _text import LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
 from table4 import rows
@@ -51,7 +51,7 @@ class Size:
     batch: int = 16
     rate_before: float = 2e-3
     rate: float = 4e-4
-    each: int = 800
+    each: int = 240
 
 
 QUICK = Size(before=1, epochs=1, each=40)
@@ -161,7 +161,7 @@ def main() -> None:
 
     for row in rows(known, size.batch, train, ADAM):
         experiment.add({"network": "BERT, 2 layers", **row})
-    finish(options, experiment.rows)
+    show(experiment.rows)
 
 
 if __name__ == "__main__":
