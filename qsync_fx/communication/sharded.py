@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class ShardedCompression(Handle):
         rank, world = self._state.rank, self._state.world
         coded = sum(unit.row * world for unit in self.units if unit.rows[0].codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
-        return tally.report(self.codec.name, rank, world, coded, plain, self._tally)
+        found = tally.report(self.codec.name, rank, world, coded, plain, self._tally)
+        return replace(found, replicated=False)
 
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""

@@ -54,6 +54,7 @@ class Report:
         coded, plain: parameters, in values, that go through the codec, and in FP32.
         tally: the sums.
         adapted: what AQGB chose; None for other codecs.
+        replicated: whether all ranks hold all parameters.
     """
 
     codec: str
@@ -63,6 +64,7 @@ class Report:
     plain: int
     tally: Tally = field(default_factory=Tally)
     adapted: Adapted | None = None
+    replicated: bool = True
 
     @property
     def ratio(self) -> float:
@@ -87,10 +89,13 @@ class Report:
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
             f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
-            f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, equal to the last bit"
-            if sums.checks
-            else "  replicas not compared yet",
         ]
+        if self.replicated:
+            lines.append(
+                f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, equal to the last bit"
+                if sums.checks
+                else "  replicas not compared yet"
+            )
         if self.adapted is not None:
             lines.append(f"  {self.adapted}")
         if self.variance is not None:

@@ -45,6 +45,7 @@ def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path
             assert wire <= 1.03 * theory + 100 * one["buckets"] * (world - 1), name
             assert (one["variance"] == 0) == (name == "fp32")
             assert f"{name} on rank" in one["printed"]
+            assert "replicas" not in one["printed"]
             if name == "qsgd8":
                 assert wire < 0.35 * raw
 
