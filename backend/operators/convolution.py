@@ -73,10 +73,17 @@ def convolution(
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    geometry = stride, padding, dilation, transposed, output_padding, groups
+    geometry = stride, padding, _spread(dilation, given.weight), transposed, output_padding, groups
     found, _ = _Convolution.apply(*given, geometry)  # type: ignore[no-untyped-call]
     result: Tensor = found
     return result
+
+
+def _spread(dilation: Sequence[int], weight: Tensor) -> list[int]:
+    """Returns the dilation, 1 where a kernel has one tap: torch 2.13 dies of a segmentation fault over some such layers in BF16."""
+    size = weight.shape[2:]
+    every = [*dilation] * (len(size) if len(dilation) == 1 else 1)
+    return [1 if taps == 1 else step for step, taps in zip(every, size, strict=True)]
 
 
 def _batched(t: Tensor, ndim: int) -> Tensor:

@@ -220,6 +220,15 @@ def test_layout_of_a_convolution_is_that_of_torch(
 
 
 @every_format
+def test_a_kernel_of_one_tap_is_not_dilated(fmt: str) -> None:
+    """With this dilation torch 2.13 dies of a segmentation fault in BF16."""
+    x = torch.randn(3, 1, 3, 1).as_strided((3, 1, 3, 1), (3, 1, 1, 1))
+    weight = torch.randn(2, 1, 3, 1)
+    found, expected = (Layer(fmt, Geometry([3, 2], [1, 1], [1, step]))(x, weight) for step in (2, 1))
+    assert torch.equal(found, expected)
+
+
+@every_format
 @pytest.mark.parametrize("shape", [(65, 96, 33), (64, 768, 128)])
 @pytest.mark.parametrize("channel", [False, True])
 def test_linear_of_a_common_size(fmt: str, shape: tuple[int, int, int], channel: bool) -> None:
