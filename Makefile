@@ -6,6 +6,8 @@ STAMP := $(VENV)/.qsync-installed
 LAYOUT := build/layout
 WORKERS ?= 2
 PYTEST_FLAGS ?=
+# A process that dies ends the tests, and the test that it was at has failed: with another in its place they would never end.
+SPREAD = -n $(WORKERS) --dist loadfile --max-worker-restart 0
 BENCH_FLAGS ?=
 PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
@@ -80,19 +82,19 @@ demo: setup ## two unequal ranks measure themselves, find a plan and train a Res
 	@$(PYTHON) examples/demo.py
 
 test: setup lint ## lint, types, and one test of each idea, eight minutes on two cores
-	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	@$(PYTHON) -m pytest $(SPREAD) $(PYTEST_FLAGS)
 
 test-all: setup lint ## all tests, in 45 minutes: each model in each format, kernels of each kind; also on the torch of each .venv-torch-* there is
 	@for folder in $(wildcard .venv-torch-*/.qsync-installed); do \
 	  echo "test-all: $$(dirname $$folder)"; \
-	  $$(dirname $$folder)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS) || exit 1; \
+	  $$(dirname $$folder)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) || exit 1; \
 	done
-	@$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --tier all $(PYTEST_FLAGS)
+	@$(PYTHON) -m pytest $(SPREAD) --tier all $(PYTEST_FLAGS)
 
 test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.1 (and PYTHON=python3.13, TESTS='tests/models/test_models.py')
 	@[ -n '$(VERSION)' ] || { echo "test-torch: say which torch, as in: make test-torch VERSION=2.14.1" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.qsync-installed
-	@$(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS) $(TESTS)
+	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) $(TESTS)
 
 # A torch for CUDA takes 6 GB. What pyproject.toml says of torch and Python is passed over, the rest of it holds.
 .venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
