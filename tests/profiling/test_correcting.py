@@ -40,7 +40,10 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     assert before.interpolated(Plan.uniform("fp32")) == after.interpolated(NARROW) == []
     found = qsync_fx.replay(NARROW, after).seconds
     own = after.runs[-1]
-    assert found == pytest.approx(own.forward + own.backward), "the measured step is an anchor"
+    # A layer of some microseconds may take less than what passes take beside their operators in the mean over runs.
+    beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
+    anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
+    assert found == pytest.approx(anchor), "the measured step is an anchor"
     # One plan in place of two: as written, compiled, two for the peak of memory, and three in each of two rounds.
     assert step.calls == 1 + 1 + 2 + 2 * 3
 

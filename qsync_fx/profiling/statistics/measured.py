@@ -125,11 +125,13 @@ def several(
                         passes = entry.passes(many, len(names))
                         cost = f"{name}: {steps - kept.steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
                         (say or _on_a_terminal)(cost)
-                    coding = of_gradients(now().gradients())
                 if at < kept.steps:
                     looking.through(now)
                 else:
                     kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
+                if at == 0:
+                    # Behind what may be interrupted or be no variance: it is a step more, and found again by whoever goes on.
+                    coding = of_gradients(now().gradients())
                 if trainer is not None:
                     _train(trainer, now())
             done(f"step {at + 1}")
