@@ -59,23 +59,24 @@ class During:
         return found
 
     def _waiting(self, moment: int) -> Set[int]:
-        return self._before[moment] | {moment}
+        return {at for at in range(moment) if self._before[moment] >> at & 1} | {moment}
 
     def _beside(self, moment: int) -> Mapping[int, Sizes]:
         """What is there beside what was kept: gradients, by the products that they are of."""
-        behind = {at: sizes for at, sizes in self._weights.items() if moment in self._before[at]}
+        behind = {at: sizes for at, sizes in self._weights.items() if self._before[at] >> moment & 1}
         return {**behind, moment: self._own(moment)}
 
     @cached_property
-    def _before(self) -> Sequence[Set[int]]:
-        """By operator, those that its own gradients lead to."""
-        found: list[Set[int]] = []
+    def _before(self) -> Sequence[int]:
+        """By operator, those that its own gradients lead to, a bit each: of thousands of operators sets would be gigabytes."""
+        found: list[int] = []
         for operator in self.graph.operators:
-            reads = [read for read in self._factors(operator) if read.gradient]
-            makers = [maker for read in reads if (maker := self._forward.made_by(read.value)) is not None]
-            found.append(
-                frozenset[int]().union(*({at, *found[at]} for at in (self.graph.places[o.id] for o in makers)))
-            )
+            leads = 0
+            for read in self._factors(operator):
+                if read.gradient and (maker := self._forward.made_by(read.value)) is not None:
+                    at = self.graph.places[maker.id]
+                    leads |= found[at] | 1 << at
+            found.append(leads)
         return found
 
     def _factors(self, operator: Operator) -> Sequence[Read]:

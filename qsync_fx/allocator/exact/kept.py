@@ -11,7 +11,7 @@ Invariant: `of` and `expression` count the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -25,7 +25,7 @@ from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.telling import GATES, GATHERS, whole
-from qsync_fx.predictor.model.value import Name, StateNames
+from qsync_fx.predictor.model.value import Name, Operator, StateNames
 
 Key = tuple[int, Name]
 """A value, by its place, and the format that it is kept in."""
@@ -137,8 +137,7 @@ class Kept:
     def _values_kept(self, passes: Sequence[_Passes], at: int) -> Iterator[_Result]:
         """Yields what an operator that is no product keeps under any plan: results of products, and what is lost otherwise."""
         operator, forward = self.graph.operators[at], self._forward
-        saved = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
-        for value in dict.fromkeys(forward.root(self._places[name]) for name in sorted(saved)):
+        for value in self._saved(operator):
             maker, kept = forward.made_by(value), self._formats_of(at, value)
             product = maker is not None and forward.multiplies(maker)
             # Of its own result a gate keeps a byte an element.
@@ -153,10 +152,7 @@ class Kept:
         """The values that no compiler computes again, under any plan: they follow from what is not kept, or are gathered."""
         forward, kept, found = self._forward, set[int](), set[int]()
         for operator in self.graph.operators:
-            names = {
-                name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")
-            }
-            for value in {forward.root(self._places[name]) for name in names}:
+            for value in self._saved(operator):
                 maker = forward.made_by(value)
                 if forward.multiplies(operator) or (maker is not None and forward.multiplies(maker)):
                     kept.add(value)
@@ -166,6 +162,11 @@ class Kept:
             if lost and forward.root(operator.result) == operator.result:
                 found.add(operator.result)
         return found
+
+    def _saved(self, operator: Operator) -> Iterable[int]:
+        """Returns the values of which an operator keeps something in some state."""
+        names = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
+        return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
 
     def _formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
         """The format by state in which an operator keeps a value; None where it does not in each."""
