@@ -44,9 +44,7 @@ def main() -> None:
         repeats={"type": int, "default": 15, "help": "turns (%(default)s)"},
     )
     torch.set_num_threads(1)
-    reason = links.missing()
-    if reason is not None:
-        print(f"loopback alone: no links can be made here: {reason}")
+    reason = links.told_missing("loopback")
     rows: list[Row] = []
     for rate in (*(RATES if reason is None else ()), None):
         job = {

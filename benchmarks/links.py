@@ -95,6 +95,14 @@ def missing() -> str | None:
         return f"{' '.join(error.cmd)}: {error.stderr.strip() or error.returncode}"
 
 
+def told_missing(left: str) -> str | None:
+    """Returns what `missing` does, and prints it with what is left to do without links."""
+    reason = missing()
+    if reason is not None:
+        print(f"{left} alone: no links can be made here: {reason}")
+    return reason
+
+
 @contextlib.contextmanager
 def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[list[Place]]:
     """Makes a place for each rank, and removes them in the end.

@@ -69,9 +69,7 @@ def main() -> None:
         rank(json.loads(sys.argv[2]))
         return
     options = arguments(__doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"})
-    reason = links.missing()
-    if reason is not None:
-        print(f"the rule alone: no links can be made here: {reason}")
+    reason = links.told_missing("the rule")
     steps, scale = (3, 0.1) if options.quick else (options.steps, 1.0)
     rows: list[Row] = []
     for name, rates in LINKS.items():

@@ -53,9 +53,7 @@ def main() -> None:
         },
     )
     torch.set_num_threads(1)
-    reason = links.missing()
-    if reason is not None:
-        print(f"loopback alone: no links can be made here: {reason}")
+    reason = links.told_missing("loopback")
     kept = Kept(None if options.quick else options.partial / "slow_links.json")
     rows: list[dict[str, Any]] = []
     for rate in RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,):

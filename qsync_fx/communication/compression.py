@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.communication import geometry, tally, verdict
+from qsync_fx.communication import geometry, tally
 from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.control import Controller, Entry
@@ -49,7 +49,7 @@ class Compression(Handle):
             for index, ((name, p), codec) in enumerate(zip(named, assigned.codecs, strict=True))
         )
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
-        self._keeps = [p for _, p in named]
+        self._parameters = [p for _, p in named]
         self._state = State(rank, world, assigned.text, seed)
         self._reducer = Reducer(group, self._state)
         self.controller: Controller | None = None
@@ -77,7 +77,7 @@ class Compression(Handle):
             with torch.no_grad():
                 self._reduce(index, step, buffer, pieces, gradients)
                 if last:
-                    self._end(step)
+                    self._reducer.settle(step, compared=self._checks(step))
             return buffer
 
         future: torch.futures.Future[Tensor] = self._worker.submit(work)
@@ -166,13 +166,3 @@ class Compression(Handle):
 
     def _checks(self, step: int) -> bool:
         return self._check_every > 0 and step % self._check_every == 0
-
-    def _end(self, step: int) -> None:
-        reducer, state = self._reducer, self._state
-        reducer.tally.steps += 1
-        if state.world == 1:
-            return
-        faults, digest = reducer.faults, reducer.digest
-        reducer.faults, reducer.digest = [], 0
-        verdict.settle(reducer.group, state.rank, state.world, step, faults, digest)
-        reducer.tally.checks += self._checks(step)

@@ -14,6 +14,7 @@ from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.messages import HEADER
 from qsync_fx.communication.rates import Rates
+from qsync_fx.communication.reduction import gathered
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import Coded, buckets_of
@@ -41,20 +42,18 @@ def coded(parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, ra
         ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
     """
     made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
-    some, values = any(codec.gathered for codec in made), dict[str, int]()
-    ways: set[bool] = set()
+    ways = gathered(made, ranks)
+    values: dict[str, int] = {}
     sent = seconds = 0.0
-    for parameter, codec in zip(parameters, made, strict=True):
-        whole = ranks == 2 or codec.gathered or (some and codec == PLAIN)
+    for parameter, codec, whole in zip(parameters, made, ways, strict=True):
         encoded, decoded = volumes(ranks, whole)
         rate, size = rates.of(codec.name), _WIDE * parameter.numel
         sent += _given(codec.nbytes(parameter.numel), ranks, whole)
         seconds += size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
-        ways.add(whole)
     # A message to every other rank in each phase.
-    heads = sum(_given(HEADER, ranks, True) if whole else HEADER * ranks for whole in ways)
-    phases = sum(1 if whole else 2 for whole in ways)
+    heads = sum(_given(HEADER, ranks, True) if whole else HEADER * ranks for whole in set(ways))
+    phases = sum(1 if whole else 2 for whole in set(ways))
     return Coded(name or max(values, key=values.__getitem__, default=PLAIN.name), sent + heads, seconds, phases)
 
 

@@ -93,9 +93,7 @@ class Gatherer:
         carried = max(message.numel(), sum(found.numel() for found in received.values()) / len(received))
         self.controller.carried(PLAIN.nbytes(end - begin), carried, seconds, levels)
         if given is not None:
-            found = torch.empty_like(given)
-            self.codec.decode(message, found)
-            reducer.measure(given, found)
+            reducer.tally.measure(given, self.codec, message)
         received[reducer.state.rank] = message
         self._decode(bucket, received, values)
         return levels

@@ -54,6 +54,11 @@ def length_of(message: Tensor) -> int:
     return length
 
 
+def unread(rank: int, sender: int, about: str, fault: str) -> str:
+    """Returns what a rank tells of a message that it could not read."""
+    return f"rank {rank} cannot read what rank {sender} sent of {about}: {fault}"
+
+
 def hash_of(text: str) -> int:
     """Returns 32 bits that tell texts apart."""
     return zlib.crc32(text.encode())

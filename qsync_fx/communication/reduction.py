@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import geometry, messages
-from qsync_fx.communication.codecs import PLAIN
+from qsync_fx.communication import geometry, messages, verdict
+from qsync_fx.communication.codecs import PLAIN, Codec
 from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.messages import HEADER, Head
@@ -80,7 +80,7 @@ class Reducer:
             _flat(bucket.values, g) if order is None else order
             for g, order in zip(bucket.gradients, orders, strict=True)
         ]
-        whole = gathered(bucket.pieces, self.state.world)
+        whole = gathered([piece.codec for piece in bucket.pieces], self.state.world)
         for is_whole, exchanged in ((True, self._one_exchange), (False, self._two_exchanges)):
             own = [at for at, found in enumerate(whole) if found == is_whole]
             if own:
@@ -102,11 +102,21 @@ class Reducer:
 
     def fault(self, bucket: Bucket, sender: int, what: str) -> None:
         """Remembers that a message could not be read; all ranks are told at the end of the step."""
-        self.faults.append(f"rank {self.state.rank} cannot read what rank {sender} sent of {bucket.about}: {what}")
+        self.faults.append(messages.unread(self.state.rank, sender, bucket.about, what))
 
-    def measure(self, given: Tensor, found: Tensor) -> None:
-        """Counts what a codec has changed of this rank's values."""
-        self.tally.measure(given, found)
+    def settle(self, step: int, compared: bool = False) -> None:
+        """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared.
+
+        Raises:
+            RankError: on all ranks, if one could not read a message, or has made something else.
+        """
+        self.tally.steps += 1
+        if self.state.world == 1:
+            return
+        faults, digest = self.faults, self.digest
+        self.faults, self.digest = [], 0
+        verdict.settle(self.group, self.state.rank, self.state.world, step, faults, digest)
+        self.tally.checks += compared
 
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
@@ -159,9 +169,7 @@ class Reducer:
             draw = self.state.draw(piece, bucket.step, part.start, summed)
             piece.codec.encode(flat[part], to, draw, residual)
             if bucket.measured and not summed:
-                found = torch.empty_like(given)
-                piece.codec.decode(to, found)
-                self.measure(given, found)
+                self.tally.measure(given, piece.codec, to)
         self.tally.encode += time.perf_counter() - begin
         return message
 
@@ -224,17 +232,17 @@ def _flat(values: Tensor, gradient: Tensor) -> Tensor:
     return values[at : at + gradient.numel()]
 
 
-def gathered(pieces: Sequence[Piece], ranks: int) -> list[bool]:
-    """Returns which parameters of a bucket are sent whole to all ranks. What is FP32 goes along with those that have to be: it comes to the
-    same bits either way."""
-    some = any(piece.codec.gathered for piece in pieces)
-    return [ranks == 2 or piece.codec.gathered or (some and piece.codec == PLAIN) for piece in pieces]
+def gathered(codecs: Sequence[Codec], ranks: int) -> list[bool]:
+    """Returns which parameters of a bucket, by their codecs, are sent whole to all ranks. What is FP32 goes along with those that have to
+    be: it comes to the same bits either way."""
+    some = any(codec.gathered for codec in codecs)
+    return [ranks == 2 or codec.gathered or (some and codec == PLAIN) for codec in codecs]
 
 
 def volumes(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]:
     """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
     raw, theory = 0, 0.0
-    for piece, whole in zip(pieces, gathered(pieces, ranks), strict=True):
+    for piece, whole in zip(pieces, gathered([piece.codec for piece in pieces], ranks), strict=True):
         if whole:
             raw += (ranks - 1) * PLAIN.nbytes(piece.size)
             theory += (ranks - 1) * piece.codec.theory(piece.size)

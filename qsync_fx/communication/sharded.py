@@ -69,12 +69,10 @@ class ShardedCompression(Handle):
         least: int,
         check_every: int,
     ) -> None:
-        self.codec, self.units = (
-            codec,
-            tuple(
-                Unit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
-                for index, (name, row) in enumerate(sizes.items())
-            ),
+        self.codec = codec
+        self.units = tuple(
+            Unit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
+            for index, (name, row) in enumerate(sizes.items())
         )
         self._group, self._check_every = group, check_every
         self._state = State(rank, world, f"sharded, {codec!r}", seed)
@@ -137,16 +135,15 @@ class ShardedCompression(Handle):
             mine = {peer: self._encoded(unit, peer, rows[peer]) for peer in range(state.world) if peer != state.rank}
             encoded = time.perf_counter()
             theirs = {peer: torch.empty(self._length(unit), dtype=torch.uint8) for peer in mine}
-            exchange(self._group, mine, theirs, f"{unit.name or 'the model'} in step {step}")
+            about = f"{unit.name or 'the model'} in step {step}"
+            exchange(self._group, mine, theirs, about)
             received = time.perf_counter()
             total = torch.zeros(row)
             for sender in range(state.world):
                 if sender == state.rank:
                     total += rows[sender]
                 elif (fault := self._head(unit, sender).fault(theirs[sender])) is not None:
-                    self._faults.append(
-                        f"rank {state.rank} cannot read what rank {sender} sent of {unit.name or 'the model'} in step {step}: {fault}"
-                    )
+                    self._faults.append(messages.unread(state.rank, sender, about, fault))
                 else:
                     unit.rows[state.rank].codec.decode(theirs[sender][HEADER:], total, add=True)
             output.copy_(total.div_(state.world) if mean else total)
@@ -167,9 +164,7 @@ class ShardedCompression(Handle):
         wanted = values + residual if measured and residual is not None else values
         piece.codec.encode(values, message[HEADER:], state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
-            found = torch.empty_like(values)
-            piece.codec.decode(message[HEADER:], found)
-            self._tally.measure(wanted, found)
+            self._tally.measure(wanted, piece.codec, message[HEADER:])
         return message
 
     def _smaller(self, unit: Unit, row: int) -> Unit:

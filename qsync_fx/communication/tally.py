@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.control import Adapted
 
 
@@ -35,8 +37,10 @@ class Tally:
     error: float = 0.0
     power: float = 0.0
 
-    def measure(self, given: Tensor, found: Tensor) -> None:
-        """Adds what a codec has changed of values; of those that are not finite nothing."""
+    def measure(self, given: Tensor, codec: Codec, sent: Tensor) -> None:
+        """Adds what a codec has changed of values that it made these bytes of; of those that are not finite nothing."""
+        found = torch.empty_like(given)
+        codec.decode(sent, found)
         error = float((found - given).double().square().sum())
         power = float(given.double().square().sum())
         if error + power < float("inf"):

@@ -15,7 +15,7 @@ from qsync_fx.communication.foreseen import by_bucket, uniform
 from qsync_fx.communication.rates import Rates
 from qsync_fx.predictor.replay.cluster import Cluster, Network
 from qsync_fx.predictor.replay.collectives import share
-from qsync_fx.predictor.replay.fleet import Played, played
+from qsync_fx.predictor.replay.fleet import Coded, Played, played
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.timeline.timeline import Timeline
 
@@ -62,23 +62,18 @@ def paying(
     schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Sequence[str], rates: Rates
 ) -> tuple[Paying, list[Paying]]:
     """Returns a step without codecs, and one in each; the cluster has a network with a bandwidth, and two ranks or more."""
-    without = _paying(NONE, _played(schedules, fleet, None, rates))
+    parameters = next(iter(schedules.values())).parameters
     found = []
     for codec in codecs:
-        one = _paying(codec, _played(schedules, fleet, codec, rates))
-        found.append(replace(one, until=_until(schedules, fleet, codec, rates)))
-    return without, found
+        how = by_bucket(schedules, fleet, uniform(parameters, codec), rates)
+        one = _paying(codec, played(schedules, fleet, how))
+        found.append(replace(one, until=_until(schedules, fleet, how)))
+    return _paying(NONE, played(schedules, fleet)), found
 
 
 def best(without: Paying, found: Sequence[Paying]) -> Paying:
     """Returns what takes the least seconds; without codecs where none is quicker."""
     return min((without, *found), key=lambda one: one.seconds)
-
-
-def _played(schedules: Mapping[str, Schedule], fleet: Cluster, codec: str | None, rates: Rates) -> Played:
-    parameters = next(iter(schedules.values())).parameters
-    how = None if codec is None else by_bucket(schedules, fleet, uniform(parameters, codec), rates)
-    return played(schedules, fleet, how)
 
 
 def _paying(codec: str, step: Played) -> Paying:
@@ -93,12 +88,12 @@ def _paying(codec: str, step: Played) -> Paying:
     )
 
 
-def _until(schedules: Mapping[str, Schedule], fleet: Cluster, codec: str, rates: Rates) -> float | None:
+def _until(schedules: Mapping[str, Schedule], fleet: Cluster, how: Sequence[Coded] | None) -> float | None:
     """Returns the bandwidth from which on a codec does not pay: below it fewer bytes win more than coding costs."""
 
     def wins(bandwidth: float) -> bool:
         there = _at(fleet, bandwidth)
-        with_it, without = (_played(schedules, there, one, rates).step.seconds for one in (codec, None))
+        with_it, without = (played(schedules, there, one).step.seconds for one in (how, None))
         return float(with_it) < float(without) * (1 - _SAME)
 
     if not wins(_LOWEST):

@@ -71,6 +71,14 @@ def said(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
 
 
+def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
+    """Puts the error that a call ends with, if it does, by a name into what was found."""
+    try:
+        does()
+    except qsync_fx.QSyncError as error:
+        found[name] = said(error)
+
+
 def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, Compression | None]:
     model = parallel(**how)
     handle = compress(model, codec, check_every=2) if codec is not None else None

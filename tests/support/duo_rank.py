@@ -10,12 +10,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
-from compressed_rank import batch, parallel, said, weights
+from compressed_rank import batch, parallel, refusal, said, weights
 from torch import Tensor, distributed, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -306,13 +307,8 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """What DUO cannot do is an error that says so."""
-    found = {}
-
-    def says(name: str, does: Callable[[], object]) -> None:
-        try:
-            does()
-        except qsync_fx.QSyncError as error:
-            found[name] = said(error)
+    found: dict[str, Any] = {}
+    says = partial(refusal, found)
 
     def training(**how: Any) -> tuple[Any, Any]:
         model = parallel()

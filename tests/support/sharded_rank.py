@@ -9,12 +9,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
-from compressed_rank import said
+from compressed_rank import refusal, said
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -240,13 +241,8 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-
-    def says(name: str, does: Callable[[], object]) -> None:
-        try:
-            does()
-        except qsync_fx.QSyncError as error:
-            found[name] = said(error)
+    found: dict[str, Any] = {}
+    says = partial(refusal, found)
 
     one = model()
     says("columns", lambda: compress(one, "1bit"))

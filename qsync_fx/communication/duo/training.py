@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qsync_fx.communication import geometry, verdict
+from qsync_fx.communication import geometry
 from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.compression import Compression
@@ -64,7 +64,6 @@ class LookingAhead(Compression):
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
         self._slow = Reducer(group, State(rank, world, f"in full: {assigned.text}", seed))
         self._plain = tuple(geometry.piece(name, index, p.shape, PLAIN, world) for index, (name, p) in enumerate(named))
-        self._parameters = [p for _, p in named]
         self._kept = [p.detach().clone() for p in self._parameters] if world > 1 else []
         self._memory, self._ahead, self._looks_ahead = Memory(), Ahead(), ahead
         self._fresh: Replica | None = None
@@ -307,13 +306,10 @@ class LookingAhead(Compression):
             self._stepping = False
 
     def _reduce_in_full(self, pending: Replica) -> Tensor:
-        slow, state, checks = self._slow, self._state, self._checks(pending.step)
+        slow, checks = self._slow, self._checks(pending.step)
         with torch.no_grad():
             for bucket in pending.buckets:
                 slow.reduce(Bucket(bucket.index, pending.step, bucket.values, bucket.pieces, bucket.gradients, checks))
-        faults, digested = slow.faults, slow.digest
-        slow.faults, slow.digest = [], 0
-        verdict.settle(slow.group, state.rank, state.world, pending.step, faults, digested)
-        slow.tally.steps += 1
+        slow.settle(pending.step)
         pending.known = time.perf_counter()
         return torch.empty(0)
