@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _calibration import Numbers, Point, fit
+from _calibration import Point, fit
+from _fitting import Numbers
 from _harness import arguments, finish
 
 from qsync_fx import devices
@@ -77,14 +78,13 @@ def held_out(points: Sequence[Point], quick: bool) -> Numbers:
     for number in range(1 if quick else FOLDS):
         there = np.array([fold[point.shape] == number for point in points])
         known = [p for p, out in zip(points, there, strict=True) if not out]
-        fitted = fit(known, *_effort(known, quick))
+        fitted = fit(known, *_EFFORT[quick])
         found[there] = fitted.seconds([p for p, out in zip(points, there, strict=True) if out])
     return found
 
 
-def _effort(points: Sequence[Point], quick: bool) -> tuple[int, int]:
-    """Rounds and starts of a fit: constants that are held to what is usual are found from there."""
-    return (2, 1) if quick else (12, 1 if "gradient" in points[0].product else 2)
+_EFFORT = {False: (15, 3), True: (3, 0)}
+"""Steps and tries of a fit, by whether it is to be quick."""
 
 
 def catalogued(point: Point) -> float:
@@ -114,7 +114,7 @@ def products(folder: Path, quick: bool, write: bool, only: Sequence[str]) -> lis
             continue
         some = [p for p in points if (p.product, p.precision) == (product, precision) and device in ("", p.device)]
         if write:
-            fitted = fit(some, *_effort(some, quick))
+            fitted = fit(some, *_EFFORT[quick])
             found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
             continue
         seconds = held_out(some, quick)
@@ -206,7 +206,7 @@ def written(device: str, found: dict[tuple[str, str], dict[str, Any]], folder: P
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name} = {_toml(part)}" for name, part in value.items()) + "}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower()
 
 
 def main() -> None:

@@ -52,6 +52,8 @@ class Tiles:
         smallest: edge of the smallest tile.
         step: values of k that a tile takes at a time.
         latency: cycles for one k of a tile of 64 by 64 at least, however idle the device is.
+        alone: fraction of its rate that a processor reaches with a single tile.
+        tallest: whether tiles are as tall as m fills, up to 128, in place of whichever are fastest.
         prologue: values of k that starting and ending a tile costs.
         splits: the most parts that k is split into.
         reduction: how often the sums of those parts go through memory, written and read once being 1.
@@ -70,6 +72,8 @@ class Tiles:
     smallest: int = 32
     step: int = 32
     latency: float = 40.0
+    alone: float = 1.0
+    tallest: bool = False
     prologue: float = 100.0
     splits: int = 32
     reduction: float = 1.0
@@ -88,24 +92,37 @@ class Convolution(Tiles):
 
     Attributes:
         gather: how much longer a tile takes that gathers a window of more than one value.
+        pointwise: edge of the smallest tile for windows of one value; 0: `smallest`.
         relayout: how often input and output go through memory to lie as the tiles want them; of a gradient of a strided convolution's
             input in FP32, how often that goes, whose skipped places are set to zero.
-        strided: of what a stride of s skips in the gradient of the input, s*s - 1 of s*s values, the power that is skipped.
+        weights: how often weights go through memory besides: sums of their gradient, and to lie as the tiles want them.
+        strided: of what a stride of s skips in the gradient of the input with a window of one value, s*s - 1 of s*s values, the power
+            that is skipped: 1 all, 0.5 those of one direction.
+        places: of how many places of an image a tile of the gradient of the weight takes a multiple.
+        ordinary: fraction of an eighth of tensor cores' peak with which gradients are reckoned whose padding is as large as the window.
+        floor: seconds in which a program starts its kernels, however small they are.
         winograd: fraction of `efficiency` that Winograd's products reach with transforms of their own, of tiles of 4 by 4; 0: none is used.
-        winograd_fused: the same with transforms in the kernel, of tiles of 2 by 2, which is chosen for batches below `winograd_batch`.
+        winograd_fused: the same with transforms in the kernel, of tiles of 2 by 2, which is all that batches below `winograd_batch` have.
         winograd_batch: the smallest batch whose transforms have kernels of their own.
+        winograd_smallest: edge of the smallest tile of Winograd's products with transforms of their own.
         winograd_data, winograd_weights: how often what is transformed goes through memory.
         corrections: what is left, as powers: of the sides "m", "n" and "k" of the product (by 128, 4096 and 1024), and of e where the
             "window" has more than one value, it is "strided", the input has at most four channels ("thin") or one ("single"), the window is
-            five or more high ("tall"), "winograd" is used, and of "all".
+            five or more high ("tall"), "winograd" serves, and of "all".
     """
 
     gather: float = 0.0
+    pointwise: int = 0
     relayout: float = 0.0
+    weights: float = 0.0
     strided: float = 1.0
+    places: int = 1
+    ordinary: float = 0.4
+    floor: float = 0.0
     winograd: float = 0.0
     winograd_fused: float = 0.0
     winograd_batch: int = 16
+    winograd_smallest: int = 64
     winograd_data: float = 1.0
     winograd_weights: float = 1.0
     corrections: Mapping[str, float] = field(default_factory=dict)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from qsync_fx.devices.analytic.convolutions import Product, Shape, convolved
+from qsync_fx.devices.analytic.convolutions import convolved
 from qsync_fx.devices.analytic.products import Layout, multiplied
+from qsync_fx.devices.analytic.shapes import Product, Shape
 from qsync_fx.devices.analytic.tiles import Machine
 from qsync_fx.devices.analytic.transfers import moved, reduced
 from qsync_fx.devices.constants import Convolution, Link, Memory, Reduction, Tiles, Unit

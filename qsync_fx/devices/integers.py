@@ -1,12 +1,15 @@
-"""What this CPU makes of products of integers."""
+"""What this CPU makes of products of integers: by the native module, and by oneDNN."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from qsync_fx import _C
+from qsync_fx.errors import OptionError
 from qsync_fx.precision import precision
 
 
@@ -24,3 +27,12 @@ def cpu_multiplies_integers() -> bool:
         largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
         found = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
         return all(bool((sums == 8 * int8.max**2).all()) for sums in found)
+
+
+@functools.cache
+def native_integer_unit() -> bool:
+    """Whether the native module multiplies INT8 by a unit for it (AMX, VNNI), and not by arithmetic that floats are as fast in."""
+    # A wrong QSYNC_CPU_ISA is said where something is computed; whoever looks a machine over is to see the rest of it.
+    with contextlib.suppress(OptionError):
+        return _C.isa() in ("amx", "avx512_vnni")
+    return False

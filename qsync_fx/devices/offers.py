@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from qsync_fx.devices.counted import Kernels, Offer, capability
-from qsync_fx.devices.integers import cpu_multiplies_integers
+from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import DeviceError
 from qsync_fx.precision import FP32, Precision, encoding, precision
 
@@ -138,12 +138,17 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
             precision("bf16"),
             "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
         )
-    if encoding(fmt).name == "int8" and not cpu_multiplies_integers():
+    if encoding(fmt).name == "int8" and not (native_integer_unit() or cpu_multiplies_integers()):
         return Support(
             "simulated", fmt, "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32"
         )
     if encoding(fmt).name == "int8":
-        return Support("native", fmt, "this CPU multiplies INT8 through oneDNN; convolutions run exactly in BF16")
+        return Support(
+            "native",
+            fmt,
+            "this CPU has a unit for INT8; convolutions use it where their channels lie last and are many, "
+            "others run exactly in BF16",
+        )
     return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
 
 

@@ -24,6 +24,9 @@ def read(path: Path) -> Device:
     return replace(DEVICE.load(path), path=str(path))
 
 
+_EDGES = (32, 64, 128)
+
+
 def _positive(value: Any, *names: str) -> str | None:
     wrong = next((name for name in names if not getattr(value, name) > 0), None)
     return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
@@ -53,8 +56,10 @@ def _unit(unit: Unit) -> str | None:
 
 
 def _tiles(tiles: Tiles) -> str | None:
-    if tiles.smallest not in (32, 64, 128):
+    if tiles.smallest not in _EDGES:
         return f" has smallest = {tiles.smallest}: tiles have an edge of at least 32, 64 or 128"
+    if not 0 < tiles.alone <= 1:
+        return f" has alone = {tiles.alone}, which is to be above 0, and 1 at most"
     if tiles.overlap < 1:
         return f" has overlap = {tiles.overlap}, which is to be 1 or more"
     if wrong := next((name for name in tiles.layouts if name not in LAYOUTS), None):
@@ -71,8 +76,11 @@ def _tiles(tiles: Tiles) -> str | None:
 def _convolution(by: Convolution) -> str | None:
     if wrong := next((name for name in by.corrections if name not in FEATURES), None):
         return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
-    own = (field.name for field in fields(Convolution) if field.name not in {f.name for f in fields(Tiles)})
-    return _tiles(by) or _from_zero(by, *(name for name in own if name != "corrections"))
+    for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
+        if getattr(by, name) not in edges:
+            return f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
+    own = {field.name for field in fields(Convolution)} - {field.name for field in fields(Tiles)} - {"corrections"}
+    return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(own))
 
 
 def _reduction(reduction: Reduction) -> str | None:

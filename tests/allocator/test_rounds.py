@@ -104,7 +104,7 @@ def test_a_plan_that_is_found_again_is_settled_as_it_was_measured() -> None:
 
 
 def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
-    answer = rounds_with(5.0, 5.0, 5.0)
+    answer = rounds_with(8.0, 6.0, 4.0)
     assert answer.ran is not None and len(answer.trials) == 3
     measured = [trial.measured for (trial,) in answer.trials]
     assert answer.trials[answer.ran - 1][0].measured == min(measured)

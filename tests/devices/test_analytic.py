@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from qsync_fx import devices
 from qsync_fx.devices import Device, get, names
 from qsync_fx.devices.analytic.transfers import interpolated
 from qsync_fx.devices.device import PRODUCTS
@@ -39,6 +41,16 @@ CONVOLUTIONS = [
     (V100, "fp32", "input_gradient", 16, 64, 112, 112, 64, 1, 1, 1, 0, 0.166),
     (V100, "fp16", "output", 16, 64, 112, 112, 128, 3, 3, 1, 1, 0.355),
     (V100, "fp16", "weight_gradient", 16, 128, 56, 56, 256, 3, 3, 1, 1, 0.353),
+    # What few channels, images of 7 by 7, strides and paddings as large as the window cost.
+    (T4, "fp16", "weight_gradient", 16, 3, 224, 224, 64, 7, 7, 2, 3, 6.555),
+    (T4, "fp16", "weight_gradient", 16, 512, 14, 14, 48, 5, 5, 1, 2, 0.251),
+    (T4, "fp16", "output", 16, 832, 7, 7, 128, 5, 5, 1, 2, 0.549),
+    (T4, "int8", "output", 1, 832, 7, 7, 128, 5, 5, 1, 2, 0.284),
+    (V100, "fp16", "weight_gradient", 16, 2048, 7, 7, 512, 1, 1, 2, 3, 0.356),
+    (V100, "fp16", "input_gradient", 16, 2048, 7, 7, 512, 1, 1, 2, 3, 0.362),
+    (V100, "fp32", "weight_gradient", 16, 512, 14, 14, 48, 5, 5, 1, 2, 0.240),
+    (V100, "fp32", "weight_gradient", 16, 1024, 14, 14, 2048, 1, 1, 2, 0, 0.490),
+    (V100, "fp32", "output", 8, 128, 56, 56, 256, 3, 3, 1, 1, 0.668),
 ]
 
 
@@ -82,6 +94,63 @@ def test_a_larger_product_never_takes_less(name: str, fmt: str, sides: list[int]
     sides = [8 * one for one in sides]
     larger = [one + 8 * more * (at == side) for at, one in enumerate(sides)]
     assert get(name).gemm_seconds(*larger, fmt) >= get(name).gemm_seconds(*sides, fmt) * (1 - 1e-9)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["t4", "v100", "a100", "h100", "epyc-9004"]),
+    st.sampled_from(["fp32", "fp16", "int8"]),
+    st.sampled_from(PRODUCTS),
+    st.sampled_from([(1, 0), (3, 1), (5, 2), (7, 3)]),
+    st.sampled_from([1, 2]),
+    st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(7, 60), st.integers(1, 300)),
+    st.integers(1, 16),
+)
+def test_a_larger_batch_never_takes_less(
+    name: str, fmt: str, product: Any, window: tuple[int, int], stride: int, sizes: tuple[int, ...], more: int
+) -> None:
+    """Not with another algorithm either, which libraries take from a batch on."""
+    (edge, padding), (n, c, high, k) = window, sizes
+    few, many = (
+        get(name).conv_seconds(batch, c, high, high, k, edge, edge, stride, padding, fmt, product)
+        for batch in (n, n + more)
+    )
+    assert many >= few * (1 - 1e-9)
+
+
+def test_constants_of_convolutions_are_better_than_nothing(tmp_path: Path) -> None:
+    """A file with the constants of 0.1's first days is read as ever, and so is one with none."""
+    text = (Path(devices.__file__).parent / "catalog" / "t4.toml").read_text().partition("# Fitted")[0]
+    old = """
+[products.fp32]
+source = "x"
+efficiency = 0.66
+[convolutions.fp32.output]
+source = "x"
+efficiency = 0.7766
+small_tiles = 0.2698
+step = 8
+splits = 2
+overlap = 1.213
+gather = 0.05
+relayout = 1.4
+strided = 0.6
+winograd = 0.8757
+winograd_fused = 0.6174
+winograd_data = 0.8011
+winograd_weights = 1.64
+corrections = {m = 0.03929, window = -0.02459, thin = 0.07607, winograd = -0.05771, all = 0.02587}
+"""
+    (tmp_path / "old.toml").write_text(text.replace('"t4"', '"old"') + old)
+    (tmp_path / "bare.toml").write_text(text.replace('"t4"', '"bare"'))
+    for name in ("old", "bare"):
+        device = get(tmp_path / f"{name}.toml")
+        for product in PRODUCTS:
+            for fmt in ("fp32", "fp16"):
+                batches = [device.conv_seconds(n, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product) for n in (1, 8, 15, 16, 64)]
+                assert batches == sorted(batches)
+                known = T4.conv_seconds(64, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product)
+                assert known / 4 < batches[-1] < known * 4
 
 
 @pytest.mark.parametrize("name", names())

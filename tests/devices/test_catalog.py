@@ -151,6 +151,22 @@ WRONG = {
         "corrects by 'mm'",
         "output",
     ),
+    T4 + '\n[products.bf16]\nefficiency = 1\nalone = 1.5\nsource = "x"\n': ("alone = 1.5", "products.bf16"),
+    T4 + '\n[products.bf16]\nefficiency = 1\ntallest = 1\nsource = "x"\n': ("true or false", "tallest"),
+    **{
+        T4 + f'\n[convolutions.bf16.output]\nefficiency = 1\n{name} = {value}\nsource = "x"\n': (
+            f"{name} = {value}",
+            "output",
+        )
+        for name, value in (
+            ("pointwise", 33),
+            ("winograd_smallest", 0),
+            ("places", 0),
+            ("ordinary", 0.0),
+            ("floor", -1.0),
+            ("weights", -1.0),
+        )
+    },
 }
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qsync_fx.devices.analytic.tiles import Machine, Numbers, tiled
+from qsync_fx.devices.analytic.tiles import Machine, Numbers, throttled, tiled
 from qsync_fx.devices.constants import Tiles
 
 Layout = Literal["nn", "tn", "nt"]
@@ -34,4 +34,4 @@ def multiplied(
     odd = (m % by.alignment > 0) & np.array([one[0] == "n" for one in layouts])
     slower = np.array([by.layouts.get(one, 1.0) for one in layouts]) * np.where(odd, by.misaligned, 1.0)
     seconds = tiled(by, on, m, n, k, moved, slower)
-    return np.asarray(seconds * (1 + by.throttle * np.log1p(seconds / 1e-3)) + by.launch)
+    return throttled(by, seconds) + by.launch

@@ -33,7 +33,8 @@ _EDGES = (
     (32, 64),
     (32, 32),
 )
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+_TALLEST = 128
 _AREA_AT_ONCE = 32768.0
 """Values of results that one processor holds at once: what fits its registers."""
 
@@ -64,6 +65,7 @@ def tiled(
     moved: ArrayLike,
     slower: ArrayLike = 1.0,
     efficiency: float = 1.0,
+    smallest: int | None = None,
 ) -> Numbers:
     """Returns the seconds of products of m by k with k by n, without the launch.
 
@@ -71,16 +73,18 @@ def tiled(
         moved: bytes that are read and written once.
         slower: factor of what each tile takes.
         efficiency: fraction of the constants' own.
+        smallest: edge of the smallest tile, where it is not that of the constants.
     """
     m, n, k, moved, slower = (_column(value) for value in (m, n, k, moved, slower))
-    edges = np.array([edge for edge in _EDGES if min(edge) >= by.smallest], dtype=float)
+    least = smallest or by.smallest
+    edges = np.array([edge for edge in _EDGES if min(edge) >= least], dtype=float)
     rows, columns = edges[:, 0][:, None], edges[:, 1][:, None]
     parts = np.array([float(split) for split in _SPLITS if split <= by.splits])
     area = rows * columns
     relative = 2 * area / (rows + columns) / 128.0
     reached = by.efficiency * np.minimum(relative**by.small_tiles, 1.1) * efficiency
     busy = 2 * area / (on.peak / on.processors * reached) * slower
-    idle = by.latency * (area / 4096.0) ** 0.25 / on.clock * slower
+    idle = np.maximum(by.latency * (area / 4096.0) ** 0.25 / on.clock * slower, busy / by.alone)
     at_once = np.clip(np.floor(_AREA_AT_ONCE / area), 1, 8)
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * parts
     waves = np.floor(tiles / (on.processors * at_once))
@@ -92,8 +96,16 @@ def tiled(
     sums = np.where(parts > 1, 2 * parts * m * n * 4.0 * by.reduction, 0.0)
     memory = (moved + sums) / (on.bandwidth * by.memory)
     both = (computing**by.overlap + memory**by.overlap) ** (1 / by.overlap)
-    found: Numbers = (both + np.where(parts > 1, by.launch / 2, 0.0)).min((1, 2))
+    both = both + np.where(parts > 1, by.launch / 2, 0.0)
+    if by.tallest:
+        both = np.where(rows == np.clip(2 ** np.ceil(np.log2(m)), least, _TALLEST), both, np.inf)
+    found: Numbers = both.min((1, 2))
     return found
+
+
+def throttled(by: Tiles, seconds: Numbers) -> Numbers:
+    """Returns what work takes whose clock is limited by power the longer it lasts."""
+    return np.asarray(seconds * (1 + by.throttle * np.log1p(seconds / 1e-3)))
 
 
 def _column(value: Any) -> Numbers:

@@ -26,7 +26,7 @@ from qsync_fx.predictor.reckoned.sides import Product, Window, convolution, prod
 from qsync_fx.predictor.times import Seconds
 
 if TYPE_CHECKING:
-    from qsync_fx.devices.analytic.convolutions import Product as Part
+    from qsync_fx.devices.analytic.shapes import Product as Part
 
 ADAMW = 28
 """Bytes that AdamW moves for a parameter in FP32: it reads it, its gradient and two moments, and writes all but the gradient."""

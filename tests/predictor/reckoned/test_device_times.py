@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from predicted_models import OWN
 from torch import nn
 from zoo_torch import resnet
@@ -74,10 +74,19 @@ def test_the_sides_of_products_are_those_of_the_factors() -> None:
 
 
 @given(st.tuples(*[st.integers(1, 4096)] * 4))
+@example((1, 1, 2, 1))
 def test_four_numbers_give_the_four_sides_of_a_product(sides: tuple[int, ...]) -> None:
     b, m, n, k = sides
     assert product(b * m * k, b * k * n, b * m * n, 2 * b * m * n * k) == Product(b, m, n, k)
-    assert product(b * m * k + 1, b * k * n, b * m * n, 2 * b * m * n * k) is None
+    # Other numbers may be those of other sides: (2, 2, 2) is twice (1, 1, 1).
+    sizes = b * m * k + 1, b * k * n, b * m * n
+    other = product(*sizes, 2 * b * m * n * k)
+    if other is not None:
+        assert sizes == (
+            other.batch * other.m * other.k,
+            other.batch * other.k * other.n,
+            other.batch * other.m * other.n,
+        )
 
 
 @given(

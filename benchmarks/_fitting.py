@@ -1,0 +1,100 @@
+"""Fits constants of a model to measured times: those of each device, which are much alike among devices.
+
+The mean relative error is made small, by Levenberg and Marquardt's steps in what constants are away from what is usual; being away costs,
+and being away from what the other devices have costs more.
+
+Invariant: only what is handed over is looked at, so that what is held out stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+Reckon = Callable[[Numbers], Numbers]
+"""From what constants are away from what is usual (a row a device) to the logarithms of seconds."""
+
+_USUAL, _ALIKE = 0.05, 0.3
+"""What it costs to be away from what is usual, and from what other devices have."""
+_SMALL = 0.04
+"""Relative errors below which being nearer gains little."""
+_STEP = 0.03
+_NEAR = 0.7
+"""How far from the best that is known others are looked for."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """
+    Attributes:
+        reckon: the model.
+        measured: logarithms of seconds.
+        owner: the device of each.
+        devices, constants: how many.
+    """
+
+    reckon: Reckon
+    measured: Numbers
+    owner: NDArray[np.int_]
+    devices: int
+    constants: int
+
+    def _cost(self, away: Numbers, reckoned: Numbers) -> float:
+        error = _relative(reckoned - self.measured)
+        mean = away.mean(0)
+        held = _USUAL * self.devices * (mean**2).sum() + _ALIKE * ((away - mean) ** 2).sum()
+        return float(np.sum(np.sqrt(error**2 + _SMALL**2) - _SMALL) + held)
+
+    def best(self, steps: int, tries: int) -> Numbers:
+        """Returns what the constants are away from what is usual that explain the times best, of those found from there and near by."""
+        random = np.random.default_rng(0)
+        away, cost = self._descended(np.zeros((self.devices, self.constants)), steps)
+        for _ in range(tries):
+            tried, found = self._descended(away + random.normal(0, _NEAR, self.constants), steps)
+            if found < cost:
+                away, cost = tried, found
+        return away
+
+    def _descended(self, away: Numbers, steps: int) -> tuple[Numbers, float]:
+        mean = np.full((self.devices, self.devices), 1 / self.devices)
+        hold = 2 * np.kron(_USUAL * mean + _ALIKE * (np.eye(self.devices) - mean), np.eye(self.constants))
+        reckoned = self.reckon(away)
+        cost, damping = self._cost(away, reckoned), 1e-2
+        for _ in range(steps):
+            slopes = self._slopes(away, reckoned)
+            left = reckoned - self.measured
+            error = _relative(left)
+            pull = error * (1 + error) / np.sqrt(error**2 + _SMALL**2)
+            weight = np.where(np.abs(left) > 1e-6, pull / np.where(left == 0, 1, left), 1 / _SMALL)
+            curved = slopes.T @ (slopes * weight[:, None]) + hold
+            downhill = slopes.T @ pull + hold @ away.ravel()
+            for _ in range(5):
+                move = np.linalg.solve(curved + damping * np.diag(np.diag(curved) + 1e-3), downhill)
+                tried = away - np.clip(move, -1.5, 1.5).reshape(away.shape)
+                there = self.reckon(tried)
+                if (found := self._cost(tried, there)) < cost - 1e-6:
+                    break
+                damping *= 5
+            else:
+                break
+            gained, away, cost, reckoned, damping = cost - found, tried, found, there, max(damping / 4, 1e-4)
+            if gained < 2e-3:
+                break
+        return away, cost
+
+    def _slopes(self, away: Numbers, reckoned: Numbers) -> Numbers:
+        slopes = np.zeros((len(reckoned), self.devices, self.constants))
+        at = np.arange(len(reckoned))
+        for constant in range(self.constants):
+            moved = away.copy()
+            moved[:, constant] += _STEP
+            slopes[at, self.owner, constant] = (self.reckon(moved) - reckoned) / _STEP
+        return slopes.reshape(len(reckoned), -1)
+
+
+def _relative(left: Numbers) -> Numbers:
+    return np.asarray(np.expm1(np.minimum(left, 3.0)))
