@@ -39,7 +39,7 @@ SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 
 THREE = ("fp32", "bf16", "int8")
 SIDE_BY_SIDE = ("fp32", "bf16", "fp16", "int8")
 CLUSTER = Cluster({"a100": Device(count=2)}, Network(12.5e9, 30e-6))
-LIMITS = ((0.02, None), (0.1, None), (0.3, None), (0.6, None), (0.3, 0.3), (0.1, 0.6))
+LIMITS = ((0.02, None), (0.1, None), (0.3, None), (0.6, None), (0.3, 0.3), (0.1, 0.6), (0.3, 0.6), (0.6, 0.3))
 FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
 CASES: Mapping[str, Callable[[bool], Case]] = {

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.allocator.judge import Judge, Judged
+from qsync_fx.allocator.judge import Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
@@ -39,6 +38,7 @@ class NoteKind(StrEnum):
     RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
     KEEPS = "trains in its widest format alone, as the quickest class"
     WAITS = "waits for gradients, which codecs would make smaller; allow some, and it will be seen whether they pay"
+    LEAVES = "planned on as slower than it is, so that others need not wait where a step takes longer than is foreseen"
     NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
     NOT_HERE = "codecs run on the CPU alone so far, so that this is foreseen and cannot be had yet"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
@@ -155,12 +155,10 @@ class Answer:
         """Whether all limits are kept."""
         return not self.judged.exceeds(self.problem)
 
-    @cached_property
+    @property
     def codecs(self) -> Mapping[str, str]:
         """What the gradient of a parameter is sent in, by its name, of those that do not go in FP32."""
-        if not self.judged.codecs:
-            return {}
-        return Judge(self.problem, self.plans).options.by_parameter(self.judged.codecs)
+        return self.judged.sent
 
     def plan(self, name: str | None = None) -> Plan:
         """Returns the plan of a class of devices; of the one that was open to choice where none is named.

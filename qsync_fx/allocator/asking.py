@@ -47,6 +47,7 @@ class Wishes:
     sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None
     tie_blocks: bool = False
     codecs: Sequence[str] = ()
+    margin: float | None = None
 
 
 def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
@@ -67,7 +68,7 @@ def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tu
         return replace(problem, least="seconds", variance=float(allowed)), notes
     if wishes.objective == "hybrid":
         problem = _kept(problem, notes)
-    return replace(problem, seconds=_target(problem, wishes)), notes
+    return replace(problem, seconds=target_of(problem, wishes)), notes
 
 
 def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
@@ -169,7 +170,7 @@ def _kept(problem: Problem, notes: list[Note]) -> Problem:
     return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
 
 
-def _target(problem: Problem, wishes: Wishes) -> float:
+def target_of(problem: Problem, wishes: Wishes) -> float:
     """Returns the seconds that a step may take: what was asked for, or those of uniform plans."""
     target = wishes.target
     if isinstance(target, int | float):

@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Allocator, Answer
-from qsync_fx.allocator.asking import Memory, Objective, Wishes, problem_of
+from qsync_fx.allocator.asking import Memory, Objective, Wishes, problem_of, target_of
 from qsync_fx.allocator.known import allocator_of
 from qsync_fx.allocator.looking import looked
+from qsync_fx.allocator.margins import margins, with_margin
 from qsync_fx.allocator.rounds import CORRECTIONS, TURNS, AtHand, settled
 from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
@@ -39,6 +40,7 @@ def find_plan(
     precisions: Sequence[str] | None = None,
     tie_blocks: bool = False,
     codecs: Sequence[str] = (),
+    margin: float | None = None,
     model: nn.Module | None = None,
     step: StepFunction | None = None,
     batches: Iterable[Any] = (),
@@ -69,6 +71,9 @@ def find_plan(
         codecs: what a bucket of gradients may be sent in beside FP32, such as ("qsgd8", "qsgd4"): chosen together with formats, the same on
             all ranks, by the "exact" allocator alone. None by default: a plan that has codecs is one to train under with
             `qsync_fx.distributed.compress(ddp, plan)`, and without that would not take the seconds that it says.
+        margin: the share by which devices that plans are chosen for are planned on as slower than they are, so that others need not wait
+            where a step takes longer than is foreseen. By default, of several classes, what is uncertain of a profile: how far its steps
+            differ, 2% at least; nothing of the catalog's. Where no plan leaves it, none is left.
         model: the model itself, where the device that a profile was measured on is at hand. Then the plan is run, the profile corrected by
             what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `Answer.trials` says what
             came out, `Answer.profiles` has the profile as corrected.
@@ -82,12 +87,13 @@ def find_plan(
         ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
     fleet, known = known_devices(profile, cluster)
-    wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs)
+    wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
     chosen = allocator_of(allocator)
 
     def solve(known: Mapping[str, Known]) -> Answer:
         problem, notes = problem_of(fleet, known, wishes)
-        answer = chosen.allocate(problem)
+        shares = margins(problem, known, wishes.margin)
+        answer = with_margin(problem, shares, lambda slower: target_of(slower, wishes), chosen)
         return replace(answer, notes=(*notes, *answer.notes, *looked(answer)))
 
     if model is None:

@@ -7,14 +7,15 @@ would.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qsync_fx.allocator.coding import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.mapper import CostMapper, States, scheduled, states
 from qsync_fx.predictor.memory import anchored_bytes, step_memory
-from qsync_fx.predictor.memory.step import Memory
+from qsync_fx.predictor.memory.buffers import Task
+from qsync_fx.predictor.memory.step import Memory, step_tasks
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.predictor.times import Seconds, Times
@@ -54,6 +55,7 @@ class Judged:
         classes: figures of each class.
         codecs: of each bucket of gradients; () where there was nothing to choose.
         coding: what of the variance is by codecs.
+        sent: what the gradient of a parameter is sent in, by its name, of those that do not go in FP32.
     """
 
     seconds: float
@@ -61,6 +63,7 @@ class Judged:
     classes: Mapping[str, Figures]
     codecs: Codecs = ()
     coding: float = 0.0
+    sent: Mapping[str, str] = field(default_factory=dict)
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
         """Returns by how much limits are exceeded: "seconds", "variance", and of classes "memory NAME"; nothing where all are kept."""
@@ -105,6 +108,7 @@ class Judge:
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
+        self._tasks: dict[str, Sequence[Task]] = {}
         self._memories: dict[str, Memory | None] = {}
         self._peaks: dict[str, int | None] = {}
         self._timeline: Timeline | None = None
@@ -181,11 +185,19 @@ class Judge:
                 self._schedules[name] = scheduled(self.states(name), self._times[name], whole)
         return self._schedules
 
+    def tasks(self, name: str) -> Sequence[Task]:
+        """Returns what a step of a class does with memory, in order."""
+        if name not in self._tasks:
+            self._tasks[name] = step_tasks(self.states(name))
+        return self._tasks[name]
+
     def memory(self, name: str) -> Memory | None:
         """Returns what a step of a class holds at each moment, uncorrected; None where that is not known."""
         if name not in self._memories:
             training = self.problem.classes[name].training
-            self._memories[name] = None if training is None else step_memory(self.states(name), training)
+            self._memories[name] = (
+                None if training is None else step_memory(self.states(name), training, self.tasks(name))
+            )
         return self._memories[name]
 
     def peak(self, name: str) -> int | None:
@@ -220,7 +232,8 @@ class Judge:
             )
             for name in self.problem.classes
         }
-        return Judged(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs))
+        sent = self.options.by_parameter(self.codecs)
+        return Judged(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
 
     @property
     def timeline(self) -> Timeline:
@@ -246,7 +259,7 @@ class Judge:
     def _forget(self, name: str) -> None:
         """Lets go what is known of a class, whose plan is another now."""
         self._timeline = None
-        for known in (self._states, self._schedules, self._memories, self._peaks):
+        for known in (self._states, self._schedules, self._tasks, self._memories, self._peaks):
             known.pop(name, None)
 
     def _peak(self, name: str, found: DeviceClass) -> int | None:

@@ -48,7 +48,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            counted.samples += _samples(args, kwargs)
+            counted.samples += samples_in((args, kwargs))
 
     def weigh(given: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         gradients: torch.Tensor = bucket.buffer()
@@ -81,8 +81,9 @@ class _Counted:
     weight = torch.tensor(1.0)
 
 
-def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for value in pytree.tree_leaves((args, kwargs)):
+def samples_in(given: Any) -> int:
+    """Returns the first dimension of the first tensor in arguments, or in a batch; 0 where there is none."""
+    for value in pytree.tree_leaves(given):
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]
     return 0

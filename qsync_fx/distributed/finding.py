@@ -20,6 +20,7 @@ from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
 from qsync_fx.devices import names
 from qsync_fx.distributed import statements
+from qsync_fx.distributed.averaging import samples_in
 from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
@@ -43,6 +44,7 @@ def find_plan(
     budget: str | float | None = None,
     memory: Mapping[str, Memory] | Memory | None = None,
     target: str | float | None = None,
+    margin: float | None = None,
     precisions: Sequence[str | Precision] | None = None,
     save: Path | None = None,
     corrections: int = CORRECTIONS,
@@ -57,7 +59,7 @@ def find_plan(
         model, step, batches, optimizer: as `qsync_fx.measure` takes them.
         device_class: what the class of this rank's device is called; by default by the environment variable QSYNC_DEVICE_CLASS, or after
             the device. Ranks of one class get one plan.
-        objective, budget, memory, target: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
+        objective, budget, memory, target, margin: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
         precisions: formats to measure, and to choose from.
         save: the file that rank 0 writes the plan to.
         corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
@@ -72,11 +74,11 @@ def find_plan(
         QSyncError: this one has: it cannot be measured, or no plan keeps the limits.
     """
     mine = device_class or named_class() or _class_of(this_process().device)
-    wishes = {"objective": objective, "budget": budget, "memory": memory, "target": target}
+    wishes = {"objective": objective, "budget": budget, "memory": memory, "target": target, "margin": margin}
     if not several_ranks():
         first, batches = first_batch(batches)
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
-        alone = _Choosing([mine], [profile], wishes, corrections)
+        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], corrections)
         while (plan := alone.next) is not None:
             ran = {**measuring, "optimizer": optimizer, "progress": progress, "plan": plan.classes[mine]}
             profile = measure(model, step, [first], profile=profile, **ran)
@@ -98,11 +100,15 @@ def find_plan(
         meeting.agree("measurements", {}, {}, patient=True)
         profile = replace(profile, collectives=collectives())
         meeting.put("class", mine)
+        meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())
         choosing: _Choosing | None = None
         if meeting.rank == 0:
-            classes = [meeting.get("class", rank, compiling) for rank in range(meeting.world)]
-            choosing = _Choosing(classes, _profiles(meeting, "profile", compiling), wishes, corrections)
+            classes, samples = (
+                [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
+            )
+            profiles = _profiles(meeting, "profile", compiling)
+            choosing = _Choosing(classes, profiles, wishes, [int(one) for one in samples], corrections)
         for at in itertools.count():
             if choosing is not None:
                 meeting.put(f"plan {at} to run", "" if choosing.next is None else choosing.next.to_json())
@@ -129,9 +135,15 @@ class _Choosing:
     """
 
     def __init__(
-        self, classes: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], corrections: int
+        self,
+        classes: Sequence[str],
+        profiles: Sequence[Profile],
+        wishes: Mapping[str, Any],
+        samples: Sequence[int],
+        corrections: int,
     ) -> None:
-        self._survey = Survey.of(classes, profiles, wishes)
+        self._samples = samples
+        self._survey = Survey.of(classes, profiles, wishes, samples)
         self._rounds = Rounds(self._survey.answer(), lambda _: self._survey.answer(), corrections)
 
     @property
@@ -141,7 +153,7 @@ class _Choosing:
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
         before = self._survey
-        self._survey = Survey.of(before.ranks, profiles, before.wishes)
+        self._survey = Survey.of(before.ranks, profiles, before.wishes, self._samples)
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def taken(self, save: Path | None) -> FoundPlan:

@@ -26,20 +26,25 @@ class Survey:
         ranks: the class of each rank.
         profiles: of each class, that of its slowest rank, which speaks for it.
         wishes: of the user, as `qsync_fx.find_plan` takes them.
+        batches: of each class, samples of that rank in a step, where that is known.
     """
 
     ranks: tuple[str, ...]
     profiles: Mapping[str, Profile] = field(repr=False)
     wishes: Mapping[str, Any]
+    batches: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ranks: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any]) -> Survey:
-        """Returns the survey of ranks that each have measured themselves."""
+    def of(
+        cls, ranks: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], samples: Sequence[int]
+    ) -> Survey:
+        """Returns the survey of ranks that each have measured themselves, with so many samples in a step; 0 where that is not known."""
         slowest: dict[str, Profile] = {}
-        for name, profile in zip(ranks, profiles, strict=True):
+        batches: dict[str, int] = {}
+        for name, profile, batch in zip(ranks, profiles, samples, strict=True):
             if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
-                slowest[name] = profile
-        return cls(tuple(ranks), slowest, wishes)
+                slowest[name], batches[name] = profile, batch
+        return cls(tuple(ranks), slowest, wishes, {name: batch for name, batch in batches.items() if batch})
 
     def answer(
         self, slowdowns: Mapping[str, float] = MappingProxyType({}), memory: Mapping[str, float] | None = None
@@ -54,7 +59,10 @@ class Survey:
             QSyncError: no plan keeps the limits.
         """
         counts = Counter(self.ranks)
-        devices = {name: Device(counts[name], slowdown=slowdowns.get(name, 1.0)) for name in self.profiles}
+        devices = {
+            name: Device(counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name))
+            for name in self.profiles
+        }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         return find_plan(self.profiles, Cluster(devices), **wishes)  # its links are what the profiles measured
 

@@ -132,6 +132,7 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     # What it was found from is kept, so that another plan takes no measurement: for a device that is three times as slow.
     assert plan.survey is not None
     assert plan.answer is not None
+    assert plan.answer.problem.cluster.devices["cpu"].batch == 32
     slow = plan.survey.answer({"cpu": 3.0})
     assert slow.judged.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
     assert Foreseen.noted(plan.classes["cpu"].notes).computing == pytest.approx(

@@ -81,6 +81,32 @@ class Odd(nn.Module):
         return self.d(wide.float().half().float() * 2.5) + second.view(-1).view_as(first).clamp_(-1e30, 1)
 
 
+class Residual(nn.Module):
+    """A stream that branches are added to, with norms before them or behind, a loss, and a head that is not in it."""
+
+    def __init__(self, behind: bool, depth: int = 3) -> None:
+        super().__init__()
+        self.behind = behind
+        self.up = nn.ModuleList(nn.Linear(32, 64) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(64, 32) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(depth + 1))
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for at, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            if self.behind:
+                x = self.norms[at](x + down(torch.nn.functional.gelu(up(x))))
+            else:
+                x = x + down(torch.nn.functional.gelu(up(self.norms[at](x))))
+        self.seen = torch.tanh(self.head(x[:, 0]))
+        return torch.nn.functional.mse_loss(self.norms[-1](x), target)
+
+
+def _residual(behind: bool) -> tuple[nn.Module, dict[str, Any]]:
+    shape = 4, 64, 32
+    return Residual(behind), {"x": torch.randn(shape, requires_grad=True), "target": torch.randn(shape)}
+
+
 def _mlp() -> tuple[nn.Module, dict[str, Any]]:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), {
         "input": torch.randn(4, 8)
@@ -94,6 +120,8 @@ OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "broken": lambda: (Broken(), {"x": torch.randn(4, 8)}),
     "tied": lambda: (Tied(), {"ids": torch.arange(6)}),
     "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
+    "prenorm": lambda: _residual(False),
+    "postnorm": lambda: _residual(True),
 }
 
 

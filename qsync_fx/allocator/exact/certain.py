@@ -13,6 +13,7 @@ from qsync_fx.allocator.exact.during import During
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.kept import Kept
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
+from qsync_fx.allocator.exact.returning import Returning
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
@@ -43,6 +44,7 @@ class Certain:
         self._before = before + min([0, *(anchor.error(part.training) for anchor in part.anchors)])
         self.kept = Kept(part)
         self.during = During(self.kept)
+        self.returning = Returning(self.kept)
         self.moments: list[int] = []
 
     def add(self, places: Iterable[int]) -> bool:
@@ -57,10 +59,16 @@ class Certain:
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         before: Expression = {CONSTANT: float(self._before)}
         yield total((1.0, before), (1.0, self.kept.expression(formats)))
+        if self.returning.any:
+            yield total((1.0, before), (1.0, self.returning.expression(formats)))
         for moment in self.moments:
             yield total((1.0, before), (1.0, self.during.expression(formats, moment)))
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Returns the most bytes under a plan, by the states that it puts operators into."""
-        found = [self.kept.of(names), *(self.during.of(names, moment) for moment in self.moments)]
+        found = [
+            self.kept.of(names),
+            self.returning.of(names),
+            *(self.during.of(names, moment) for moment in self.moments),
+        ]
         return self._before + max(found)

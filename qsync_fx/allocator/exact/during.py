@@ -16,9 +16,11 @@ from functools import cached_property
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.kept import Kept, add
 from qsync_fx.allocator.exact.program import Expression
+from qsync_fx.allocator.exact.waiting import Waiting
+from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.backward import computed_in
 from qsync_fx.predictor.memory.telling import convolves
-from qsync_fx.predictor.model.value import Name, Operator, Read, StateNames
+from qsync_fx.predictor.model.value import Name, Read, StateNames
 
 Sizes = Mapping[Name, int]
 """Bytes by what an operator computes in."""
@@ -32,6 +34,7 @@ class During:
 
     def __init__(self, kept: Kept) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+        self._waiting = Waiting(kept)
 
     @cached_property
     def moments(self) -> Sequence[int]:
@@ -41,61 +44,48 @@ class During:
             for at, operator in enumerate(self.graph.operators)
             if self._forward.multiplies(operator)
             and not operator.repeated
-            and self.graph.values[operator.result].differentiated
+            and self._waiting.arrives(operator.result)
             and any(read.gradient for read in operator.reads[:2])
         ]
 
     def of(self, names: Sequence[StateNames], moment: int) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into."""
         parts = self._beside(moment).items()
-        return self._kept.of(names, self._waiting(moment)) + sum(sizes[names[at][0]] for at, sizes in parts)
+        return self._kept.of(names, self._waiting.of(moment)) + sum(sizes[names[at][0]] for at, sizes in parts)
 
     def expression(self, formats: Formats, moment: int) -> Expression:
         """Returns the bytes."""
-        found = dict(self._kept.expression(formats, self._waiting(moment)))
+        found = dict(self._kept.expression(formats, self._waiting.of(moment)))
         for at, sizes in self._beside(moment).items():
             for name, where in formats.precisions[at].items():
                 add(found, where, sizes[name])
         return found
 
-    def _waiting(self, moment: int) -> Set[int]:
-        return {at for at in range(moment) if self._before[moment] >> at & 1} | {moment}
-
     def _beside(self, moment: int) -> Mapping[int, Sizes]:
         """What is there beside what was kept: gradients, by the products that they are of."""
-        behind = {at: sizes for at, sizes in self._weights.items() if self._before[at] >> moment & 1}
+        behind = {at: sizes for at, sizes in self._weights.items() if self._waiting.before[at] >> moment & 1}
         return {**behind, moment: self._own(moment)}
 
-    @cached_property
-    def _before(self) -> Sequence[int]:
-        """By operator, those that its own gradients lead to, a bit each: of thousands of operators sets would be gigabytes."""
-        found: list[int] = []
-        for operator in self.graph.operators:
-            leads = 0
-            for read in self._factors(operator):
-                if read.gradient and (maker := self._forward.made_by(read.value)) is not None:
-                    at = self.graph.places[maker.id]
-                    leads |= found[at] | 1 << at
-            found.append(leads)
-        return found
-
-    def _factors(self, operator: Operator) -> Sequence[Read]:
-        """What gradients lead to: of a product its factors, of others all that they read."""
-        return operator.reads[:2] if self._forward.multiplies(operator) else operator.reads
-
     def _own(self, moment: int) -> Sizes:
-        """The gradient that a product is given, and the smaller one of those that it writes; a convolution writes both at once."""
+        """The gradient that a product is given, and the least that it writes, with what it reads for that: of a factor in a scaled format a
+        copy in the carrier. A convolution writes both gradients at once."""
         operator, found = self.graph.operators[moment], dict[Name, int]()
-        factors = [read.value for read in operator.reads[:2] if read.gradient]
+        places = [place for place in (0, 1) if operator.reads[place].gradient]
         for name, _ in operator.costs:
             narrow, carrier = computed_in(name)
-            written = [self._forward.bytes(value, carrier) for value in factors]
+            written = {place: self._forward.bytes(operator.reads[place].value, carrier) for place in places}
+            copied = [self._copied(read, name, carrier) for read in operator.reads[:2]]
             if convolves(operator):
-                more = sum(written) + 2 * self._forward.bytes(operator.reads[1].value, carrier)
+                workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier)
+                more = sum(written.values()) + sum(copied) + workspace
             else:
-                more = min(written)
+                more = min(written[place] + copied[1 - place] for place in places)
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
+
+    def _copied(self, read: Read, computes: Name, carrier: Name) -> int:
+        wanted = read.wanted.get(computes or "")
+        return self._forward.bytes(read.value, carrier) if wanted is not None and FORMATS[wanted].scaled else 0
 
     @cached_property
     def _weights(self) -> Mapping[int, Sizes]:

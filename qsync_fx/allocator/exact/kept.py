@@ -2,7 +2,7 @@
 
 All that the backward pass reads of the forward pass is there then, and the gradients that it begins with. Certain of that are the factors
 of products, in the formats that these compute in, the results of products that others keep, masks and statistics, and what others keep that
-no compiler can compute again: what follows from a product's result that nobody keeps (`_lost`). Each value counts once a format. What may
+no compiler can compute again: what follows from a product's result that nobody keeps (`lost`). Each value counts once a format. What may
 be computed again under some plan is left out. So at whole choices the expression is no more than the judge says of any plan, and in most
 plans the better part of it.
 
@@ -22,7 +22,6 @@ from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory.backward import Backward
-from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.telling import GATES, GATHERS, whole
 from qsync_fx.predictor.model.value import Name, Operator, StateNames
@@ -51,14 +50,27 @@ class _Result:
     kept: Mapping[StateNames, Name]
 
 
+@dataclass(frozen=True)
+class Readers:
+    """Operators by what of theirs the backward pass has yet to read.
+
+    Attributes:
+        wholly: the places of those of which it is all.
+        passed: of those of which it is what they keep of values, and masks: statistics may have been used.
+    """
+
+    wholly: Set[int]
+    passed: Set[int]
+
+
 class Kept:
     def __init__(self, part: DeviceClass) -> None:
         self.graph = part.graph
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
-        self.passes = passes = [_Passes(one) for one in uniform]
+        self.passes = passes = [Passes(one) for one in uniform]
         self._factors: list[_Factor] = []
         self._results: list[_Result] = []
-        self._extras: dict[int, Mapping[StateNames, int]] = {}
+        self.extras: dict[int, Mapping[StateNames, int]] = {}
         self._forward = forward = passes[0].forward
         self._incoming = 0
         if any(operator.repeated for operator in self.graph.operators):
@@ -73,27 +85,27 @@ class Kept:
                     self._factors.append(_Factor(at, value, known, own))
             if forward.multiplies(operator):
                 continue
-            self._extras[at] = _extras(passes, at)
+            self.extras[at] = _extras(passes, at)
             self._results += self._values_kept(passes, at)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
 
-    def of(self, names: Sequence[StateNames], readers: Set[int] | None = None) -> float:
+    def of(self, names: Sequence[StateNames], readers: Readers | None = None) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read."""
         found: set[Key] = set()
         for factor in _of(readers, self._factors):
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own:
                 found.add((factor.value, fmt))
-        for result in _of(readers, self._results):
+        for result in _of(readers, self._results, True):
             fmt = result.kept[names[result.at]]
             held = fmt if result.maker is None else names[result.maker][1]
             found.add((result.value, min((fmt, held), key=_width)))
-        extras = sum(sizes[names[at]] for at, sizes in self._extras.items() if readers is None or at in readers)
+        extras = sum(sizes[names[at]] for at, sizes in self.extras.items() if self._extras_read(readers, at))
         return sum(self._bytes(*key) for key in found) + extras + (self._incoming if readers is None else 0)
 
-    def expression(self, formats: Formats, readers: Set[int] | None = None) -> Expression:
+    def expression(self, formats: Formats, readers: Readers | None = None) -> Expression:
         """Returns the bytes; with `readers` those of what their backward passes read."""
         wants: dict[Key, list[Expression]] = {}
         found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
@@ -105,16 +117,21 @@ class Kept:
             for fmt, where in by_format.items():
                 if fmt != factor.own:
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result in _of(readers, self._results):
+        for result in _of(readers, self._results, True):
             for fmt, where in self._result(formats, result):
                 wants.setdefault((result.value, fmt), []).append(where)
-        for at, sizes in self._extras.items():
-            if readers is None or at in readers:
+        for at, sizes in self.extras.items():
+            if self._extras_read(readers, at):
                 for state, where in formats.states[at].items():
                     add(found, where, sizes[state])
         for key, several in wants.items():
             add(found, formats.program.any_of(several), self._bytes(*key))
         return found
+
+    def _extras_read(self, readers: Readers | None, at: int) -> bool:
+        if readers is None or at in readers.wholly:
+            return True
+        return at in readers.passed and not norms(self.graph.operators[at])
 
     def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
         held: Spread = {} if result.maker is None else formats.outputs[result.maker]
@@ -134,25 +151,25 @@ class Kept:
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest
 
-    def _values_kept(self, passes: Sequence[_Passes], at: int) -> Iterator[_Result]:
+    def _values_kept(self, passes: Sequence[Passes], at: int) -> Iterator[_Result]:
         """Yields what an operator that is no product keeps under any plan: results of products, and what is lost otherwise."""
         operator, forward = self.graph.operators[at], self._forward
-        for value in self._saved(operator):
+        for value in self.saved(operator):
             maker, kept = forward.made_by(value), self._formats_of(at, value)
             product = maker is not None and forward.multiplies(maker)
             # Of its own result a gate keeps a byte an element.
             gate = operator.row in GATES and operator.result == value
-            if maker is None or kept is None or not (product or (value in self._lost and not gate)):
+            if maker is None or kept is None or not (product or (value in self.lost and not gate)):
                 continue
             if all(one.reads_kept(at, self.graph.values[value].name) for one in passes):
                 yield _Result(at, value, self.graph.places[maker.id] if product else None, kept)
 
     @cached_property
-    def _lost(self) -> Set[int]:
+    def lost(self) -> Set[int]:
         """The values that no compiler computes again, under any plan: they follow from what is not kept, or are gathered."""
         forward, kept, found = self._forward, set[int](), set[int]()
         for operator in self.graph.operators:
-            for value in self._saved(operator):
+            for value in self.saved(operator):
                 maker = forward.made_by(value)
                 if forward.multiplies(operator) or (maker is not None and forward.multiplies(maker)):
                     kept.add(value)
@@ -163,7 +180,7 @@ class Kept:
                 found.add(operator.result)
         return found
 
-    def _saved(self, operator: Operator) -> Iterable[int]:
+    def saved(self, operator: Operator) -> Iterable[int]:
         """Returns the values of which an operator keeps something in some state."""
         names = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
         return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
@@ -192,7 +209,7 @@ class Kept:
         return FORMATS[fmt].dtype.itemsize * whole(held.numel) + whole(held.fixed)
 
 
-class _Passes:
+class Passes:
     """Both passes of a plan, and what the second reads of the first."""
 
     def __init__(self, found: States) -> None:
@@ -212,24 +229,30 @@ class _Passes:
         """Whether what an operator keeps of a value is read again."""
         return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(at, ()))
 
-    def extras(self, at: int) -> list[Buffer] | None:
-        """Returns what an operator keeps beside values, where all of it is read again."""
-        found = list(self.forward.extras(at))
-        return found if all(buffer in self.read for buffer in found) else None
+    def extras(self, at: int) -> Mapping[str, int]:
+        """Returns the bytes of what an operator keeps beside values and reads again, by name."""
+        return {buffer.name: buffer.bytes for buffer in self.forward.extras(at) if buffer in self.read}
 
 
-def _extras(passes: Sequence[_Passes], at: int) -> Mapping[StateNames, int]:
+def _extras(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
     """By state, the bytes of masks and statistics that an operator keeps under all plans."""
     known = [one.extras(at) for one in passes]
-    least = min((sum(buffer.bytes for buffer in one) if one is not None else 0) for one in known)
+    least = sum(min(one.get(name, 0) for one in known) for name in known[0])
     return dict.fromkeys(passes[0].forward.graph.operators[at].costs, least)
 
 
 T = TypeVar("T", _Factor, _Result)
 
 
-def _of(readers: Set[int] | None, found: Sequence[T]) -> Iterator[T]:
-    return (one for one in found if readers is None or one.at in readers)
+def _of(readers: Readers | None, found: Sequence[T], values: bool = False) -> Iterator[T]:
+    return (
+        one for one in found if readers is None or one.at in readers.wholly or (values and one.at in readers.passed)
+    )
+
+
+def norms(operator: Operator) -> bool:
+    """Whether its backward pass sums up what it keeps of statistics before it passes anything on."""
+    return "norm" in operator.row
 
 
 def _width(name: Name) -> int:

@@ -9,13 +9,13 @@ Invariant: of the plan that was learned last, the expressions give what the judg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.program import CONSTANT, Expression
 from qsync_fx.predictor.mapper import States
-from qsync_fx.predictor.memory.buffers import Buffer, lives
+from qsync_fx.predictor.memory.buffers import Buffer, Task, lives
 from qsync_fx.predictor.memory.step import step_tasks
 from qsync_fx.predictor.model.value import ModelGraph, StateNames
 
@@ -59,13 +59,14 @@ class Held:
         self._references: list[_Reference] = []
         self._more: dict[Moment, float] = {}
 
-    def learn(self, states: States, passes: float) -> float:
+    def learn(self, states: States, passes: float, tasks: Sequence[Task] | None = None) -> float:
         """Learns a plan; returns how far off the expressions were, of the most that is held.
 
         Args:
             passes: the most that the judge says both passes hold.
+            tasks: of its step, where they are known.
         """
-        reference = _Reference(states.names, _held(states))
+        reference = _Reference(states.names, _held(states, step_tasks(states) if tasks is None else tasks))
         before = max((self._value(moment, states.names) for moment in self.moments), default=0.0)
         if all(known.names != reference.names for known in self._references):
             self._references.append(reference)
@@ -112,8 +113,8 @@ def _alike(one: StateNames, other: StateNames) -> tuple[bool, bool]:
     return one == other, one[0] == other[0]
 
 
-def _held(states: States) -> Mapping[Moment, Mapping[int, int]]:
-    tasks, graph = step_tasks(states), states.graph
+def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int, int]]:
+    graph = states.graph
     wrote: dict[Buffer, int] = {}
     for task in tasks:
         for buffer in task.writes:

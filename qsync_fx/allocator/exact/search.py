@@ -20,7 +20,7 @@ from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Least, Priced, Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
-from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered
+from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered, beyond
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.allocator.uniforms import uniforms
 
@@ -145,9 +145,13 @@ class Search:
         What is beyond follows plans little, so that this leads to good ones in few rounds. Returns whether one of them keeps all limits.
         """
         seen: list[tuple[Plans, Codecs]] = []
+        solved: list[dict[str, float]] = []
         fits = False
         for _ in range(rounds if self._certain and not self.near else 0):
             memory = {name: limit - self._beyond(name) for name, limit in self._asked.memory.items()}
+            if memory in solved:
+                break
+            solved.append(memory)
             found = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
             if found.stopped:
                 self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
@@ -166,6 +170,16 @@ class Search:
     def _beyond(self, name: str) -> float:
         """Returns what the judge says that the last plan holds beyond what is certain."""
         return (self.judge.peak(name) or 0) - self._certain[name].of(self.judge.states(name).names)
+
+    @property
+    def excluded(self) -> bool:
+        """Whether what is certain to be held under the judge's plans is beyond a limit, which is quicker to know than what is held."""
+        known = ((limit, self._certain.get(name), name) for name, limit in self._asked.memory.items())
+        return any(
+            beyond(certain.of(self.judge.states(name).names), limit)
+            for limit, certain, name in known
+            if certain is not None
+        )
 
     @property
     def near(self) -> bool:
@@ -201,7 +215,7 @@ class Search:
                 # Proved of times that were taken to follow no neighbours.
                 self.proved = None
             if self.problem.classes[name].memory is not None:
-                off = self.held[name].learn(states, self._passes(name))
+                off = self.held[name].learn(states, self._passes(name), self.judge.tasks(name))
                 new |= off > NEAR
         return new
 

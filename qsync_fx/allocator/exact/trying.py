@@ -11,13 +11,16 @@ import math
 from typing import Final
 
 from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.judge import TOLERANCE
 from qsync_fx.allocator.paper import Greedy
 from qsync_fx.errors import PlanError
 
 FEW: Final = 300
 """Plans, of which each is looked at where a program would be less sure."""
-_LOOKS: Final = 1500
+_LOOKS: Final = 500
 """Operators that are looked at in all when single ones are widened."""
+_CHEAP: Final = 3
+"""How many times as many are tried where most are ruled out by what is certain to be held."""
 _ASKED: Final = 32
 """Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
 
@@ -37,12 +40,19 @@ def widen(search: Search) -> None:
         for wider in part.choices[operator]
     ]
     tries = _LOOKS // max(1, sum(len(plans[name]) for name in problem.open))
-    for _, name, operator, wider in sorted((win for win in wins if win[0] > 0), key=lambda win: -win[0])[:tries]:
+    # What would win more than there is to win does not fit.
+    most = search.best[1].variance * (1 + TOLERANCE) - (search.proved or 0.0)
+    first = sorted((win for win in wins if 0 < win[0] <= most), key=lambda win: -win[0])
+    for _, name, operator, wider in first[: _CHEAP * tries]:
         part = problem.classes[name]
         if part.omega(operator, wider) < part.omega(operator, judge.plans[name][operator]):
             judge.set(name, operator, wider)
-            if not judge.fits():
+            excluded = search.excluded
+            tries -= not excluded
+            if excluded or not judge.fits():
                 judge.undo()
+            if tries <= 0:
+                break
     search.look(judge.plans)
 
 

@@ -16,10 +16,10 @@ from qsync_fx.predictor.model.value import Name, Operator, Read
 
 _INDEX = 8
 """Bytes of an index."""
-_SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
+SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
 _TURNS = ("transpose", "permute", "t", "mT", "swapaxes", "movedim")
 _OF_ROWS = ("layer_norm", "rms_norm")
-_READS = 12
+READS = 12
 """What takes more reads than this to compute where it is read, Inductor has computed once, into memory (on a CPU)."""
 
 
@@ -103,7 +103,7 @@ class Backward:
     def _spread(self, operator: Operator, value: int, outgoing: Sources) -> Sources:
         """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
         values = self.graph.values
-        if operator.row not in _SPREADS or whole(values[value].numel) >= whole(values[operator.result].numel):
+        if operator.row not in SPREADS or whole(values[value].numel) >= whole(values[operator.result].numel):
             return outgoing
         fmt = self.forward.states.held(value)
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
@@ -112,7 +112,7 @@ class Backward:
 
     def _bounded(self, operator: str, value: int, sources: Sources, fmt: Name) -> Sources:
         """What a gradient is computed from: itself, in memory, where that would be too much."""
-        if len(sources) <= _READS:
+        if len(sources) <= READS:
             return sources
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
         self._task(operator, False, sources, buffer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from qsync_fx.predictor.memory.buffers import Buffer, Task
@@ -49,7 +49,7 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
         found = len(groups)
         if not task.library:
             # What it joins has some of its reads in common with it.
-            behind = _reaching(needs, needed)
+            behind = reaching(needs, needed)
             near = sorted(set().union(*(touching[buffer] for buffer in task.reads)) - behind, reverse=True)
             found = next((at for at in near if groups[at].takes(task)), found)
         if found == len(groups):
@@ -96,7 +96,7 @@ class _Kernel:
         return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
 
 
-def _reaching(needs: Sequence[set[int]], needed: set[int]) -> set[int]:
+def reaching(needs: Sequence[Set[int]], needed: Iterable[int]) -> set[int]:
     """The places of what the needed ones wait for; of these, what they are themselves waits for nothing here."""
     found: set[int] = set()
     left = list(needed)

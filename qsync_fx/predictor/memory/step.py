@@ -81,14 +81,14 @@ class Memory:
         return f"most at once:\n{self.peak}"
 
 
-def step_memory(states: States, training: Training | None = None) -> Memory:
-    """Returns what a step holds, moment by moment, where operators are in these states.
+def step_memory(states: States, training: Training | None = None, tasks: Sequence[Task] | None = None) -> Memory:
+    """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are its tasks, where they are known.
 
     Raises:
         ProfileError: the model is known in symbolic sizes only.
     """
     training = training or Training()
-    tasks = step_tasks(states)
+    tasks = step_tasks(states) if tasks is None else tasks
     made = {buffer for task in tasks if not task.backward for buffer in task.writes}
     saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
 
@@ -126,8 +126,8 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
 
 def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
     """Returns the tasks of a pass, where autograd holds the gradients that it has called the pass with until it has ended."""
-    written = {buffer for task in tasks for buffer in task.writes}
-    given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in made | written}
+    there = made | {buffer for task in tasks for buffer in task.writes}
+    given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in there}
     if given:
         tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *given))
     return tasks

@@ -12,7 +12,7 @@ import torch
 from allocation_problems import PlainTimes, drawn_sensitivity
 from hypothesis import HealthCheck, given, settings, strategies as st
 from predicted_models import DrawnTimes
-from tiers import chosen
+from tiers import ALL, chosen
 from torch import Tensor, nn
 
 import qsync_fx
@@ -116,6 +116,7 @@ def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ..
     assert answer.gap <= 1.1e-4
 
 
+@ALL
 def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is not linear in what is chosen, so that a plan may be missed; none is taken that does not fit, none bounded away."""
     monkeypatch.setattr(trying, "FEW", 0)
@@ -154,6 +155,7 @@ def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, .
     assert answer.bound <= best * (1 + 1e-6)
 
 
+@ALL
 @settings(max_examples=examples(2), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), tight=st.floats(0.1, 0.9), least=st.sampled_from(["variance", "seconds"]))
 def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: str) -> None:

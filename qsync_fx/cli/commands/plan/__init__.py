@@ -55,6 +55,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="SECONDS", help="what a step may take: a number, or the format of a uniform plan"
     )
     asked.add_argument(
+        "--margin",
+        metavar="SHARE",
+        type=float,
+        help="by which devices are planned on as slower; what is uncertain by default",
+    )
+    asked.add_argument(
         "--memory",
         metavar="SIZE",
         action="append",
@@ -139,6 +145,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         sensitivity=known.sensitivity,
         tie_blocks=arguments.tie_blocks,
         codecs=() if arguments.codecs is None else arguments.codecs.split(","),
+        margin=arguments.margin,
         **knowing.at_hand(arguments, known),
     )
     asked.Asked(arguments, known, answer, changes).show()

@@ -1,0 +1,160 @@
+"""What of the backward pass waits for the first gradient of a product, in whatever order a compiler has the pass run.
+
+Operators whose own gradients follow from it wait. Others do not, and have no kernel: the gradient of an elementwise operator is computed
+where it is read, and until then what it is computed from stays. Where what reads it waits, as behind the other side of a residual, what it
+keeps is there, too. A compiler that had too much to read there would write that gradient sooner. So what gradients are computed from is
+counted, at most, under any plan, and nothing is said of those that may be too much.
+
+Invariant: what is said to be there is so under all plans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from qsync_fx.allocator.exact.kept import Kept, Readers, norms
+from qsync_fx.predictor.memory.backward import READS, SPREADS
+from qsync_fx.predictor.memory.telling import pools, whole
+from qsync_fx.predictor.model.value import Operator, Read
+
+
+class Waiting:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+
+    Attributes:
+        before: by operator, those that its own gradients lead to, a bit each: of thousands of operators sets would be gigabytes.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.graph, self._kept, self._forward = kept.graph, kept, kept.passes[0].forward
+        self._known: dict[int, Readers] = {}
+
+    def of(self, moment: int) -> Readers:
+        """Returns what waits for the first gradient of a product's factors."""
+        if moment not in self._known:
+            self._known[moment] = self._of(moment)
+        return self._known[moment]
+
+    def _of(self, moment: int) -> Readers:
+        wholly = self.before[moment] | 1 << moment
+        passed: set[int] = set()
+        for at, operator in enumerate(self.graph.operators):
+            if not wholly >> at & 1 and any(self._passes(operator, read, wholly, passed) for read in operator.reads):
+                passed.add(at)
+        return Readers(frozenset(at for at in range(moment + 1) if wholly >> at & 1), frozenset(passed))
+
+    def arrives(self, value: int) -> bool:
+        """Whether a gradient of a value is computed at all."""
+        return bool(self._arriving.get(self._forward.root(value)))
+
+    def _passes(self, operator: Operator, read: Read, wholly: int, passed: set[int]) -> bool:
+        """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
+        maker = self._forward.made_by(read.value)
+        if not read.gradient or maker is None or self._writes(operator) or self._summed(operator, read):
+            return False
+        if self._leaving[self.graph.places[operator.id]] > READS:
+            return False
+        arriving = self._arriving.get(self._forward.root(read.value), {}).items()
+        if sum(many for at, many in arriving if at < 0 or not wholly >> at & 1) > READS:
+            return False
+        place = self.graph.places[maker.id]
+        return self._used[place] if wholly >> place & 1 else place in passed
+
+    @cached_property
+    def before(self) -> Sequence[int]:
+        found: list[int] = []
+        for operator in self.graph.operators:
+            leads = 0
+            factors = operator.reads[:2] if self._forward.multiplies(operator) else operator.reads
+            for read in factors:
+                if read.gradient and (maker := self._forward.made_by(read.value)) is not None:
+                    at = self.graph.places[maker.id]
+                    leads |= found[at] | 1 << at
+            found.append(leads)
+        return found
+
+    @cached_property
+    def _used(self) -> Sequence[bool]:
+        """Whether some kernel reads the gradient of each operator."""
+        found: list[bool] = []
+        for operator in self.graph.operators:
+            makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
+            on = any(maker is not None and found[self.graph.places[maker.id]] for maker in makers)
+            found.append(on or self._writes(operator) or norms(operator))
+        return found
+
+    @cached_property
+    def _arriving(self) -> Mapping[int, Mapping[int, int]]:
+        """By value, from how much its gradient is computed at most, by the operators that it comes from; -1 is who reads results."""
+        return self._counted[0]
+
+    @cached_property
+    def _leaving(self) -> Sequence[int]:
+        """By operator, from how much the gradients of its operands are computed at most."""
+        return self._counted[1]
+
+    @cached_property
+    def _counted(self) -> tuple[Mapping[int, Mapping[int, int]], Sequence[int]]:
+        arriving: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        leaving = [0] * len(self.graph.operators)
+        for read in self.graph.outputs:
+            if self._differentiated(read.value):
+                into = arriving[self._forward.root(read.value)]
+                into[-1] = into.get(-1, 0) + 1
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            if not arriving[operator.result] or self._forward.root(operator.result) != operator.result:
+                continue
+            leaving[at] = min(sum(arriving[operator.result].values()) + self._added(operator), READS + 1)
+            for read in (read for read in operator.reads if read.gradient and self._differentiated(read.value)):
+                into = arriving[self._forward.root(read.value)]
+                if self._writes(operator) or self._summed(operator, read):
+                    # A product gives the gradient, and the scale of its other factor.
+                    into[at] = into.get(at, 0) + 2
+                else:
+                    into[at] = max(into.get(at, 0), leaving[at])
+        return arriving, leaving
+
+    def _differentiated(self, value: int) -> bool:
+        return all(self.graph.values[at].differentiated for at in (value, self._forward.root(value)))
+
+    def _added(self, operator: Operator) -> int:
+        """Returns from how much more than its own gradient those of an operator's operands are computed."""
+        beside = _beside(operator)
+        found = beside + sum(max(1, self._again[value]) for value in self._computed(self._kept.saved(operator)))
+        if norms(operator):
+            weights = [read.value for read in operator.reads if read.role == "weight"]
+            found += 2 * beside + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
+        return found
+
+    @cached_property
+    def _again(self) -> Sequence[int]:
+        """From how much each value is computed again at most, where it is."""
+        found = [1] * len(self.graph.values)
+        for operator in self.graph.operators:
+            if self._forward.multiplies(operator) or operator.result in self._kept.lost:
+                continue
+            used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
+            parts = (max(2, found[value]) for value in self._computed(used - {operator.result}))
+            found[operator.result] = min(_beside(operator) + sum(parts), READS + 1)
+        return found
+
+    def _computed(self, values: Iterable[int]) -> Iterable[int]:
+        return (value for value in values if not self._forward.given(value))
+
+    def _writes(self, operator: Operator) -> bool:
+        """Whether gradients of its operands are written when they are computed."""
+        return self._forward.multiplies(operator) or pools(operator)
+
+    def _summed(self, operator: Operator, read: Read) -> bool:
+        """Whether the gradient of an operand that was spread is summed up, and written."""
+        values = self.graph.values
+        return operator.row in SPREADS and whole(values[read.value].numel) < whole(values[operator.result].numel)
+
+
+def _beside(operator: Operator) -> int:
+    """How many masks and statistics an operator keeps at most."""
+    return max((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)

@@ -1,0 +1,83 @@
+"""The margin that a plan leaves below the seconds that it may take: what is foreseen is not what will be, and steps differ.
+
+A device that would be done just when another is makes both wait for each other: each step takes as long as the one that happens to be
+slower. So devices that plans are chosen for are planned on as though they took longer than their profiles say, by as much as what is
+foreseen and what is measured may differ and still be held to agree.
+
+Invariant: what is said of a plan is said of devices as they are; a margin takes a plan away from no problem that has one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from qsync_fx.allocator.answer import AGREES, Allocator, Answer, Note, NoteKind
+from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.problem import Problem
+from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.profiling.profile import Profile
+from qsync_fx.timeline.known import Known
+
+MOST: Final = 0.1
+"""Beyond this share, what steps differ by is by others on the machine, and says nothing of the device."""
+
+
+def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -> dict[str, float]:
+    """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
+
+    Args:
+        problem: what is asked.
+        known: of each class.
+        asked: by the user; None for what is uncertain of each class, as it was measured.
+    """
+    if asked is not None and not 0 <= asked < 1:
+        raise OptionError(
+            f"no plan leaves a margin of {asked:g}", where="margin", do="give a share from 0, 0.03 for 3%"
+        )
+    if problem.seconds is None or (asked is None and len(problem.classes) == 1):
+        return {}
+    found = {name: uncertain(known[name]) if asked is None else asked for name in problem.open}
+    return {name: share for name, share in found.items() if share > 0}
+
+
+def uncertain(profile: Known) -> float:
+    """Returns the share by which a step may be longer than is foreseen; 0 where no two steps of one plan were measured."""
+    runs = profile.runs if isinstance(profile, Profile) else []
+    spreads = [run.spread for run in runs if len(run.steps) > 1]
+    return min(MOST, max(AGREES, statistics.median(spreads))) if spreads else 0.0
+
+
+def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
+    """Returns the problem with devices that take longer."""
+    devices = {
+        name: replace(device, slowdown=device.slowdown * (1 + shares.get(name, 0.0)))
+        for name, device in problem.cluster.devices.items()
+    }
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+def with_margin(
+    problem: Problem, shares: Mapping[str, float], target: Callable[[Problem], float | None], chosen: Allocator
+) -> Answer:
+    """Returns what an allocator chooses that leaves a margin, as it is on devices as they are.
+
+    Args:
+        problem: what is asked.
+        shares: by which each class is planned on as slower.
+        target: the seconds that a step may take in a problem.
+        chosen: the allocator.
+    """
+    if shares:
+        careful = slowed(problem, shares)
+        try:
+            answer = chosen.allocate(replace(careful, seconds=target(careful)))
+        except PlanError:
+            return chosen.allocate(problem)
+        notes = tuple(Note(NoteKind.LEAVES, name, numbers={"share": share}) for name, share in shares.items())
+        found = judged(problem, answer.plans, answer.judged.codecs)
+        if not found.exceeds(problem):
+            return replace(answer, problem=problem, judged=found, notes=(*notes, *answer.notes))
+    return chosen.allocate(problem)

@@ -1,0 +1,94 @@
+"""Plans leave a margin below the seconds that a step may take, as large as what is uncertain, where others would wait for them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from allocation_problems import drawn_sensitivity
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Cluster, OptionError, Profile
+from qsync_fx.allocator import Answer, Note, NoteKind, judged
+from qsync_fx.allocator.margins import MOST, slowed
+from qsync_fx.devices import get
+from qsync_fx.predictor.replay.cluster import Device, Network
+
+FLEET = Cluster({"fast": Device(batch=512), "slow": Device(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
+
+
+@functools.cache
+def reckoned() -> Profile:
+    """Twenty layers on a T4, wide enough for INT8 to be faster, and many enough for plans to use what time there is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(20)))
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        result: Tensor = model(batch).square().mean()
+        return result
+
+    found = get("t4").profile(model, step, torch.randn(512, 1024))
+    return replace(found, sensitivity=drawn_sensitivity(found.graph))
+
+
+def measured(spread: float) -> Profile:
+    """Returns it with several steps of each plan, which lie so far from one another."""
+    known = reckoned()
+    runs = []
+    for run in known.runs:
+        forward, backward, optimizer = run.steps[0]
+        steps = [(forward * by, backward * by, optimizer) for by in (1 - spread, 1.0, 1 + spread)]
+        runs.append(replace(run, steps=steps))
+    return replace(known, runs=runs)
+
+
+def found(profile: Profile, margin: float | None = None, **more: object) -> Answer:
+    return qsync_fx.find_plan({"fast": profile, "slow": profile}, FLEET, margin=margin, **more)  # type: ignore[arg-type]
+
+
+def leaves(answer: Answer) -> dict[str, float]:
+    notes: list[Note] = [note for note in answer.notes if note.kind == NoteKind.LEAVES]
+    return {note.device: note.numbers["share"] for note in notes}
+
+
+@pytest.mark.parametrize(("spread", "share"), [(0.0, 0.02), (0.05, 0.05), (0.5, MOST)])
+def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> None:
+    answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
+    assert leaves(answer) == {"slow": pytest.approx(share)}
+    assert leaves(all_of_it) == {}
+    limit = answer.problem.seconds
+    assert limit is not None
+    assert limit == all_of_it.problem.seconds == judged(answer.problem, answer.problem.uniform()).seconds
+    assert judged(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (1 + 1e-9)
+    assert judged(slowed(answer.problem, {"slow": share}), all_of_it.plans).seconds > limit * (1 + 1e-9)
+    assert answer.judged == judged(answer.problem, answer.plans)
+    assert answer.fits
+    assert (
+        all_of_it.judged.variance < answer.judged.variance < judged(answer.problem, answer.problem.uniform()).variance
+    )
+    assert NoteKind.LEAVES in str(answer)
+
+
+def test_nothing_is_left_that_nobody_asked_for() -> None:
+    assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
+    alone = qsync_fx.find_plan(measured(0.05), target="fp16", objective="hybrid")
+    assert leaves(alone) == {}  # nobody waits
+    assert leaves(qsync_fx.find_plan(measured(0.05), objective="fastest", budget=float("inf"), margin=0.1)) == {}
+
+
+def test_a_margin_that_no_plan_leaves_is_none() -> None:
+    """Where the slow device is what all wait for as it is, uniform low precision is all that there is time for."""
+    slower = replace(FLEET, devices={**FLEET.devices, "slow": Device(slowdown=40.0, batch=512)})
+    profiles = {"fast": reckoned(), "slow": reckoned()}
+    plain = qsync_fx.find_plan(profiles, slower)
+    assert plain.problem.seconds is not None
+    none = qsync_fx.find_plan(profiles, slower, margin=0.1, target=plain.problem.seconds)
+    assert leaves(none) == {}
+    assert none.plans == plain.plans
+    # Nor is anything lost where the limit is that pace.
+    assert qsync_fx.find_plan(profiles, slower, margin=0.1).plans == plain.plans
+    with pytest.raises(OptionError, match="margin"):
+        found(reckoned(), 1.0)
