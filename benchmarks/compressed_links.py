@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import links
 import torch
 from _harness import Row, arguments, finish
+from _ranks import found_by
 from torch import distributed
 
 from qsync_fx.communication.codecs import NAMES
@@ -68,13 +68,7 @@ def rank(job: dict[str, Any]) -> None:
 
 
 def measured(ranks: int, rate: str | None, job: dict[str, Any]) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder, links.shaped(ranks, rate) as places:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--rank", json.dumps({**job, "path": str(path)})]
-        ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=1800)
-        if any(ended.codes):
-            raise SystemExit(f"{rate or 'loopback'}: ranks ended with {ended.codes}")
-        found = [Reduction(**one) for one in json.loads(path.read_text())]
+    found = [Reduction(**one) for one in found_by(__file__, job, ranks, rate, seconds=1800)]
     return [row(ranks, rate, one, 4 * job["values"]) for one in found]
 
 

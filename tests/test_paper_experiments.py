@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -107,3 +108,39 @@ def test_texts_are_the_same_each_time_and_none_is_trained_and_tested(experiment:
     assert set(first.train[1].tolist()) <= set(range(len(text.PACKAGES)))
     trained, tested = ({tuple(row.tolist()) for row in one[0]} for one in (first.train, first.test))
     assert not trained & tested
+
+
+def test_a_curve_lies_where_its_numbers_are(experiment: Any) -> None:
+    curves = experiment("_curves")
+    series = {"a <b>": [(0.0, 3.0), (10.0, 1.0)], "c": [(5.0, 2.0)]}
+    drawn = ElementTree.fromstring(curves.picture({"one": series, "two": series}, "across", "up"))
+    lines = [
+        line for line in drawn.iter("{http://www.w3.org/2000/svg}polyline") if len(line.attrib["points"].split()) == 2
+    ]
+    assert len(lines) == 2, "one a panel"
+    for line in lines:
+        (left, top), (right, bottom) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+        assert left == curves.LEFT and right == curves.WIDE - curves.RIGHT, "ticks end where values do"
+        assert top == curves.TOP and bottom == curves.HIGH - curves.BOTTOM
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.93], [5.0, 5.0], [0.0, 0.0], [-3.0, 0.5], [1e6, 3e7]], ids=str)
+def test_ticks_hold_all_values(values: list[float], experiment: Any) -> None:
+    found = experiment("_curves").ticks(values)
+    assert found[0] <= min(values) and max(values) <= found[-1] * (1 + 1e-12)
+    assert 2 <= len(found) <= 8
+
+
+@tiers.ALL
+def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared_with(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    command = [sys.executable, str(PAPER / "codec_accuracy.py"), "--quick", "--only", "LSTM", "--json", str(path)]
+    ended = subprocess.run([*command, "--picture", str(tmp_path / "curves.svg")], timeout=250, check=False)
+    assert ended.returncode == 0
+    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {"fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2"} == set(rows)
+    assert rows["fp32"]["points"] == 0.0
+    losses = {way: row["loss"] for way, row in rows.items()}
+    assert len({loss[0] for loss in losses.values()}) == 1, "all begin with the same weights and batch"
+    assert losses["qsgd2"] != losses["fp32"] != losses["duo2"], "and codecs leave their mark"
+    ElementTree.fromstring((tmp_path / "curves.svg").read_text())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import links
 import torch
+from _curves import picture
 from _harness import arguments, show, write_json
 from _images import QUICK, Images, Size, evaluated
 from _kept import Kept
+from _ranks import found_by
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
+from qsync_fx.files import write_text
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
@@ -51,6 +53,7 @@ def main() -> None:
             "default": Path("runs/paper"),
             "help": "folder that keeps what was trained (%(default)s)",
         },
+        picture={"type": Path, "help": "where accuracy against time is drawn (SVG)"},
     )
     torch.set_num_threads(1)
     reason = links.told_missing("loopback")
@@ -67,6 +70,12 @@ def main() -> None:
         rows += [row(rate, way, every, aim) for way, every in found.items()]
         if options.json:
             write_json(options.json, rows, options.quick)
+    if options.picture:
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for one in rows:
+            points = [(seconds, 100 * accuracy) for seconds, accuracy in one["curve"]]
+            panels.setdefault(one["link"], {})[one["way"]] = points
+        write_text(options.picture, picture(panels, "seconds of training", "accuracy, %"))
     show([{name: value for name, value in row.items() if name != "curve"} for row in rows])
 
 
@@ -89,13 +98,7 @@ def row(rate: str | None, way: str, every: list[dict[str, Any]], aim: float) -> 
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, links.shaped(2, job["rate"]) as places:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--rank", json.dumps({**job, "path": str(path)})]
-        ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=1800)
-        if any(ended.codes):
-            raise SystemExit(f"{job}: ranks ended with {ended.codes}")
-        found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = found_by(__file__, job, 2, job["rate"], seconds=1800)
     print(f"{job['rate']}, {job['way']}, seed {job['seed']}: {found['curve'][-1]}", flush=True)
     return found
 

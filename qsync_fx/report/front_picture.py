@@ -18,7 +18,7 @@ from qsync_fx.allocator.studies import Front
 from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.files import write_text
-from qsync_fx.report.numbers import duration
+from qsync_fx.report.numbers import duration, round_step
 from qsync_fx.report.studies_text import front_table
 from qsync_fx.report.text import plain
 
@@ -104,7 +104,7 @@ def _page(front: Front) -> str:
 
 def _seconds(values: Sequence[float]) -> _Axis:
     low, high = _ends(min(values), max(values))
-    step = _round((high - low) / _TICKS)
+    step = round_step((high - low) / _TICKS)
     ticks = [at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return _Axis([(value, duration(value)) for value in ticks], low, high, _LEFT, _WIDE - _RIGHT)
 
@@ -127,12 +127,6 @@ def _variances(values: Sequence[float]) -> _Axis:
 def _ends(low: float, high: float) -> tuple[float, float]:
     air = (high - low) * _AIR or abs(high) * _AIR or 1.0
     return low - air, high + air
-
-
-def _round(step: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten, no less than the step."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= step * (1 - 1e-9))
 
 
 def _grid(across: _Axis, up: _Axis) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 _STEPS = ("", "K", "M", "G", "T", "P")
@@ -28,3 +29,9 @@ def duration(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
+
+
+def round_step(least: float) -> float:
+    """Returns a distance for the ticks of an axis: 1, 2 or 5 times a power of ten, no less than `least`, which is above zero."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))

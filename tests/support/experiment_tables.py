@@ -1,4 +1,4 @@
-"""The tables of docs/experiments.md, from the results of benchmarks/paper.
+"""Tables of docs/experiments.md and docs/communication.md, from the results of benchmarks/paper.
 
 Invariant: each number is one of the file's, rounded; what was run where stands above its table.
 """
@@ -57,7 +57,19 @@ def fig8() -> str:
     return _table("fig8", columns, lambda row: "kept" in row)
 
 
-TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8)}
+def codec_accuracy() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "network": lambda row: row["task"],
+        "gradients": lambda row: f"`{row['way']}`",
+        "accuracy": _accuracy,
+        "points more than FP32": lambda row: (
+            "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
+        ),
+    }
+    return _table("codec_accuracy", columns)
+
+
+TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8, codec_accuracy)}
 
 
 def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:

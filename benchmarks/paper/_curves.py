@@ -1,0 +1,67 @@
+"""Curves as a picture: one panel below the other, each with the same series, as SVG.
+
+Invariant: a series has the same colour in all panels, and its points are where their numbers are on the panel's own axes.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from qsync_fx.report.numbers import round_step
+
+Series = Mapping[str, Sequence[tuple[float, float]]]
+
+COLORS = ("#1b4f8a", "#d95f02", "#59a14f", "#b07aa1", "#e7298a", "#9d755d", "#66a61e", "#17becf", "#555555")
+WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM = 760, 270, 64, 130, 34, 44
+TICKS = 5
+
+
+def picture(panels: Mapping[str, Series], across: str, up: str) -> str:
+    """Returns panels, by their titles, of series, by their names; `across` and `up` say what the axes are."""
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    colors = {name: COLORS[at % len(COLORS)] for at, name in enumerate(names)}
+    high = HIGH * len(panels)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {high}" width="{WIDE}" height="{high}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="{WIDE}" height="{high}" fill="white"/>',
+    ]
+    for at, (title, series) in enumerate(panels.items()):
+        parts += [f'<g transform="translate(0 {at * HIGH})">', *_panel(title, series, colors, across, up), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(title: str, series: Series, colors: Mapping[str, str], across: str, up: str) -> Iterator[str]:
+    points = [point for line in series.values() for point in line]
+    x_ticks, y_ticks = (ticks([point[axis] for point in points]) for axis in (0, 1))
+    yield f'<text x="{LEFT}" y="18" font-weight="bold">{html.escape(title)}</text>'
+    yield f'<text x="{(LEFT + WIDE - RIGHT) / 2}" y="{HIGH - 8}" text-anchor="middle">{html.escape(across)}</text>'
+    middle = (TOP + HIGH - BOTTOM) / 2
+    yield f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{html.escape(up)}</text>'
+
+    def x(value: float) -> float:
+        return LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDE - RIGHT - LEFT)
+
+    def y(value: float) -> float:
+        return HIGH - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HIGH - BOTTOM - TOP)
+
+    for value in x_ticks:
+        yield f'<text x="{x(value):.1f}" y="{HIGH - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
+    for value in y_ticks:
+        yield f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>'
+        yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+    for row, (name, line) in enumerate(series.items()):
+        places = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
+        told = f"<title>{html.escape(name)}</title>"
+        yield f'<polyline points="{places}" fill="none" stroke="{colors[name]}" stroke-width="1.6">{told}</polyline>'
+        yield f'<text x="{WIDE - RIGHT + 10}" y="{TOP + 12 + 17 * row}" fill="{colors[name]}">{html.escape(name)}</text>'
+
+
+def ticks(values: Sequence[float]) -> list[float]:
+    """Returns round numbers at equal distances, between the first and the last of which all values lie."""
+    low, high = min(values), max(values)
+    step = round_step((high - low) / TICKS or abs(high) or 1.0)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(at * step, 12) for at in range(first, max(last, first + 1) + 1)]

@@ -1,0 +1,143 @@
+"""The study's table of accuracies, and DUO's curves of loss: networks trained by two ranks whose gradients travel in few bits.
+
+A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (_studied.py), by two processes over loopback. All ways
+begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation, what it is
+more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from _curves import picture
+from _harness import arguments, selected, show, write_json
+from _kept import Kept
+from _ranks import found_by
+from _studied import TASKS, Training
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.distributed import compress
+from qsync_fx.files import write_text
+
+RANKS = 2
+WAYS = ("fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2")
+CURVES = ("fp32", "qsgd2", "duo0", "duo1", "duo2")
+"""Whose losses are drawn."""
+PARTS = 20
+"""Of a training, whose mean loss is told."""
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(json.loads(sys.argv[2]))
+        return
+    options = arguments(
+        __doc__,
+        only={"help": "networks whose names begin so", "default": None},
+        seeds={"type": int, "default": 3, "help": "how often each is trained (%(default)s)"},
+        partial={
+            "type": Path,
+            "default": Path("runs/paper"),
+            "help": "folder that keeps what was trained (%(default)s)",
+        },
+        picture={"type": Path, "help": "where DUO's curves of loss are drawn (SVG)"},
+    )
+    torch.set_num_threads(1)
+    kept = Kept(None if options.quick else options.partial / "codec_accuracy.json")
+    rows: list[dict[str, Any]] = []
+    for task in selected(options, TASKS):
+        every = []
+        for seed in range(1 if options.quick else options.seeds):
+            job = {"task": task, "seed": seed, "ways": WAYS, "quick": options.quick}
+            every.append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
+        rows += [row(task, way, [one[way] for one in every], [one["fp32"] for one in every]) for way in WAYS]
+        if options.json:
+            write_json(options.json, rows, options.quick)
+    if options.picture:
+        write_text(options.picture, picture(duo_curves(rows), "share of the training, %", "loss"))
+    show([{name: value for name, value in one.items() if name not in ("loss", "each")} for one in rows])
+
+
+def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Returns what DUO's losses are beside FP32's and those of a codec with as many bits, by network and way."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for one in rows:
+        if one["way"] in CURVES:
+            points = [(100 * (at + 0.5) / len(one["loss"]), loss) for at, loss in enumerate(one["loss"])]
+            panels.setdefault(one["task"], {})[one["way"]] = points
+    return panels
+
+
+def row(task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    each = [one["accuracy"] for one in found]
+    points = [100 * (one - other["accuracy"]) for one, other in zip(each, whole, strict=True)]
+    spread = len(each) > 1
+    return {
+        "task": task,
+        "way": way,
+        "accuracy": statistics.fmean(each),
+        "deviation": statistics.stdev(each) if spread else 0.0,
+        "points": statistics.fmean(points),
+        "error": statistics.stdev(points) / math.sqrt(len(points)) if spread else 0.0,
+        "each": each,
+        "loss": [statistics.fmean(part) for part in zip(*(one["loss"] for one in found), strict=True)],
+    }
+
+
+def trained(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns accuracy and losses of each way."""
+    found: dict[str, Any] = found_by(__file__, job, RANKS, None, seconds=3600)
+    for way, one in found.items():
+        print(f"{job['task']}, seed {job['seed']}, {way}: {one['accuracy']:.2%}", flush=True)
+    return found
+
+
+def rank(job: dict[str, Any]) -> None:
+    """What each process does: trains once a way."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    found = {way: one(TASKS[job["task"]](RANKS, job["seed"], job["quick"]), way, job["seed"]) for way in job["ways"]}
+    if distributed.get_rank() == 0:
+        Path(job["path"]).write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def one(training: Training, way: str, seed: int) -> dict[str, Any]:
+    ddp, own = DistributedDataParallel(training.model), distributed.get_rank()
+    optimizer = training.optimizer(ddp.parameters(), training.rate)
+    handle = None
+    if way.startswith("duo"):
+        handle = compress(ddp, way, optimizer=optimizer, seed=seed)
+    elif way != "fp32":
+        compress(ddp, way, seed=seed)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, total_steps=training.steps + 1)
+    losses = []
+    for parts in training.batches():
+        optimizer.zero_grad()
+        loss = training.loss(ddp, parts[own])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    if handle is not None:
+        handle.flush()
+    pieces = min(PARTS, len(losses))
+    edges = [len(losses) * at // pieces for at in range(pieces + 1)]
+    means = [statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(edges)]
+    return {"accuracy": training.accuracy(training.model.eval()), "loss": means}
+
+
+if __name__ == "__main__":
+    main()
