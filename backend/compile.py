@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.backend import decompositions, operators, tuned
+from qsync_fx.backend import decompositions, dropout, operators, tuned
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
@@ -108,13 +108,15 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         tell_of_shared_code(graph, here, graph.context.options)
     wait_for_a_step()
     device = graph.context.device
+    fast_dropout = options.fast_dropout and dropout.serves(graph)
+    kernels = prepare(graph) + " fast_dropout" * fast_dropout
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
-        tuned.tracing(device, prepare(graph)),
+        tuned.tracing(device, kernels),
         told(graph),
     ):
-        compiled = inner_compiler(options.inner, device)(graph.module, inputs)
+        compiled = inner_compiler(options.inner, device, fast_dropout)(graph.module, inputs)
     run = telling(compiled, graph, options.inner)
     if (
         here.root is not None
@@ -144,7 +146,9 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
     return without_autocast
 
 
-def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+def inner_compiler(
+    name: str, device: torch.device, fast_dropout: bool = False
+) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
     if name == "eager":
         return lambda module, inputs: module.forward
@@ -153,7 +157,10 @@ def inner_compiler(name: str, device: torch.device) -> Callable[[fx.GraphModule,
     found: Any = lookup_backend(name)
     if name == "inductor":
         tuned.register_with_inductor()
-        settings = {"config_patches": tuned.inductor(device), "decompositions": decompositions.for_inductor(device)}
+        settings = {
+            "config_patches": tuned.inductor(device),
+            "decompositions": decompositions.for_inductor(device, fast_dropout),
+        }
         return lambda module, inputs: found(module, list(inputs), **settings)
     return lambda module, inputs: found(module, list(inputs))
 

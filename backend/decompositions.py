@@ -1,6 +1,7 @@
-"""Backward formulas that Inductor is given on the CPU in place of its own, where those end in scalar code.
+"""Formulas that Inductor is given on the CPU in place of its own, where those end in scalar code.
 
-Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type.
+Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type; and for the
+numbers that dropout draws, where that is asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from qsync_fx.backend.dropout import decomposition
 from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
 from qsync_fx.backend.relu import threshold_backward
 
@@ -32,14 +34,16 @@ def _max_pool2d_backward(
     return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
 
 
-def for_inductor(device: torch.device) -> dict[OpOverload, Callable[..., Any]] | None:
+def for_inductor(device: torch.device, fast_dropout: bool = False) -> dict[OpOverload, Callable[..., Any]] | None:
     """Returns Inductor's table of decompositions with ours in it; None where its own is right."""
     if device.type != "cpu":
         return None
     from torch._inductor.decomposition import select_decomp_table
 
+    dropout = {aten.native_dropout.default: decomposition()} if fast_dropout else {}
     return {
         **select_decomp_table(),
+        **dropout,
         aten.threshold_backward.default: threshold_backward,
         aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
     }

@@ -61,8 +61,8 @@ def inductor(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         return {}
     return {
-        # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and its
-        # numbers are the eager model's.
+        # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
+        # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
         "fallback_random": True,
         # It keeps what takes more than four reads to compute again. A quantized activation takes its scales, statistics and parameters,
         # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
@@ -79,7 +79,7 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu"
+    names = "tuned", "decompositions", "relu", "dropout"
     operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
     files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

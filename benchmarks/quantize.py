@@ -1,7 +1,8 @@
 """The native quantizer beside a copy of the same memory, PyTorch's eager operators, and Inductor.
 
 Every one of them quantizes to INT8 with stochastic rounding and its own scales: absmax, division, random numbers, rounding, clamping.
-`to_copy` says how far the quantizer is from what memory alone allows.
+`to_copy` says how far the quantizer is from what memory alone allows. Where tensors fit into a cache the hash of the random numbers takes
+longer than memory: with AVX-512 it is 8 of some 18 instructions for sixteen values.
 """
 
 from __future__ import annotations

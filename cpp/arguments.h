@@ -32,5 +32,10 @@ template <class T> T *pointer(std::uintptr_t address, bool needed) {
 
 // Adds the codecs of gradients to the module.
 void add_codecs(pybind11::module_ &module);
+// Adds the steps of optimizers.
+void add_optimizers(pybind11::module_ &module);
+
+// Adds products of matrices to the module.
+void add_products(pybind11::module_ &module);
 
 } // namespace qsync

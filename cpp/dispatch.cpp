@@ -13,11 +13,19 @@ const std::vector<Path> &available_paths() {
 #ifdef QSYNC_X86
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512vl"))
-            found.push_back({"avx512", &avx512_kernels, &avx512_codecs});
-        if (__builtin_cpu_supports("avx2")) found.push_back({"avx2", &avx2_kernels, &avx2_codecs});
+            __builtin_cpu_supports("avx512vl")) {
+            if (__builtin_cpu_supports("avx512vnni")) {
+#ifdef QSYNC_AMX
+                if (amx_usable()) found.push_back({"amx", &avx512_kernels, &avx512_codecs, &amx_multiplier, &avx512_optimizers});
 #endif
-        found.push_back({"scalar", &scalar_kernels, &scalar_codecs});
+                found.push_back({"avx512_vnni", &avx512_kernels, &avx512_codecs, &avx512_vnni_multiplier, &avx512_optimizers});
+            }
+            found.push_back({"avx512", &avx512_kernels, &avx512_codecs, &avx512_multiplier, &avx512_optimizers});
+        }
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+            found.push_back({"avx2", &avx2_kernels, &avx2_codecs, &avx2_multiplier, &avx2_optimizers});
+#endif
+        found.push_back({"scalar", &scalar_kernels, &scalar_codecs, &scalar_multiplier, &scalar_optimizers});
         return found;
     }();
     return paths;
@@ -76,6 +84,12 @@ bool agree_on(const Kernels &first, const Kernels &second, std::size_t size) {
                 if (a != b) return false;
             }
         }
+    }
+    for (const std::uint32_t least : {0u, 1677722u, 1u << 24}) {
+        std::vector<std::uint8_t> a(size), b(size);
+        first.keep(a.data(), size, least, 5u);
+        second.keep(b.data(), size, least, 5u);
+        if (a != b) return false;
     }
     std::vector<float> source(size), a(size), b(size);
     std::memcpy(source.data(), any.data(), size * sizeof(float));
@@ -136,14 +150,89 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
     return true;
 }
 
+// The largest products, whose pairs leave 16 bits; matrices by rows and by columns, with tails of tiles, and a sum in parts.
+bool agree_on(const Multiplier &first, const Multiplier &second) {
+    struct Sizes {
+        std::size_t m, n, k;
+    };
+    for (const Sizes &size : {Sizes{33, 49, 131}, Sizes{2, 3, 6145}}) {
+        std::vector<std::int8_t> a(size.m * size.k), b(size.n * size.k);
+        std::vector<float> scales(size.m), bias(size.n);
+        for (std::size_t i = 0; i < a.size(); ++i) a[i] = static_cast<std::int8_t>(i < 4 * size.k ? -128 : mix(static_cast<std::uint32_t>(i)));
+        for (std::size_t i = 0; i < b.size(); ++i) b[i] = static_cast<std::int8_t>(i % size.n < 2 ? -128 : mix(static_cast<std::uint32_t>(~i)));
+        for (std::size_t i = 0; i < size.m; ++i) scales[i] = 0.01f + static_cast<float>(i) / 3.0f;
+        for (std::size_t i = 0; i < size.n; ++i) bias[i] = static_cast<float>(i) * 777.7f - 9999.0f;
+        for (int layout = 0; layout < 4; ++layout) {
+            const auto vectors = [&](const std::vector<std::int8_t> &of, std::size_t count, bool along) {
+                const auto lies = static_cast<std::ptrdiff_t>(along ? size.k : count);
+                return Vectors{of.data(), count, size.k, along ? lies : 1, along ? 1 : lies};
+            };
+            for (int output = 0; output < OUTPUTS; ++output) {
+                std::vector<std::uint32_t> x(size.m * size.n), y(x);
+                Gemm what{vectors(a, size.m, layout % 2 == 0), vectors(b, size.n, layout / 2 == 0), {scales.data(), true}, {nullptr, false},
+                          bias.data(), layout == 3, static_cast<Output>(output), x.data()};
+                gemm(first, what, 1);
+                what.result = y.data();
+                gemm(second, what, 1);
+                if (x != y) return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool agree_on(const Optimizers &first, const Optimizers &second, std::size_t size) {
+    const Words any = any_values();
+    std::vector<float> wide(size), near(size);
+    std::memcpy(wide.data(), any.data(), size * sizeof(float));
+    for (std::size_t i = 0; i < size; ++i) near[i] = static_cast<float>(static_cast<std::int32_t>(any[i] >> 8) - 8000000) * 0x1p-23f;
+    // Parameter, gradient and the three that a state has at most.
+    using State = std::vector<std::vector<float>>;
+    const auto equal = [](const State &a, const State &b) {
+        for (std::size_t i = 0; i < a.size(); ++i)
+            if (!same(a[i], b[i])) return false;
+        return true;
+    };
+    for (const auto &source : {wide, near}) {
+        const State before{near, source, near, wide, near};
+        for (int scaled = 0; scaled < 2; ++scaled) {
+            for (const float weight : {0.1f, 0.75f}) {
+                for (int decay = 0; decay < DECAYS; ++decay) {
+                    for (int largest = 0; largest < 2; ++largest) {
+                        const AdamRule rule{0.9999f, 0.01f, weight, 0.999f, 0.001f, 1e-8f, -1.0f, 1024.0f};
+                        State a(before), b(before);
+                        first.adam[decay][largest][scaled](a[0].data(), a[1].data(), a[2].data(), a[3].data(), a[4].data(), size, rule,
+                                                           -0.01f, 0.3f);
+                        second.adam[decay][largest][scaled](b[0].data(), b[1].data(), b[2].data(), b[3].data(), b[4].data(), size, rule,
+                                                            -0.01f, 0.3f);
+                        if (!equal(a, b)) return false;
+                    }
+                }
+            }
+            for (int decays = 0; decays < 2; ++decays) {
+                for (int momentum = 0; momentum < MOMENTA; ++momentum) {
+                    const SgdRule rule{0.01f, 0.9f, 0.75f, -0.1f, -1.0f, 1024.0f};
+                    State a(before), b(before);
+                    first.sgd[decays][momentum][scaled](a[0].data(), a[1].data(), a[2].data(), size, rule);
+                    second.sgd[decays][momentum][scaled](b[0].data(), b[1].data(), b[2].data(), size, rule);
+                    if (!equal(a, b)) return false;
+                }
+            }
+        }
+    }
+    return true;
+}
+
 } // namespace
 
 bool agrees_with_scalar(const Path &path) {
     if (path.kernels == &scalar_kernels) return true;
     const IeeeMode mode;
     for (const std::size_t size : {MOST, MOST - 7, std::size_t{3}})
-        if (!agree_on(*path.kernels, scalar_kernels, size) || !agree_on(*path.codecs, scalar_codecs, size)) return false;
-    return true;
+        if (!agree_on(*path.kernels, scalar_kernels, size) || !agree_on(*path.codecs, scalar_codecs, size) ||
+            !agree_on(*path.optimizers, scalar_optimizers, size))
+            return false;
+    return agree_on(*path.multiplier, scalar_multiplier);
 }
 
 } // namespace qsync

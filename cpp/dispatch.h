@@ -3,7 +3,9 @@
 #pragma once
 
 #include "codecs.h"
+#include "gemm.h"
 #include "kernels.h"
+#include "optimizers.h"
 
 #include <string>
 #include <vector>
@@ -14,6 +16,8 @@ struct Path {
     std::string name;
     const Kernels *kernels;
     const Codecs *codecs;
+    const Multiplier *multiplier;
+    const Optimizers *optimizers;
 };
 
 // Those that this build and this processor have, best first; "scalar" is always the last.

@@ -1,10 +1,15 @@
-// The kernels, written once and compiled once a path: plain loops that the compiler vectorizes for the path's instruction set.
+// The kernels, written once and compiled once a path: plain loops that the compiler vectorizes for the path's instruction set. One
+// has another form for AVX-512 (fixed_point.h).
 //
 // Invariant: only IEEE operations that every instruction set rounds alike (no reciprocal, no contraction), hence equal bits. Nothing
 // here may be inline and external (a standard library template, say): the linker would keep one path's code for all of them.
 
 #include "kernels.h"
 #include "random.h"
+
+#if defined(__AVX512DQ__)
+#include "fixed_point.h"
+#endif
 
 namespace qsync {
 namespace {
@@ -16,6 +21,7 @@ using std::size_t;
 using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;
+using std::uint8_t;
 
 template <class To, class From> inline To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "a change of type, not of size");
@@ -81,7 +87,12 @@ template <Rounding R> inline double rounded(double u, uint32_t counter) {
 template <Type T, Rounding R>
 void quantize(const void *source, int8_t *target, size_t n, float scale, float levels, uint32_t counter) {
     const auto *x = static_cast<const typename Element<T>::Stored *>(source);
-    for (size_t i = 0; i < n; ++i, counter += WEYL) {
+    size_t i = 0;
+#if defined(__AVX512DQ__)
+    if constexpr (R == STOCHASTIC && T != FLOAT16) i = quantize_in_fixed_point(x, target, n, scale, levels, counter);
+    counter += static_cast<uint32_t>(i) * WEYL;
+#endif
+    for (; i < n; ++i, counter += WEYL) {
         float q = rounded<R>(Element<T>::value(x[i]) / scale, counter);
         q = q > levels ? levels : q;
         q = q < -levels ? -levels : q;
@@ -107,6 +118,10 @@ template <Rounding R> void round_float(const float *source, float *target, size_
     }
 }
 
+void keep(uint8_t *target, size_t n, uint32_t least, uint32_t counter) {
+    for (size_t i = 0; i < n; ++i, counter += WEYL) target[i] = mix(counter) >> 8 >= least ? 1 : 0;
+}
+
 } // namespace
 
 extern const Kernels QSYNC_KERNELS;
@@ -116,6 +131,7 @@ const Kernels QSYNC_KERNELS = {
      {quantize<BFLOAT16, STOCHASTIC>, quantize<BFLOAT16, NEAREST>, quantize<BFLOAT16, FLOOR>},
      {quantize<FLOAT16, STOCHASTIC>, quantize<FLOAT16, NEAREST>, quantize<FLOAT16, FLOOR>}},
     {round_float<STOCHASTIC>, round_float<NEAREST>, round_float<FLOOR>},
+    keep,
 };
 
 } // namespace qsync

@@ -23,6 +23,8 @@ struct Kernels {
     void (*quantize[TYPES][ROUNDINGS])(const void *source, std::int8_t *target, std::size_t n, float scale, float levels,
                                        std::uint32_t counter);
     void (*round_float[ROUNDINGS])(const float *source, float *target, std::size_t n, Grid grid, std::uint32_t counter);
+    // 1 where the 24 bits of the random number are `least` or more, else 0.
+    void (*keep)(std::uint8_t *target, std::size_t n, std::uint32_t least, std::uint32_t counter);
 };
 
 extern const Kernels scalar_kernels;

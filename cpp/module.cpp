@@ -98,6 +98,16 @@ void round_float(std::uintptr_t src, std::uintptr_t dst, std::size_t n, int mant
     qsync::round_float(table, source, target, n, {mantissa_bits, e_min, max}, how, {seed, stream, first}, threads);
 }
 
+void keep(std::uintptr_t dst, std::size_t n, double p, std::uint64_t seed, std::uint32_t stream, int threads, std::uint64_t first,
+          const std::optional<std::string> &isa) {
+    qsync::within("p", p, 0.0, 1.0);
+    qsync::within("threads", threads, 1, qsync::MOST_THREADS);
+    auto *target = qsync::pointer<std::uint8_t>(dst, n != 0);
+    const qsync::Kernels &table = *qsync::path(isa).kernels;
+    const py::gil_scoped_release unlocked;
+    qsync::keep(table, target, n, p, {seed, stream, first}, threads);
+}
+
 } // namespace
 
 namespace qsync {
@@ -130,5 +140,9 @@ PYBIND11_MODULE(_C, module) {
     module.def("round_float", &round_float, py::arg("src"), py::arg("dst"), py::arg("n"), py::arg("mantissa_bits"), py::arg("e_min"),
                py::arg("max"), py::arg("rounding"), py::arg("seed") = 0, py::arg("stream") = 0, py::arg("threads") = 1,
                py::arg("first") = 0, py::arg("isa") = py::none());
+    module.def("keep", &keep, py::arg("dst"), py::arg("n"), py::arg("p"), py::arg("seed") = 0, py::arg("stream") = 0,
+               py::arg("threads") = 1, py::arg("first") = 0, py::arg("isa") = py::none());
     qsync::add_codecs(module);
+    qsync::add_products(module);
+    qsync::add_optimizers(module);
 }

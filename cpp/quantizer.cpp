@@ -4,6 +4,7 @@
 #include "random.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -103,6 +104,16 @@ void round_float(const Kernels &kernels, const float *source, float *target, std
     parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
         by_counter(key, random.first + begin, end - begin, [&](std::size_t offset, std::size_t size, std::uint32_t counter) {
             kernels.round_float[rounding](source + begin + offset, target + begin + offset, size, grid, counter);
+        });
+    });
+}
+
+void keep(const Kernels &kernels, std::uint8_t *target, std::size_t n, double p, Random random, int threads) {
+    const std::uint32_t key = stream_key(random.seed, random.stream);
+    const auto least = static_cast<std::uint32_t>(std::ceil(p * 0x1p24));
+    parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        by_counter(key, random.first + begin, end - begin, [&](std::size_t offset, std::size_t size, std::uint32_t counter) {
+            kernels.keep(target + begin + offset, size, least, counter);
         });
     });
 }

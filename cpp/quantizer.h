@@ -1,4 +1,4 @@
-// The quantizer and the rounding to a float grid over whole tensors: scales, random numbers by index, threads.
+// The quantizer, the rounding to a float grid and what dropout keeps, over whole tensors: scales, random numbers by index, threads.
 #pragma once
 
 #include "kernels.h"
@@ -17,5 +17,8 @@ void quantize(const Kernels &kernels, const void *source, std::int8_t *target, f
 
 void round_float(const Kernels &kernels, const float *source, float *target, std::size_t n, Grid grid, Rounding rounding, Random random,
                  int threads);
+
+// Writes 0 for each of n values with probability p, else 1.
+void keep(const Kernels &kernels, std::uint8_t *target, std::size_t n, double p, Random random, int threads);
 
 } // namespace qsync

@@ -12,6 +12,7 @@ The random number of element `i` (its index in memory order, plus `first`), all 
     mix(x): x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16   (lowbias32, Wellons 2018)
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 Rounding = Literal["stochastic", "nearest", "floor"]
@@ -68,6 +69,11 @@ def round_float(
     minus infinity), exactly; denormals of the grid are kept. Finite values saturate at +-`max`; NaN and infinities pass through.
     `dst` may be `src`.
     """
+
+def keep(
+    dst: int, n: int, p: float, seed: int = 0, stream: int = 0, threads: int = 1, first: int = 0, isa: str | None = None
+) -> None:
+    """Writes `n` bytes to `dst`: 0 where the random number of the value is below `p` (0 to 1), 1 elsewhere."""
 
 def qsgd_encode(
     src: int,
@@ -157,8 +163,130 @@ def truncate_decode(
 def truncate_bytes(n: int, bits: int, partition: int) -> int:
     """Returns how many bytes `n` values make."""
 
+def gemm(
+    a: int,
+    b: int,
+    result: int,
+    m: int,
+    n: int,
+    k: int,
+    a_strides: tuple[int, ...],
+    b_strides: tuple[int, ...],
+    dtype: Literal["float32", "bfloat16", "int32"],
+    a_scale: int = 0,
+    a_scale_each: bool = False,
+    b_scale: int = 0,
+    b_scale_each: bool = False,
+    bias: int = 0,
+    relu: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Multiplies int8 matrices `a` (m x k) and `b` (k x n) into `result`, m x n of `dtype` without gaps.
+
+    Strides, of rows and columns, are in elements; any will do. Sums are exact, so k is 131071 at most. Those of "int32" are the result.
+    Else, each step in float32: sum * a_scale * b_scale + bias, what is negative becomes 0 if `relu`, and one rounding to `dtype`, ties
+    to even. Scales are float32: 0 for none, one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
+    """
+
+def conv(
+    images: int,
+    b: int,
+    result: int,
+    count: int,
+    channels: int,
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    out: tuple[int, ...],
+    taps: bool,
+    n: int,
+    b_strides: tuple[int, ...],
+    dtype: Literal["float32", "bfloat16"],
+    a_scale: int = 0,
+    b_scale: int = 0,
+    b_scale_each: bool = False,
+    bias: int = 0,
+    relu: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Multiplies the windows of int8 images by `b`, as `gemm` does; `n` is the number of columns of `b` and of the result.
+
+    `count` images of `size` (height and width, as all pairs) lie with their `channels` last, without gaps. Their windows are a matrix: a
+    row for each image and place of `out`, a column for each place of the kernel and channel; its value is that of the image at
+    place * stride - padding + place of the kernel * dilation, or zero beside the image. With `taps` it is transposed, so that sums go
+    over windows. Sums have 131071 products at most; `a_scale` is one number.
+    """
+
+def gemm_peak(isa: str | None = None) -> float:
+    """Returns what the unit for products of INT8 can do: multiplications and additions a second, of one thread and from its cache."""
+
+def adam(
+    params: Sequence[int],
+    grads: Sequence[int],
+    exp_avgs: Sequence[int],
+    exp_avg_sqs: Sequence[int],
+    max_exp_avg_sqs: Sequence[int],
+    steps: Sequence[int],
+    sizes: Sequence[int],
+    step_sizes: Sequence[float],
+    roots: Sequence[float],
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    kept: float | None = None,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    grad_scale: float | None = None,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Steps on float32 tensors of `sizes` values: addresses of parameters, gradients and both moments, of their bounds or none, and of
+    the counts of their steps, which grow by one.
+
+    In float32, fma being rounded once, with g the gradient, divided by `grad_scale` (and stored) where one is given, negated to `maximize`:
+
+    - p = p * kept, where it is given; else g = fma(p, weight_decay, g), where that is not zero
+    - m = fma(w, g - m, m) with w = 1 - beta1, or fma(w - 1, g - m, g) from w = 1/2 on
+    - v = fma((1 - beta2) * g, g, v * beta2); b = v, or max(b, v) where there are bounds, NaN where either is
+    - p = p + -step_size * m / (sqrt(b) / root + eps)
+    """
+
+def sgd(
+    params: Sequence[int],
+    grads: Sequence[int],
+    buffers: Sequence[int],
+    first: Sequence[bool],
+    sizes: Sequence[int],
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    grad_scale: float | None = None,
+    threads: int = 1,
+    isa: str | None = None,
+) -> None:
+    """Steps on float32 tensors of `sizes` values: addresses of parameters, gradients and momenta, or of no momentum.
+
+    In float32, fma being rounded once, with g the gradient, divided by `grad_scale` (and stored) where one is given, negated to `maximize`:
+
+    - g = fma(p, weight_decay, g), where that is not zero
+    - with momenta: b = g where `first`, else fma(g, 1 - dampening, b * momentum); g = b, or fma(b, momentum, g) with `nesterov`
+    - p = fma(g, -lr, p)
+    """
+
 def isa() -> str:
     """Returns the path in use: the best of `available_isas` that passed its self-test, or what QSYNC_CPU_ISA asks for."""
 
 def available_isas() -> list[str]:
-    """Returns the paths that this build and this processor have, best first: "avx512", "avx2", "scalar"."""
+    """Returns the paths that this build and this processor have, best first: "amx", "avx512_vnni", "avx512", "avx2", "scalar".
+
+    The first three differ in their products of matrices alone.
+    """

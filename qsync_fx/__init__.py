@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx import devices as devices, distributed as distributed
+    from qsync_fx import devices as devices, distributed as distributed, optim as optim
     from qsync_fx.allocator.finding import find_plan as find_plan
     from qsync_fx.errors import (
         DeviceError as DeviceError,
@@ -84,7 +84,7 @@ _HOMES = {
     "Timeline": "qsync_fx.timeline.timeline",
 }
 
-_MODULES = ("devices", "distributed")
+_MODULES = ("devices", "distributed", "optim")
 """Modules that users name by way of the package: `qsync_fx.devices.get("t4")`."""
 
 __all__ = ["__version__", *sorted(_HOMES)]

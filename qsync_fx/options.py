@@ -41,6 +41,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
+        "fast_dropout": "True: on the CPU, what dropout drops is drawn in vectors from the stream of the roundings, and not from torch's "
+        "generator, one value at a time; False by default",
         "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
         "fastest plan within the variance of bf16 that was found from it is in force",
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
@@ -78,6 +80,7 @@ class Options:
     gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
     exact: bool = False
+    fast_dropout: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
@@ -95,9 +98,15 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "cached_plan", "strict"):
+        for name in ("exact", "fast_dropout", "cached_plan", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
+        if self.fast_dropout and self.inner != "inductor":
+            raise OptionError(
+                f'"fast_dropout" is given with "inner": "{self.inner}", which takes no dropout of ours',
+                where='options "fast_dropout" and "inner"',
+                do='drop one of them: the inner compiler that draws in vectors is "inductor"',
+            )
         if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
             raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" says that it is the whole model')
         if not isinstance(self.passes, tuple):

@@ -19,7 +19,7 @@ from qsync_fx.precision import FORMATS
 
 def test_defaults() -> None:
     expected = Options(
-        None, None, None, "inductor", "stochastic", "nearest", "tensor", False, True, False, None, None, ()
+        None, None, None, "inductor", "stochastic", "nearest", "tensor", False, False, True, False, None, None, ()
     )
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
@@ -30,11 +30,12 @@ def test_every_option() -> None:
 
     given_options = {
         "precision": "int8",
-        "inner": "eager",
+        "inner": "inductor",
         "rounding": "floor",
         "gradient_rounding": "stochastic",
         "scaling": "channel",
         "exact": True,
+        "fast_dropout": True,
         "cached_plan": False,
         "strict": True,
         "root": "encoder.layer.0",
@@ -45,10 +46,11 @@ def test_every_option() -> None:
         "int8",
         None,
         None,
-        "eager",
+        "inductor",
         "floor",
         "stochastic",
         "channel",
+        True,
         True,
         False,
         True,
@@ -104,17 +106,17 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "there is no option 'precison'",
-            "did you mean 'precision'? known: cached_plan, device_class, exact, gradient_rounding, inner,",
+            "did you mean 'precision'? known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         (
             {"zzzzzz": 1},
             "there is no option 'zzzzzz'",
-            "known: cached_plan, device_class, exact, gradient_rounding, inner,",
+            "known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         (
             {3: 1},
             "there is no option a value of type int",
-            "known: cached_plan, device_class, exact, gradient_rounding, inner,",
+            "known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
@@ -130,6 +132,11 @@ def test_every_option_is_documented() -> None:
         ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
         ({"exact": 1}, '"exact" cannot be a value of type int', "give True or False"),
         ({"exact": "true"}, "\"exact\" cannot be 'true'", "give True or False"),
+        (
+            {"fast_dropout": True, "inner": "aot_eager"},
+            '"fast_dropout" is given with "inner": "aot_eager"',
+            "drop one of them",
+        ),
         ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "give a list"),
         ({"passes": print}, '"passes" cannot be a value of type builtin_function_or_method', "give a list"),
         ([("precision", "int8")], "options are a dictionary, not a list", "write options="),

@@ -59,10 +59,10 @@ def convolution(
     operand's scale is multiplied into the gradient, which is then rounded once for each product. The bias gradient has the carrier's
     resolution, as the weight's has.
 
-    No unit convolves INT8 gradients: those of `int8_grad` are always carried, and rounded to the carrier as FP8's are.
+    No unit of torch's convolves INT8 gradients: those of `int8_grad` are carried, and rounded to the carrier as FP8's are.
 
-    On CUDA each product of a 1-D or 2-D convolution without groups may be a kernel (`qsync::conv2d_product`), whose sums are not rounded to
-    the carrier, and exact for INT8. Its results have their channels last in memory.
+    Each product of a 2-D convolution without groups, on CUDA a 1-D one too, may be a kernel (`qsync::conv2d_product`), whose sums are not
+    rounded to the carrier, and exact for INT8. Its results have their channels last in memory; so have operands that the CPU's takes.
 
     Args:
         given: `x` is `[N, C, *size]` or `[C, *size]`, `weight` `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, `bias`

@@ -54,8 +54,9 @@ def linear(given: Given) -> Tensor:
 
     With a weight of three dimensions these are layers side by side, such as experts, each with operands, scales and a rounding of its own.
 
-    On CUDA each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out. Tensor cores read
-    INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the saved operand a copy is made.
+    Each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out: on the CPU those of INT8, on
+    CUDA where that is faster. Tensor cores read INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the
+    saved operand a copy is made. The CPU's kernel reads operands as they lie.
 
     Args:
         given: `x` is `[..., K]`, or `[E, M, K]` for layers side by side, `weight` `[N, K]` or `[E, N, K]`, `bias` `[N]` or `[E, 1, N]`,
@@ -115,13 +116,11 @@ def output(
         else:
             plain = rows @ transposed(wq) if added is None else torch.baddbmm(added, rows, transposed(wq))
         return plain.to(out_dtype)
-    whole = True
-    if not by_kernel.silent(rows.device):
-        operands = rows, transposed(wq), x_scale, w_scale, bias, out_dtype, row
-        found = by_kernel.product(*operands)
-        if found is not None:
-            return found
-        whole = by_kernel.integers_pay(*operands)
+    operands = rows, wq, x_scale, w_scale, bias, out_dtype, row
+    found = by_kernel.product(*operands, turned=True)
+    if found is not None:
+        return found
+    whole = by_kernel.integers_pay(*operands, turned=True)
     product = integers.product(rows, wq, (row, row)) if whole else None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.

@@ -1,8 +1,8 @@
 """Which random streams belong to whom: the one place that lays them out.
 
 A stream is a number of 32 bits. A graph hands out those below `GRADIENTS`, one for each cast and each lowered operator, and those from
-there to `RESULT` for what rounds gradients alone. The backward pass of a lowered operator draws from its own stream plus a place of the
-backward pass, plus `RESULT` for what it gives out.
+there to `RESULT` for what rounds gradients alone, and then those for dropout. The backward pass of a lowered operator draws from its own
+stream plus a place of the backward pass, plus `RESULT` for what it gives out.
 
 Invariant: no two sums are equal, as every term has bits of its own; whoever takes more than there are is told.
 """
@@ -15,7 +15,10 @@ GRADIENTS: Final = 1 << 28
 """The first stream of what the option "gradient_rounding" rounds."""
 
 RESULT: Final = 1 << 29
-"""Added for the results of a backward pass, which are rounded after what it reads; all that graphs hand out lies below."""
+"""Added for the results of a backward pass, which are rounded after what it reads; all that graphs hand out for roundings lies below."""
+
+DROPOUT: Final = RESULT
+"""The first stream of what the option "fast_dropout" drops: no rounding has this bit without a place of the backward pass."""
 
 _BACKWARD: Final = 1 << 30
 SHARED: Final = _BACKWARD

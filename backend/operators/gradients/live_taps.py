@@ -22,6 +22,11 @@ Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int
 """Arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups."""
 
 
+def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Returns how many places a window has along one dimension of the input: the size of the output."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
 def live_taps(weight: Tensor, x: Tensor, geometry: Geometry) -> Tensor:
     """Returns a weight, or its gradient, with zeros at the dead taps.
 
@@ -37,7 +42,7 @@ def live_taps(weight: Tensor, x: Tensor, geometry: Geometry) -> Tensor:
     spatial = weight.dim() - 2
     for at, (k, s, p, d) in enumerate(zip(weight.shape[2:], stride, padding, dilation, strict=True)):
         n = x.shape[at - spatial]
-        padded, other = n, (n + 2 * p - d * (k - 1) - 1) // s + 1
+        padded, other = n, places(n, k, s, p, d)
         if transposed:
             padded, other = (n - 1) * s - 2 * p + d * (k - 1) + output_padding[at] + 1, n
         offset = torch.arange(k, device=weight.device) * d - p

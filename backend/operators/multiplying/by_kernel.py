@@ -4,6 +4,9 @@ Why it is decided while a graph is traced: torch's own products are seen by the 
 them; a kernel is one opaque call with its epilogue inside. Of the two the one is written into the graph that is faster for the shapes at
 hand. Other shapes of the same graph (symbolic sizes) are computed right by either.
 
+On CUDA a kernel's shape decides, by what was tuned. On the CPU there is one kernel for products of INT8, the native module's, and it is
+taken wherever the processor has a unit for integers: it scales sums as it gives them out, torch in a pass of its own (docs/kernels.md).
+
 Invariant: without kernels for the device nothing changes; every function returns None then, and the layer computes as it always has.
 """
 
@@ -30,9 +33,11 @@ from qsync_fx.backend.cuda.problem.operands import (
 from qsync_fx.backend.cuda.run import reasons
 from qsync_fx.backend.cuda.run.device import decision, known_of
 from qsync_fx.backend.cuda.tune.problem_json import shown
+from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu
 from qsync_fx.backend.operators.multiplying.gemm import gemm, multiplies
 from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 from qsync_fx.backend.operators.products import incoming
+from qsync_fx.devices import native_integer_unit
 from qsync_fx.precision import Precision
 
 _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
@@ -50,7 +55,7 @@ def collected() -> Iterator[list[Problem]]:
 
 
 def silent(device: torch.device) -> bool:
-    """Whether nobody asks for kernels: the device has none, and no problems are collected. Then nothing may be done for them either."""
+    """Whether nobody asks for kernels of CUDA: the device has none, and no problems are collected. Then nothing may be done for them."""
     return _asked.get() is None and known_of(device).arch is None
 
 
@@ -68,15 +73,20 @@ def product(
     out_dtype: torch.dtype,
     row: Precision,
     b_dtype: torch.dtype | None = None,
+    turned: bool = False,
 ) -> Tensor | None:
     """Returns `a @ b * a_scale * b_scale + bias` by a kernel, or None where torch computes; arguments are those of `qsync::gemm`.
 
     Args:
         row: the format of the layer; for TF32 the operands are on its grid.
         b_dtype: what `b` is converted to first, if given.
+        turned: whether `b` is given as its transpose.
     """
     if silent(a.device):
-        return None
+        if not (on_cpu.multiplies(a, b) and native_integer_unit()):
+            return None
+        return gemm(a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), turned=turned).to(out_dtype)
+    b = _second(b, turned)
     problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
     if problem is None or not _by_kernel(problem, a.device):
         return None
@@ -92,11 +102,12 @@ def integers_pay(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     row: Precision,
+    turned: bool = False,
 ) -> bool:
     """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
     if silent(a.device) or _asked.get() is not None:
         return True
-    problem = _problem(outline(a), outline(b), a_scale, b_scale, bias, out_dtype, row)
+    problem = _problem(outline(a), outline(_second(b, turned)), a_scale, b_scale, bias, out_dtype, row)
     return problem is None or decision(problem, a.device).integers
 
 
@@ -117,6 +128,11 @@ def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype
     if problem is None or _asked.get() is not None:
         return problem is not None
     return decision(problem, gradient.device).config is not None
+
+
+def _second(b: Tensor, turned: bool) -> Tensor:
+    """Returns the second matrix as it is multiplied; stacks, which no kernel takes, stay."""
+    return b.t() if turned and b.dim() == 2 else b
 
 
 def _problem(
@@ -155,10 +171,13 @@ def convolved(
         geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
     """
     stride, padding, dilation, transposed, _, groups = geometry
-    if silent(a.device) or transposed or groups != 1 or a.dim() not in (3, 4):
+    if transposed or groups != 1 or a.dim() not in (3, 4) or (a_scale is not None and a_scale.dim()):
         return None
-    if a_scale is not None and a_scale.dim():
-        return None
+    if silent(a.device):
+        if not (a.dim() == 4 and native_integer_unit() and conv_on_cpu.pays(a, b, like, stride, operation)):
+            return None
+        on = like.shape[2:], stride, padding, dilation, operation, "none", _out(out_dtype)
+        return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
     flat = a.dim() == 3
     if flat:
         # One-dimensional: images of height 1.

@@ -3,7 +3,7 @@
 Why opaque: on CUDA it is one kernel, chosen for its shape when it runs; what would be fused around a product of torch's is inside it.
 
 Invariant: not differentiable by itself. The operator of a layer calls it for each of its three products, with operands that are saved as
-they are. On the CPU it is plain torch, which says what every kernel computes.
+they are. On the CPU it is plain torch, which says what every kernel computes, and for INT8 the native module, to the same bits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from qsync_fx.backend.cuda.problem import Activation, fallback
 from qsync_fx.backend.cuda.problem.operands import OUTPUTS, format_name
 from qsync_fx.backend.cuda.run import launch
 from qsync_fx.backend.operators.library import define, require
+from qsync_fx.backend.operators.multiplying import on_cpu
 from qsync_fx.errors import OptionError, PrecisionError, nearest
 
 
@@ -29,6 +30,7 @@ def gemm(
     activation: str = "none",
     out_dtype: torch.dtype = torch.float32,
     tf32: bool = False,
+    turned: bool = False,
 ) -> Tensor:
     """Computes `d[m, n] = activation(sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n])`.
 
@@ -43,6 +45,9 @@ def gemm(
         activation: "none", "relu", or "gelu" (by the error function).
         out_dtype: FP32, FP16 or BF16.
         tf32: whether FP32 operands are on the grid of TF32, whose tensor cores may then multiply them.
+        turned: whether `b` is given as its transpose, `[N, K]`. A transpose outside would be a node of its own: a view, in the eyes of a
+            partitioner of joint graphs fused into what reads it, so that an INT8 weight seemed dear to keep, and half of all layers, by
+            how sizes round, kept a copy in BF16 in its place.
 
     Returns:
         `[M, N]`, contiguous. With K = 0 the sum is 0.
@@ -51,7 +56,7 @@ def gemm(
         PrecisionError: types that no product takes.
         OptionError: unknown activation.
     """
-    found: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, activation, out_dtype, tf32)
+    found: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, activation, out_dtype, tf32, turned)
     return found
 
 
@@ -105,13 +110,20 @@ class _Asked(NamedTuple):
     activation: str
     out_dtype: torch.dtype
     tf32: bool
+    turned: bool = False
+
+    @property
+    def right(self) -> Tensor:
+        """The second matrix, `[K, N]`."""
+        return self.b.t() if self.turned else self.b
 
 
 def _checked(x: _Asked) -> Activation:
     """Returns the activation; raises where the operator cannot compute this."""
-    where, a, b, bias = "qsync::gemm", x.a, x.b, x.bias
-    check_types(a, b, x.out_dtype, where)
-    require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
+    where, a, bias = "qsync::gemm", x.a, x.bias
+    check_types(a, x.b, x.out_dtype, where)
+    require(a.dim() == 2 and x.b.dim() == 2, lambda: f"{where}: operands are matrices")
+    b = x.right
     require(a.shape[1] == b.shape[0], lambda: f"{where}: {list(a.shape)} and {list(b.shape)} cannot be multiplied")
     check_scale(x.a_scale, (a.shape[0], 1), "a_scale", where)
     check_scale(x.b_scale, (1, b.shape[1]), "b_scale", where)
@@ -123,21 +135,23 @@ def _checked(x: _Asked) -> Activation:
 def _fake(*given: Any) -> Tensor:
     x = _Asked(*given)
     _checked(x)
-    return x.a.new_empty((x.a.shape[0], x.b.shape[1]), dtype=x.out_dtype)
+    return x.a.new_empty((x.a.shape[0], x.right.shape[1]), dtype=x.out_dtype)
 
 
-def _reference(*given: Any) -> Tensor:
+def _on_cpu(*given: Any) -> Tensor:
     x = _Asked(*given)
-    return fallback.gemm(x.a, x.b, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype)
+    how = x.a, x.right, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype
+    return on_cpu.gemm(*how) if on_cpu.multiplies(x.a, x.right) else fallback.gemm(*how)
 
 
 def _kernel(*given: Any) -> Tensor:
     x = _Asked(*given)
-    return launch.gemm(x.a, x.b, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype, x.tf32)
+    return launch.gemm(x.a, x.right, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype, x.tf32)
 
 
 define(
-    "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, str activation, ScalarType out_dtype, bool tf32) -> Tensor",
-    {"CPU": _reference, "CUDA": _kernel},
+    "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, str activation, ScalarType out_dtype, bool tf32, "
+    "bool turned=False) -> Tensor",
+    {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
 )

@@ -1,6 +1,7 @@
 """`qsync::conv2d_product`: one of the three products of a 2-D convolution, with scales, bias and activation in its epilogue.
 
-Convolutions as implicit matrix products: kernels gather their operands from channels-last memory as they go, nothing is unfolded.
+Convolutions as implicit matrix products: kernels gather their operands from channels-last memory as they go, nothing is unfolded. On the
+CPU the native module does so for INT8, to the bits of plain torch, which all else is there.
 
 Invariant: as of `qsync::gemm`. One operator for the three products, because they share everything but what is contracted.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 from qsync_fx.backend.cuda.problem import Activation, ConvOperation, fallback
 from qsync_fx.backend.cuda.problem.operands import Window
 from qsync_fx.backend.cuda.run import launch
+from qsync_fx.backend.operators.gradients.live_taps import places
 from qsync_fx.backend.operators.library import define, require
+from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.gemm import check_activation, check_scale, check_types
 from qsync_fx.errors import OptionError, nearest
 
@@ -105,10 +108,8 @@ def _shape(
     else:
         require(a.shape[1] == b.shape[1], lambda: f"{_WHERE}: {a.shape[1]} channels, the weight has {b.shape[1]}")
         inputs, weight, outputs = tuple(a.shape), tuple(b.shape), (a.shape[0], b.shape[0])
-    spatial = [
-        (have + 2 * pad - step * (kernel - 1) - 1) // move + 1
-        for have, kernel, move, pad, step in zip(inputs[2:], weight[2:], stride, padding, dilation, strict=True)
-    ]
+    windows = zip(inputs[2:], weight[2:], stride, padding, dilation, strict=True)
+    spatial = [places(*window) for window in windows]
     if operation == "fprop":
         return (*outputs, *spatial)
     require(outputs[1] == weight[0], lambda: f"{_WHERE}: {outputs[1]} channels, the weight gives {weight[0]}")
@@ -147,10 +148,12 @@ def _fake(*given: Any) -> Tensor:
     return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
 
 
-def _reference(*given: Any) -> Tensor:
+def _on_cpu(*given: Any) -> Tensor:
     x = _Asked(*given)
-    operation, activation, _ = _checked(x)
-    return fallback.conv2d_product(*x.operands, *x.geometry, operation, activation, x.out_dtype)
+    operation, activation, shape = _checked(x)
+    native = conv_on_cpu.multiplies(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
+    compute = conv_on_cpu.conv2d_product if native else fallback.conv2d_product
+    return compute(*x.operands, *x.geometry, operation, activation, x.out_dtype)
 
 
 def _kernel(*given: Any) -> Tensor:
@@ -163,6 +166,6 @@ def _kernel(*given: Any) -> Tensor:
 define(
     "conv2d_product(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, SymInt[] size, SymInt[] stride, SymInt[] padding, "
     "SymInt[] dilation, str operation, str activation, ScalarType out_dtype, bool tf32) -> Tensor",
-    {"CPU": _reference, "CUDA": _kernel},
+    {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
 )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qsync_fx.backend.operators.gradients.live_taps import Geometry
+from qsync_fx.backend.operators.gradients.live_taps import Geometry, places
 from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.multiplying import integers
 from qsync_fx.precision import Precision
@@ -44,8 +44,8 @@ def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor |
 def _size(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    window = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in window]
+    windows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return [places(*window) for window in windows]
 
 
 def _compute(

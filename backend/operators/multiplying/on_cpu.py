@@ -1,0 +1,96 @@
+"""Products of INT8 matrices by the native module: which it computes for layers, and the call.
+
+Why not torch's unit for integers, which multiplies faster: it gives out sums in INT32, twice to four times what is kept of them, for
+another kernel to scale, and it copies what does not lie as it wants. Here scales and bias are applied to sums in registers, and operands
+may lie anyhow, so that one kernel serves all three products of a layer.
+
+Invariant: the result is that of `fallback.gemm`, to the last bit, on every path of the native module. What is no exact arithmetic, GELU,
+is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qsync_fx import _C
+from qsync_fx.backend.cuda.problem import Activation, fallback
+
+LONGEST: Final = 131_071
+"""Up to here INT32 holds every sum over products of two INT8 numbers."""
+
+_TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Epilogue(NamedTuple):
+    """What becomes of sums, as in `qsync::gemm`."""
+
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    activation: Activation
+    out_dtype: torch.dtype
+
+
+def multiplies(a: Tensor, b: Tensor) -> bool:
+    """Whether the native module multiplies two matrices; sizes that are symbolic become guards."""
+    return a.device.type == "cpu" and a.dtype == b.dtype == torch.int8 and a.dim() == 2 and a.shape[1] <= LONGEST
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    activation: Activation,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Computes `qsync::gemm` of matrices that `multiplies` takes."""
+    shape = a.shape[0], b.shape[1], a.shape[1]
+    each = a_scale is not None and a_scale.dim() > 0
+
+    def multiply(to: int, **how: Any) -> None:
+        _C.gemm(a.data_ptr(), b.data_ptr(), to, *shape, a.stride(), b.stride(), a_scale_each=each, **how)
+
+    return finished(shape[:2], Epilogue(a_scale, b_scale, bias, activation, out_dtype), multiply)
+
+
+def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[..., None]) -> Tensor:
+    """Returns a product with its epilogue.
+
+    Args:
+        shape: of the result.
+        epilogue: what the native module does to sums, but for GELU and types that it does not write.
+        multiply: calls the native module with where to write to, and with what each of its products takes of an epilogue.
+    """
+    native = epilogue.out_dtype in _TYPES and epilogue.activation != "gelu"
+    result = torch.empty(shape, dtype=epilogue.out_dtype if native else torch.float32, device="cpu")
+    # They live until the call is over.
+    a_scale, b_scale, bias = map(_vector, (epilogue.a_scale, epilogue.b_scale, epilogue.bias))
+    multiply(
+        result.data_ptr(),
+        dtype=_TYPES[result.dtype],
+        a_scale=_address(a_scale),
+        b_scale=_address(b_scale),
+        b_scale_each=epilogue.b_scale is not None and epilogue.b_scale.dim() > 0,
+        bias=_address(bias),
+        relu=epilogue.activation == "relu",
+        threads=torch.get_num_threads(),
+    )
+    if native:
+        return result
+    left: Activation = "gelu" if epilogue.activation == "gelu" else "none"
+    return fallback.epilogue(result, None, None, None, left, epilogue.out_dtype)
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    """Returns scales or a bias as the native module reads them."""
+    return None if t is None else t.to(torch.float32).contiguous()
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
