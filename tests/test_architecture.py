@@ -67,6 +67,8 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
         "qsync_fx/graph/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
         "backend/numerics/native.py": "what the kernels of the native module take",
         "backend/operators/multiplying/integers.py": "what torch's integer product takes",
+        "backend/operators/multiplying/on_cpu.py": "what the native module multiplies, and gives out",
+        "backend/operators/multiplying/conv_on_cpu.py": "the same of convolutions",
         "backend/relu.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
@@ -100,7 +102,7 @@ LAYERS = (
     "predictor",
     "passes",
     "backend",
-    "allocator communication explanation profiling report switching timeline",
+    "allocator communication explanation optim profiling report switching timeline",
     "distributed",
     "cli",
 )

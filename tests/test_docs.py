@@ -219,6 +219,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: units, raising=False)
             patch.setattr("qsync_fx.devices.offers.cpu_multiplies_integers", lambda: units)
+            patch.setattr("qsync_fx.devices.offers.native_integer_unit", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)
 
     def on_cuda(fmt: Precision) -> str:

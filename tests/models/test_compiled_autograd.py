@@ -96,7 +96,7 @@ def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
         assert relative_error(found, expected) <= bound, (precision, inner)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_backward_pass_is_that_of_the_plan(inner: str) -> None:
     """Recorded or not: to the bit, with a plan that names operators, which none of the backward graph's are."""
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8").with_precision("layers.0", "fp32")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ def test_each_part_of_a_mixed_model_stays() -> None:
     }
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_half_stays_half_whatever_compiles_it(inner: str) -> None:
     plain, model = kept(Attending, HALF), kept(Attending, HALF)
     expected = train(plain, plain)

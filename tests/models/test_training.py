@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import Convolutional, Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
@@ -209,7 +210,13 @@ def test_state_dict_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "inner"), [("fp32", "aot_eager"), ("bf16", "aot_eager"), ("int8", "aot_eager"), ("int8", "inductor")]
+    ("precision", "inner"),
+    [
+        ("fp32", "aot_eager"),
+        ("bf16", "aot_eager"),
+        ("int8", "aot_eager"),
+        pytest.param("int8", "inductor", marks=tiers.ALL),
+    ],
 )
 def test_channels_last(precision: str, inner: str) -> None:
     model, plain = build(Convolutional), build(Convolutional)

@@ -79,7 +79,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
-@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "integer_products")])
+@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "gemm")])
 def test_forward_and_backward_nodes_carry_the_id(precision: str, product: str) -> None:
     forward, backward = aten_graphs(build(Perceptron), torch.randn(4, 16), precision)
     linears = {"layers.0/linear", "layers.3/linear", "head/linear"}
@@ -90,7 +90,7 @@ def test_forward_and_backward_nodes_carry_the_id(precision: str, product: str) -
     assert operators_of(backward, "threshold_backward") == {"layers.1/relu"}
 
 
-@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "integer_products")])
+@pytest.mark.parametrize(("precision", "product"), [("bf16", "addmm"), ("int8", "gemm")])
 def test_recomputed_nodes_carry_the_id(precision: str, product: str) -> None:
     _, backward = aten_graphs(build(Checkpointed), torch.randn(4, 16), precision)
     recomputed = operators_of(backward, product)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch._functorch.config
 from rounding_steps import differ, started, step
@@ -38,7 +39,7 @@ def _fresh() -> None:
         ("int8_grad", "aot_eager"),
         ("int8", "aot_eager"),
         ("int8", "eager"),
-        ("int8", "inductor"),
+        pytest.param("int8", "inductor", marks=tiers.ALL),
     ],
 )
 def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner: str) -> None:

@@ -141,7 +141,7 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
         assert found < LARGEST_Z if rounding == "stochastic" else found > 3 * LARGEST_Z
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8", "int8_grad"])
 def test_the_forward_pass_is_the_same_and_gradients_are_as_near(fmt: str, inner: str) -> None:
     found = {}

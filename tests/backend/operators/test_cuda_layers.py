@@ -30,6 +30,7 @@ from qsync_fx.backend.cuda.tune.tuning import Choice
 from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.multiplying import by_kernel
 from qsync_fx.backend.operators.multiplying.collect import _quantizers, computed, problems_of
+from qsync_fx.devices import native_integer_unit
 from qsync_fx.explanation import explain
 from qsync_fx.precision import FORMATS
 
@@ -124,16 +125,15 @@ def test_a_frozen_operand_asks_for_nothing() -> None:
     assert len(problems) == 2
 
 
-def test_without_kernels_nothing_changes() -> None:
+def test_without_kernels_for_the_device_nothing_changes() -> None:
     x, weight = leaf(torch.randn(8, 64)), leaf(torch.randn(16, 64))
     with recorded() as calls:
         y = Layer("int8")(x, weight)
         before = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-    assert "qsync::gemm" not in calls and "qsync::integer_products" in calls
-    with assumed("sm_90a"), recorded() as calls:  # of CUDA devices
+    with assumed("sm_90a"), recorded() as other_calls:  # of CUDA devices
         y = Layer("int8")(x, weight)
         after = y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-    assert "qsync::gemm" not in calls
+    assert calls == other_calls
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
@@ -277,7 +277,7 @@ def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.Mo
         return found, sum(event.name == "qsync::gemm" for event in profile.events())
 
     before, calls = train()
-    assert not calls
+    assert calls == (2 if native_integer_unit() else 0), "the output of each layer, by the kernel of the CPU"
     saved.clear()
     with assumed("sm_80", everything("sm_80", problems), on="cpu"):
         after, calls = train()

@@ -1,0 +1,222 @@
+"""Products of INT8 matrices on the CPU do what their contract says, to the last bit, on every path and with any number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from qsync_fx import _C
+
+every_isa = pytest.mark.parametrize("isa", _C.available_isas())
+
+DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "int32"]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+}
+
+
+def multiplied(
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype = torch.int32,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
+) -> Tensor:
+    m, n = a.shape[0], b.shape[1]
+    # What stands around the result must stay as it is.
+    memory = torch.full((m * n + 32,), 77, dtype=dtype)
+    result = memory[16 : 16 + m * n].view(m, n)
+    of_a, of_b, added = (0 if t is None else t.data_ptr() for t in (a_scale, b_scale, bias))
+    _C.gemm(
+        *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, a.shape[1], a.stride(), b.stride(), DTYPES[dtype]),
+        a_scale=of_a,
+        a_scale_each=a_scale is not None and a_scale.dim() > 0,
+        b_scale=of_b,
+        b_scale_each=b_scale is not None and b_scale.dim() > 0,
+        bias=added,
+        relu=relu,
+        threads=threads,
+        isa=isa,
+    )
+    assert (memory[:16] == 77).all() and (memory[16 + m * n :] == 77).all()
+    return result
+
+
+def expected(
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Sums below 2**53 are exact in FP64, in whatever order."""
+    sums = a.double() @ b.double()
+    if dtype == torch.int32:
+        return sums.to(torch.int32)
+    value = sums.float()
+    for scale in (a_scale, None if b_scale is None else b_scale.view(1, -1) if b_scale.dim() else b_scale):
+        value = value if scale is None else value * (scale.view(-1, 1) if scale is a_scale and scale.dim() else scale)
+    value = value if bias is None else value + bias
+    return (value.clamp_min(0) if relu else value).to(dtype)
+
+
+def matrix(rows: int, columns: int, layout: str, lowest: int = -128) -> Tensor:
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(lowest, 128, shape, dtype=torch.int8)
+
+    match layout:
+        case "rows":
+            return numbers(rows, columns)
+        case "columns":
+            return numbers(columns, rows).t()
+        case "rows within":
+            return numbers(rows + 3, columns + 5)[2 : rows + 2, 3 : columns + 3]
+        case "columns within":
+            return numbers(columns + 3, rows + 5).t()[1 : rows + 1, 2 : columns + 2]
+        case "every second":
+            return numbers(2 * rows, 2 * columns)[::2, ::2]
+        case "one row":
+            return numbers(1, columns).expand(rows, columns)
+        case _:
+            return numbers(rows, 1).expand(rows, columns)
+
+
+LAYOUTS = st.sampled_from(["rows", "columns", "rows within", "columns within", "every second", "one row", "one column"])
+SIZES = st.one_of(st.integers(0, 3), st.sampled_from([12, 16, 31, 32, 33, 64, 65]), st.integers(4, 90))
+LENGTHS = st.one_of(st.integers(0, 9), st.integers(10, 200))
+
+
+@every_isa
+@settings(max_examples=60)
+@given(SIZES, SIZES, LENGTHS, LAYOUTS, LAYOUTS, st.integers(1, 3), st.integers(0, 2**32))
+def test_sums_are_exact(isa: str, m: int, n: int, k: int, first: str, second: str, threads: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    a, b = matrix(m, k, first), matrix(k, n, second)
+    assert torch.equal(multiplied(a, b, threads=threads, isa=isa), expected(a, b, torch.int32))
+
+
+SCALES = st.sampled_from(["none", "one", "each"])
+
+
+@every_isa
+@settings(max_examples=40)
+@given(
+    SIZES,
+    SIZES,
+    LENGTHS,
+    SCALES,
+    SCALES,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_epilogue_rounds_as_torch_does(
+    isa: str, m: int, n: int, k: int, of_a: str, of_b: str, biased: bool, relu: bool, dtype: torch.dtype
+) -> None:
+    def scale(kind: str, size: int) -> Tensor | None:
+        return None if kind == "none" else torch.rand(()) if kind == "one" else torch.rand(size)
+
+    a, b = matrix(m, k, "rows"), matrix(k, n, "columns")
+    how = dtype, scale(of_a, m), scale(of_b, n), torch.randn(n) * 1000 if biased else None, relu
+    assert torch.equal(multiplied(a, b, *how, isa=isa), expected(a, b, *how))
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)]
+)
+def test_blocks_and_threads_change_nothing(isa: str, m: int, n: int, k: int) -> None:
+    a, b = matrix(m, k, "columns"), matrix(k, n, "rows")
+    exact = expected(a, b, torch.int32)
+    for threads in (1, 2, 3, 64):
+        assert torch.equal(multiplied(a, b, threads=threads, isa=isa), exact)
+
+
+@every_isa
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_do_not_saturate(isa: str, sign: int) -> None:
+    length = 131_071
+    a = torch.full((3, length), -128, dtype=torch.int8)
+    b = torch.full((length, 2), -128 if sign > 0 else 127, dtype=torch.int8)
+    assert (multiplied(a, b, isa=isa) == -128 * length * (-128 if sign > 0 else 127)).all()
+    with pytest.raises(ValueError, match="131072"):
+        multiplied(torch.zeros(1, length + 1, dtype=torch.int8), torch.zeros(length + 1, 1, dtype=torch.int8), isa=isa)
+
+
+@every_isa
+def test_the_end_of_memory_is_not_passed(isa: str) -> None:
+    """Matrices that end where a page ends that nobody may read behind."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    whole = torch.frombuffer(memory, dtype=torch.int8)
+    behind = ctypes.c_void_p(whole.data_ptr() + page)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0
+    try:
+        for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
+            size = rows * columns
+            values = torch.randint(-128, 128, (size,), dtype=torch.int8)
+            lies = whole[page - size : page].copy_(values)
+            for last in (lies.view(rows, columns), lies.view(columns, rows).t()):
+                other = matrix(columns, 40, "rows")
+                assert torch.equal(multiplied(last, other, isa=isa), expected(last, other, torch.int32))
+                turned = other.t(), last.t()
+                assert torch.equal(multiplied(*turned, isa=isa), expected(*turned, torch.int32))
+    finally:
+        libc.mprotect(behind, ctypes.c_size_t(page), 3)
+
+
+@every_isa
+def test_what_is_not_finite_goes_through(isa: str) -> None:
+    a, b = torch.ones(3, 2, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)
+    scale = torch.tensor([float("nan"), float("inf"), 1.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        found = multiplied(a, b, dtype, scale, relu=True, isa=isa)
+        assert found[0].isnan().all() and (found[1] == float("inf")).all() and (found[2] == 2).all()
+    huge = torch.tensor(torch.finfo(torch.float32).max / 2)
+    assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), "rounded up, as torch rounds"
+
+
+@every_isa
+def test_calls_at_one_time_do_not_meet(isa: str) -> None:
+    a, b = matrix(150, 300, "rows"), matrix(300, 90, "columns")
+    exact, found = expected(a, b, torch.int32), []
+
+    def work() -> None:
+        found.extend(torch.equal(multiplied(a, b, threads=2, isa=isa), exact) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 120
+
+
+def test_what_is_no_product_is_refused() -> None:
+    a, b = torch.zeros(2, 3, dtype=torch.int8), torch.zeros(3, 4, dtype=torch.int8)
+    result = torch.zeros(2, 4)
+    good = (a.data_ptr(), b.data_ptr(), result.data_ptr(), 2, 4, 3, a.stride(), b.stride())
+    _C.gemm(*good, "float32")
+    with pytest.raises(ValueError, match="float64"):
+        _C.gemm(*good, "float64")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="threads"):
+        _C.gemm(*good, "float32", threads=0)
+    with pytest.raises(ValueError, match="null"):
+        _C.gemm(0, *good[1:], "float32")
+    with pytest.raises(ValueError, match="int32"):
+        _C.gemm(*good, "int32", relu=True)

@@ -1,0 +1,115 @@
+"""INT8 convolutions on the CPU: each of the three products by the native module gives the bits of torch's own operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from lowered_layers import Geometry, Layer, leaf, recorded
+from torch import Tensor
+
+from qsync_fx import _C
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, fallback
+from qsync_fx.backend.operators.multiplying import by_kernel, conv_on_cpu
+from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
+SIDE = st.integers(1, 12)
+
+
+def images(shape: tuple[int, ...], last: bool) -> Tensor:
+    made = torch.randint(-128, 128, shape, dtype=torch.int8)
+    return made.contiguous(memory_format=torch.channels_last) if last else made
+
+
+@settings(max_examples=120)
+@given(
+    st.tuples(
+        st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), SIDE, SIDE, st.integers(1, 4), st.integers(1, 4)
+    ),
+    PAIR,
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    PAIR,
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(["none", "relu"]),
+)
+def test_the_bits_are_those_of_the_reference(
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, last: bool, out: torch.dtype, activation: Any
+) -> None:
+    n, c, k, h, w, r, s = sizes
+    problem = ConvProblem("fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32")
+    assume(problem.p > 0 and problem.q > 0)
+    x, weight, y = images((n, c, h, w), last), images((k, c, r, s), last), images((n, k, problem.p, problem.q), last)
+    how = list(stride), list(padding), list(dilation)
+    one, each = (torch.rand(()), torch.rand(())), torch.rand(1, k, 1, 1)
+    asked: list[tuple[ConvOperation, Tensor, Tensor, tuple[Tensor | None, ...], list[int]]] = [
+        ("fprop", x, weight, (one[0], each, torch.randn(k) * 99), [r, s]),
+        ("dgrad", y, weight, (*one, None), [h, w]),
+        ("wgrad", y, x, (*one, None), [r, s]),
+    ]
+    for operation, a, b, scales, size in asked:
+        assert conv_on_cpu.multiplies(a, b, stride, operation) == (operation != "dgrad" or stride == (1, 1))
+        found = conv2d_product(a, b, *scales, size, *how, operation, activation, out)  # type: ignore[arg-type]
+        want = fallback.conv2d_product(a, b, *scales, size, *how, operation, activation, out)  # type: ignore[arg-type]
+        assert found.dtype == out and torch.equal(found, want)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gelu_is_torchs() -> None:
+    """Of which even torch gives other bits where a tensor lies otherwise."""
+    x, weight = images((2, 5, 6, 7), True), images((9, 5, 3, 3), True)
+    how = [3, 3], [1, 1], [1, 1], [1, 1], "fprop"
+    plain = conv2d_product(x, weight, torch.tensor(1e-3), None, None, *how)
+    found = conv2d_product(x, weight, torch.tensor(1e-3), None, None, *how, "gelu")
+    torch.testing.assert_close(found, torch.nn.functional.gelu(plain))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "geometry", "products"),
+    [
+        ("int8", Geometry([1, 1], [1, 1], [1, 1]), 1),
+        ("int8_grad", Geometry([1, 1], [1, 1], [1, 1]), 3),
+        ("int8_grad", Geometry([2, 2], [1, 1], [1, 1]), 2),
+        ("int8_grad", Geometry([1, 1], [1, 1], [1, 1], groups=2), 0),
+    ],
+)
+def test_layers_use_it_where_it_is_faster(
+    fmt: str, geometry: Geometry, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(torch.randn(2, 64, 7, 6).to(memory_format=torch.channels_last))
+    weight, bias = leaf(torch.randn(64, 64 // geometry.groups, 3, 3)), leaf(torch.randn(64))
+    layer, found = Layer(fmt, geometry, out_dtype=torch.float32), []
+    for unit in (True, False):
+        monkeypatch.setattr(by_kernel, "native_integer_unit", lambda unit=unit: unit)
+        with recorded() as calls:
+            y = layer(x, weight, bias)
+            gradients = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
+        assert calls.count("qsync::conv2d_product") == (products if unit else 0)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        found.append((y, *gradients))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize("isa", _C.available_isas())
+def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in parts: over 6,000 windows, and over 4,500 taps."""
+    how = [1, 1], [1, 1], [1, 1]
+    asked: list[tuple[ConvOperation, Tensor, Tensor]] = [
+        ("wgrad", images((6, 20, 32, 32), True), images((6, 24, 32, 32), True)),
+        ("fprop", images((1, 500, 7, 9), True), images((40, 500, 3, 3), True)),
+    ]
+    native = _C.conv
+    for operation, a, b in asked:
+        want = fallback.conv2d_product(a, b, None, None, None, [3, 3], *how, operation, "none", torch.float32)
+        for threads in (1, 3):
+
+            def chosen(*given: Any, threads_to_use: int = threads, **named: Any) -> None:
+                native(*given, **named | {"threads": threads_to_use, "isa": isa})
+
+            monkeypatch.setattr(_C, "conv", chosen)
+            found = conv2d_product(a, b, None, None, None, [3, 3], *how, operation)
+            assert torch.equal(found, want)

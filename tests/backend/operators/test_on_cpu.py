@@ -1,0 +1,80 @@
+"""INT8 products on the CPU: the kernel gives the bits that torch's own operators give, and layers use it, whatever its unit."""
+
+from __future__ import annotations
+
+import platform
+from typing import cast, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from lowered_layers import Layer, leaf, recorded
+from torch import Tensor
+
+from qsync_fx.backend.cuda.problem import Activation, fallback
+from qsync_fx.backend.operators.multiplying import by_kernel, on_cpu
+from qsync_fx.backend.operators.multiplying.gemm import gemm
+
+SIZES = st.integers(0, 40)
+KINDS = st.sampled_from(["none", "one", "each"])
+
+
+def scale(kind: str, shape: tuple[int, int]) -> Tensor | None:
+    return None if kind == "none" else torch.rand(shape if kind == "each" else ())
+
+
+@settings(max_examples=60)
+@given(
+    st.tuples(SIZES, SIZES, SIZES),
+    KINDS,
+    KINDS,
+    st.sampled_from([None, torch.float32, torch.bfloat16]),
+    st.sampled_from(get_args(Activation)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_bits_are_those_of_the_reference(
+    sizes: tuple[int, int, int],
+    of_a: str,
+    of_b: str,
+    biased: torch.dtype | None,
+    activation: str,
+    out: torch.dtype,
+    by_columns: bool,
+    turned: bool,
+) -> None:
+    m, n, k = sizes
+    a = torch.randint(-128, 128, (k, m) if by_columns else (m, k), dtype=torch.int8)
+    a = a.t() if by_columns else a
+    b = torch.randint(-128, 128, (n, k) if turned else (k, n), dtype=torch.int8)
+    scales = scale(of_a, (m, 1)), scale(of_b, (1, n))
+    bias = None if biased is None else (torch.randn(n) * 100).to(biased)
+    found = gemm(a, b, *scales, bias, activation, out, turned=turned)
+    right = b.t() if turned else b
+    assert on_cpu.multiplies(a, right)
+    want = fallback.gemm(a, right, *scales, bias, cast(Activation, activation), out)
+    assert found.dtype == out and found.is_contiguous() and torch.equal(found, want)
+
+
+def test_sums_beyond_int32_are_the_references() -> None:
+    a = torch.full((1, 131_072), -128, dtype=torch.int8)
+    assert not on_cpu.multiplies(a, a.t()) and gemm(a, a.t(), None, None, None).item() == 2.0**31
+
+
+def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
+    a, b = torch.ones(5, 16, dtype=torch.int8), torch.ones(7, 16, dtype=torch.int8)
+    given = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), "relu", torch.bfloat16, False, True
+    torch.library.opcheck(torch.ops.qsync.gemm.default, given)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a unit of x86")
+@pytest.mark.parametrize("unit", [True, False])
+def test_layers_use_it_where_there_is_a_unit(unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: unit)
+    x, weight = leaf(torch.randn(3, 4, 24)), leaf(torch.randn(8, 24))
+    for fmt, products in (("int8", 1), ("int8_grad", 3)):
+        with recorded() as calls:
+            y = Layer(fmt)(x, weight)
+            torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+        assert calls.count("qsync::gemm") == (products if unit else 0)
