@@ -12,10 +12,12 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from filelock import FileLock, Timeout
 
@@ -166,9 +168,10 @@ def _compile(
                     _finish(job, running)
                     continue
                 try:
-                    job.work = cache.workplace(place)
-                    job.since = time.monotonic()
-                    job.process = nvcc.start(job.unit, job.work, tools)
+                    with _interrupted_after():
+                        job.work = cache.workplace(place)
+                        job.since = time.monotonic()
+                        job.process = nvcc.start(job.unit, job.work, tools)
                 except KernelError as error:
                     built.failures[job.unit] = error
                     _finish(job, running)
@@ -193,6 +196,23 @@ def _cleared(running: list[_Job]) -> Iterator[None]:
     finally:
         for job in list(running):
             _finish(job, running)
+
+
+@contextlib.contextmanager
+def _interrupted_after() -> Iterator[None]:
+    """Puts an interrupt off until the block is left: inside it, a process may have begun that no job knows of, and nobody would end it."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(signal.SIGINT, came[0])
 
 
 def _acquired(lock: FileLock, place: Path) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
 from small_units import small_unit
 
-from qsync_fx.backend.cuda.libraries import budget, compiler
+from qsync_fx.backend.cuda.libraries import budget, compiler, nvcc
 
 pytest_plugins = ["kernel_caches"]
 tools_or_skip()
@@ -62,6 +62,28 @@ def test_an_interrupt_leaves_nothing(home: Path, tmp_path: Path, monkeypatch: py
         assert time.monotonic() < until, "a compiler goes on running"
         time.sleep(0.05)
     assert entry_of(home).manifest.name == "small"
+
+
+def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    watched(tmp_path, monkeypatch, before=f"echo $$ >> '{pids}'; sleep 300")
+    start = nvcc.start
+
+    def interrupted(*args: object) -> subprocess.Popen[bytes]:
+        process = start(*args)  # type: ignore[arg-type]
+        while not pids.exists() or not pids.read_text().strip():
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(nvcc, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.build([small_unit("interrupted")], progress=False)
+    assert not alive(int(pids.read_text()))
+    assert nothing_is_left(home)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def alive(pid: int) -> bool:
