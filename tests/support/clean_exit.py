@@ -34,7 +34,8 @@ class _Exits:
         # After xdist's own, which has ended them, by force where they took too long.
         for name, process in self._processes.items():
             if code := process.wait():
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+                # Not that of tests which failed, and may run again: none has.
+                session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
                 files = "\n".join(f"  {file}" for file in sorted(self._files[name]))
                 what = f"worker {name} {_described(code)} when it exited; run with -p no:xdist one by one what it ran:\n{files}"
                 report = pytest.TestReport(name, (name, None, name), {}, "failed", what, "teardown")

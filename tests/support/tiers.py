@@ -17,6 +17,7 @@ A plugin of pytest; see conftest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
@@ -53,7 +54,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         runs = _few(runs)
     chosen = set(runs)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = runs
+    items[:] = _long_ones_first(runs)
+
+
+def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items, file by file, those files first that may take longest, so that no worker is at one of them when the others have ended.
+
+    What takes long has been given a time limit of its own; where none has, the number of tests says it.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def length(found: Sequence[pytest.Item]) -> tuple[float, int]:
+        limits = [mark.args[0] for item in found if (mark := item.get_closest_marker("timeout")) is not None]
+        return max(limits, default=0.0), len(found)
+
+    return [item for found in sorted(files.values(), key=length, reverse=True) for item in found]
 
 
 def _few(items: Sequence[pytest.Item]) -> list[pytest.Item]:
