@@ -42,7 +42,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu bench-gpu wheels gpu lint format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile smoke-gpu test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.
 test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
 	@mkdir -p runs
 	@$(PYTHON) tests/support/cuda/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
+
+smoke-gpu: ## on an NVIDIA GPU, in ten minutes, with the python and torch of that machine: versions, kernels, training, speed, one report
+	@$(GPU_PYTHON) tests/gpu/smoke.py --install --out '$(GPU_OUT)/smoke'
 
 test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compute-sanitizer (GPU_PARTS='kernels numerics' for less); see docs/kernels.md
 	@$(GPU_VENV)/bin/python tests/gpu/run.py --out '$(GPU_OUT)' --seconds $(GPU_SECONDS) $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) --parts $(GPU_PARTS)

@@ -23,6 +23,30 @@ def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make smoke-gpu")
+def test_smoke_says_that_there_is_no_gpu() -> None:
+    done = ran(sys.executable, "tests/gpu/smoke.py")
+    assert done.returncode == 1 and "no GPU: nothing was tested" in done.stderr
+
+
+@tiers.ALL
+def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
+    """Every stage is there: what needs a GPU says so, all else runs."""
+    done = ran(sys.executable, "tests/gpu/smoke.py", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((tmp_path / "smoke.json").read_text())["stages"]
+    assert {name: stage["status"] for name, stage in stages.items()} == {
+        "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed", "speed": "passed",
+    }  # fmt: skip
+    assert stages["kernels"]["why"] == "cpu has no kernels" and "training" in done.stdout
+
+
+def test_the_notebook_runs_the_same_script() -> None:
+    cells = json.loads((ROOT / "examples" / "gpu.ipynb").read_text())["cells"]
+    commands = [line for cell in cells for line in cell["source"] if line.startswith("!")]
+    assert any("tests/gpu/smoke.py --install" in line for line in commands)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 def test_make_says_that_there_is_no_gpu(target: str) -> None:

@@ -1,0 +1,155 @@
+"""What `smoke.py` does with kernels: one of each kind against torch, to the last bit, on a stream of its own and in a CUDA graph."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.choose import candidates
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.libraries import compiler, kernels
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, fallback
+from qsync_fx.backend.cuda.problem.operands import type_of
+from qsync_fx.backend.cuda.run import converting, launch, quantizing
+from qsync_fx.backend.numerics import reference
+from qsync_fx.precision import precision
+
+MOST = 8
+SEED = 0x0123456789ABCDEF
+
+
+def kinds(arch: Arch) -> dict[str, KernelConfig]:
+    """Returns a product of each kind that this architecture has, narrow formats first."""
+    found: dict[str, KernelConfig] = {}
+    for config in candidates.all_configs(arch):
+        plain = config.activation == "none" and config.out == "fp32"
+        if plain and (config.operation != "gemm" or (config.a_major, config.b_major) == ("row", "column")):
+            found.setdefault(f"{config.operation} {config.a}", config)
+    order = ("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp8_e5m2")
+    return dict(sorted(found.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))))
+
+
+def each(arch: Arch, device: torch.device) -> dict[str, Any]:
+    """Compiles and checks `MOST` units; raises where one fails, after all were tried."""
+    products = kinds(arch)
+    plain = (
+        {}
+        if arch == "sm_70"
+        else {"quantize int8": kernels.quantizer(arch, "fp32", "int8"), "copy": kernels.copier(arch)}
+    )
+    chosen = dict(
+        list({**plain, **{name: kernels.unit_of(config) for name, config in products.items()}}.items())[:MOST]
+    )
+    start = time.monotonic()
+    built = compiler.attempt(list(chosen.values()))
+    found: dict[str, Any] = {"compiled": f"{len(built.libraries)} of {len(chosen)} in {time.monotonic() - start:.0f} s"}
+    wrong = []
+    for name, unit in chosen.items():
+        if unit in built.failures:
+            said = str(built.failures[unit])
+        else:
+            said = (
+                _quantizer(device)
+                if name.startswith("quantize")
+                else _copy(device)
+                if name == "copy"
+                else _product(products[name], device)
+            )
+        found[name] = said or "right to the last bit"
+        wrong += [f"{name}: {said}"] if said else []
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return found
+
+
+def _whole(shape: tuple[int, ...], fmt: str, device: torch.device) -> Tensor:
+    return torch.randint(-3, 4, shape, device=device).float().to(type_of(fmt))
+
+
+def _product(config: KernelConfig, device: torch.device) -> str:
+    unit = kernels.unit_of(config)
+    library = kernels.library(unit)
+    assert library is not None
+    scaled = config.a_scale != "none"
+    one = torch.tensor(0.5, device=device) if scaled else None
+    kind: Any = "tensor" if scaled else "none"
+    if config.operation == "gemm":
+        m, n, k = 256, 384, 512
+        a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
+        problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
+        got = launch.run_gemm(library, config, problem, a, b, one, one, None)
+        want = fallback.gemm(
+            *(t.cpu() if t is not None else None for t in (a, b, one, one)), None, "none", torch.float32
+        )  # type: ignore[arg-type]
+        return _differs(got, want)
+    # The 2.x input gradient has a kernel for strides of 1 and one for others.
+    stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
+    problem_ = ConvProblem(
+        config.operation, 4, 14, 14, 64, 128, 3, 3, (1, 1), stride, (1, 1), config.a, config.b, config.out, kind, kind
+    )
+    x, weight, y = (4, 64, 14, 14), (128, 64, 3, 3), (4, 128, problem_.p, problem_.q)
+    first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[config.operation]
+    a, b = _whole(first, config.a, device), _whole(second, config.b, device)
+    got = launch.run_conv(library, config, problem_, problem_, a, b, one, one, None)
+    size = (14, 14) if config.operation == "dgrad" else (3, 3)
+    how = size, stride, (1, 1), (1, 1), config.operation, "none", torch.float32
+    cpu = (t.cpu() if t is not None else None for t in (a, b, one, one))
+    return _differs(got, fallback.conv2d_product(*cpu, None, *how))  # type: ignore[arg-type]
+
+
+def _differs(got: Tensor, want: Tensor) -> str:
+    wrong = int((got.cpu() != want).sum())
+    return f"{wrong} of {want.numel()} values differ" if wrong else ""
+
+
+def _quantizer(device: torch.device) -> str:
+    x, seed = torch.randn(513, 1030, device=device), torch.tensor([SEED], device=device)
+    for rounding in ("nearest", "stochastic"):
+        row = precision("int8")
+        got = quantizing.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
+        want = reference.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
+        if not all(torch.equal(one, other) for one, other in zip(got, want, strict=True)):
+            return f"{rounding} rounding gives other bits than the reference"
+    return ""
+
+
+def _copy(device: torch.device) -> str:
+    x = torch.randint(-127, 128, (513, 1030), dtype=torch.int8, device=device)
+    got = converting.laid_out(x.t(), 1040, 528, "row")
+    return (
+        ""
+        if torch.equal(got[:1030, :513], x.t()) and not got[1030:].any() and not got[:, 513:].any()
+        else "values moved"
+    )
+
+
+def streams_and_graphs(device: torch.device) -> dict[str, Any]:
+    """A product of INT8 waits for what is before it on its stream, and computes anew when it is replayed."""
+    from qsync_fx.backend.operators.multiplying.gemm import gemm
+
+    a, b = _whole((256, 512), "int8", device), _whole((384, 512), "int8", device).t()
+    bt = b.cpu()
+
+    def right(got: Tensor) -> bool:
+        return torch.equal(got.cpu(), (a.cpu().double() @ bt.double()).float())
+
+    assert right(gemm(a, b, None, None, None)), "a product is wrong"
+    side, late = torch.cuda.Stream(device), torch.zeros_like(a)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(a)
+        got = gemm(late, b, None, None, None)
+    torch.cuda.current_stream(device).wait_stream(side)
+    assert right(got), "a product did not wait for its stream"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gemm(a, b, None, None, None)
+    for _ in range(3):
+        a.copy_(_whole((256, 512), "int8", device))
+        graph.replay()
+        assert right(got), "a replayed product is wrong"
+    return {"side stream": "right", "CUDA graph": "right in three replays"}
