@@ -1,0 +1,94 @@
+"""Kernels' libraries on a CUDA runtime that checks what they ask for and computes nothing; see runtime_on_cpu.cpp.
+
+    python stand_in.py RUNTIME UNITS     in a process of its own: a runtime cannot be taken back
+
+UNITS is JSON on standard input: the libraries, and how each is called. Prints a JSON list: for each call what was launched, and what was
+wrong.
+
+Invariant: the stand-in is loaded before any library, under the name that they ask for, so the real runtime is never opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.kernel.hardware import BY_CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY
+from qsync_fx.backend.cuda.tools import toolchain
+
+STREAM = 0x5157
+"""What stands for a stream of the user's: nothing may be queued elsewhere."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a library: its file, the name and interface of its unit, its target, and the fields of its arguments."""
+
+    path: str
+    name: str
+    interface: str
+    arch: Arch
+    arguments: dict[str, int]
+
+
+def runtime(folder: Path) -> Path:
+    """Compiles the stand-in and returns it."""
+    nvcc = toolchain.nvcc()
+    version = nvcc.version[0]
+    name = f"libcudart.so.{version}"
+    (folder / "names").write_text(f"{name} {{ global: *; }};\n")
+    includes = [f"-I{path.parent / 'include'}" for path in toolchain.library_folders(nvcc.path)]
+    source = Path(__file__).with_name("runtime_on_cpu.cpp")
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", f"-Wl,--version-script={folder / 'names'}"]
+    subprocess.run(["g++", *flags, *includes, str(source), "-o", str(folder / name)], check=True)
+    return folder / name
+
+
+def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
+    """Makes calls in a process of its own and returns, for each, its status, its lines of launches, and what was wrong."""
+    given = json.dumps([vars(call) for call in calls])
+    command = [sys.executable, __file__, str(library)]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def _main() -> None:
+    stand_in = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    stand_in.stand_in_lines.restype = ctypes.c_char_p
+    from qsync_fx.backend.cuda.libraries.library import _STRUCTURES, load
+    from qsync_fx.backend.cuda.source.unit import Unit
+
+    capability = {arch: found for found, arch in reversed(BY_CAPABILITY.items())}
+    answers = []
+    for call in (Call(**fields) for fields in json.load(sys.stdin)):
+        stand_in.stand_in_reset(*capability[call.arch], MULTIPROCESSORS[call.arch], SHARED_MEMORY[call.arch])
+        library = load(Path(call.path), Unit(call.name, call.arch, "", call.interface))  # type: ignore[arg-type]
+        arguments = _STRUCTURES[call.interface](**call.arguments)
+        why = library.can_implement(arguments)  # type: ignore[arg-type]
+        size = library.workspace(arguments) if why is None else 0  # type: ignore[arg-type]
+        status = (
+            library._handle.qsync_run(ctypes.byref(arguments), 1 << 30 if size else 0, STREAM) if why is None else why
+        )
+        lines = stand_in.stand_in_lines().decode().splitlines()
+        answers.append(
+            {
+                "status": status,
+                "workspace": size,
+                "wrong": [line for line in lines if line.startswith("wrong")],
+                "lines": [line for line in lines if not line.startswith("wrong")],
+                "elsewhere": [line for line in lines if " stream " in line and not line.endswith(f" stream {STREAM}")],
+            }
+        )
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    _main()
