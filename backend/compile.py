@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.backend import decompositions, dropout, operators, tuned
+from qsync_fx.backend import decompositions, dropout, operators, overflow, tuned
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
@@ -102,6 +102,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     graph = rewrite(module, inputs, options, seen=_seen(here, options), unasked=unasked)
     note_unasked(graph, here, options)
     record(graph, here, options, module, alone)
+    overflow.watch(graph, here.root)
     if not options.automatic and graph.operators("adjustable"):
         warn_at_the_limit(here)
     if not alone:
@@ -116,7 +117,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         tuned.tracing(device, kernels),
         told(graph),
     ):
-        compiled = inner_compiler(options.inner, device, fast_dropout)(graph.module, inputs)
+        compiled = inner_compiler(options.inner, device, fast_dropout, tuned.captures(options, device))(
+            graph.module, inputs
+        )
     run = telling(compiled, graph, options.inner)
     if (
         here.root is not None
@@ -137,7 +140,7 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
     """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
-        compiled = inner_compiler(options.inner, device)(module, inputs)
+        compiled = inner_compiler(options.inner, device, cudagraphs=tuned.captures(options, device))(module, inputs)
 
     def without_autocast(*args: Any) -> Any:
         with torch.autocast(device.type, enabled=False):
@@ -147,7 +150,7 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
 
 
 def inner_compiler(
-    name: str, device: torch.device, fast_dropout: bool = False
+    name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
     if name == "eager":
@@ -158,7 +161,7 @@ def inner_compiler(
     if name == "inductor":
         tuned.register_with_inductor()
         settings = {
-            "config_patches": tuned.inductor(device),
+            "config_patches": tuned.inductor(device, cudagraphs),
             "decompositions": decompositions.for_inductor(device, fast_dropout),
         }
         return lambda module, inputs: found(module, list(inputs), **settings)

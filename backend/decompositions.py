@@ -1,4 +1,5 @@
-"""Formulas that Inductor is given on the CPU in place of its own, where those end in scalar code.
+"""Formulas that Inductor is given on the CPU in place of its own, where those end in scalar code; on CUDA, those of quantizers that there
+is no kernel for.
 
 Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type; and for the
 numbers that dropout draws, where that is asked for.
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from qsync_fx.backend import fusing
 from qsync_fx.backend.dropout import decomposition
 from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
 from qsync_fx.backend.relu import threshold_backward
@@ -36,9 +38,11 @@ def _max_pool2d_backward(
 
 def for_inductor(device: torch.device, fast_dropout: bool = False) -> dict[OpOverload, Callable[..., Any]] | None:
     """Returns Inductor's table of decompositions with ours in it; None where its own is right."""
-    if device.type != "cpu":
-        return None
     from torch._inductor.decomposition import select_decomp_table
+
+    if device.type != "cpu":
+        written = fusing.decompositions(device)
+        return {**select_decomp_table(), **written} if written else None
 
     dropout = {aten.native_dropout.default: decomposition()} if fast_dropout else {}
     return {

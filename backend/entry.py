@@ -8,6 +8,7 @@ torch's BackendCompilerFailed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -17,7 +18,7 @@ from qsync_fx.backend.compile import compile_graph
 from qsync_fx.backend.observe import install
 from qsync_fx.backend.suppressed import note
 from qsync_fx.coverage.log import forget
-from qsync_fx.errors import OptionError, QSyncError
+from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.options import Options
 
 
@@ -37,10 +38,23 @@ def qsync(
         raise
 
 
+MODES: Mapping[str, Mapping[str, object]] = MappingProxyType({"reduce-overhead": {"cudagraphs": True}})
+"""What modes of torch.compile mean as options. Other modes have Inductor measure kernels of its own, among which ours are not."""
+
+
 def options_of(arguments: Mapping[str, Any]) -> Options:
     """Returns the options in what torch.compile passes on to a backend."""
+    if (mode := arguments.get("mode")) is not None:
+        # torch itself refuses a mode and options together.
+        if mode not in MODES:
+            raise OptionError(
+                f"the backend qsync has no mode {shown(str(mode))}",
+                where="torch.compile, mode",
+                do=f"drop it, or take one of: {', '.join(f'{name} (which is options={dict(given)})' for name, given in MODES.items())}",
+            )
+        return Options.parse(MODES[mode])
     # From 2.15 on torch hands over the name, too, that logs call the compilation by.
-    others = sorted(arguments.keys() - {"options", "name"})
+    others = sorted(arguments.keys() - {"options", "name", "mode"})
     if others:
         raise OptionError(
             f"the backend qsync has no {', '.join(others)}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch.compiler.config
 from torch import fx
 from torch.backends import cuda
 
-from qsync_fx.backend import relu
+from qsync_fx.backend import fusing, relu
 from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.errors import PlanWarning
+from qsync_fx.options import Options
 
 
 @functools.cache
@@ -32,7 +35,7 @@ def register_with_inductor() -> None:
     than in the eager graph. Rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
-    from torch._inductor.lowering import make_fallback, register_lowering
+    from torch._inductor.lowering import constrain_to_fx_strides, make_fallback, register_lowering
     from torch._inductor.virtualized import V
 
     integer_convolution = torch.ops.qsync.integer_convolution.default
@@ -51,15 +54,48 @@ def register_with_inductor() -> None:
             x = channels_last(x)
         return (x, *others), {}
 
+    def as_traced(node: fx.Node, *given: Any, **named: Any) -> tuple[Any, Any]:
+        # Which kernel computes was decided by the layouts that were traced, and it alone is compiled. The CPU's takes any.
+        found: tuple[Any, Any] = given, named
+        if on_cuda(node):
+            found = constrain_to_fx_strides(node, *given, **named)  # type: ignore[no-untyped-call]
+        return found
+
+    def channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
+        # Others are copied before the kernel runs; here they may be made so.
+        if on_cuda(node):
+            a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
+        return (a, b, *others), {}
+
+    def on_cuda(node: fx.Node) -> bool:
+        return bool(node.meta["val"].device.type == "cuda")
+
+    make_fallback(torch.ops.qsync.gemm.default, as_traced, warn=False)  # type: ignore[no-untyped-call]
+    make_fallback(torch.ops.qsync.conv2d_product.default, channels_last_on_cuda, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(integer_convolution, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
+    fusing.register()
 
 
-def inductor(device: torch.device) -> dict[str, Any]:
-    """Returns the settings of `torch._inductor.config` for a device."""
+def captures(options: Options, device: torch.device) -> bool:
+    """Returns whether steps are to be captured in CUDA graphs; warns where that was asked for and there are none."""
+    if options.cudagraphs and device.type != "cuda":
+        warnings.warn(
+            f'the option "cudagraphs" has no effect on {device.type}: there are CUDA graphs on CUDA devices alone',
+            PlanWarning,
+            stacklevel=2,
+        )
+    return options.cudagraphs and device.type == "cuda"
+
+
+def inductor(device: torch.device, cudagraphs: bool = False) -> dict[str, Any]:
+    """Returns the settings of `torch._inductor.config` for a device.
+
+    Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
+    """
     if device.type != "cpu":
-        return {}
+        return {"triton.cudagraphs": True} if cudagraphs else {}
     return {
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
         # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
@@ -79,7 +115,7 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu", "dropout"
+    names = "tuned", "decompositions", "relu", "dropout", "fusing"
     operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
     files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

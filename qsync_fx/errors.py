@@ -95,14 +95,24 @@ class KernelError(QSyncError):
     """A CUDA kernel that cannot be compiled, loaded or run."""
 
 
+class RefusedKernelError(KernelError):
+    """A CUDA kernel that compiles, and must not be used: it spills, say. Another one may do the same without."""
+
+
+class LaunchError(KernelError):
+    """A CUDA kernel that takes its operands and cannot be started."""
+
+
 class ToolchainError(KernelError):
     """nvcc, the host compiler or the CUTLASS headers: missing, of a version that does not serve, or failing.
 
     Attributes:
         output: what the failing tool printed, in full; "" where none ran.
+        of_the_source: whether it failed over this very source, so that another one may do.
     """
 
     output: str = ""
+    of_the_source: bool = False
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

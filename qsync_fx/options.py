@@ -43,6 +43,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "one's numbers exactly, which is slower; False by default",
         "fast_dropout": "True: on the CPU, what dropout drops is drawn in vectors from the stream of the roundings, and not from torch's "
         "generator, one value at a time; False by default",
+        "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "
+        'mode="reduce-overhead" does, which means the same; False by default',
         "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
         "fastest plan within the variance of bf16 that was found from it is in force",
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
@@ -81,6 +83,7 @@ class Options:
     scaling: Scaling = "tensor"
     exact: bool = False
     fast_dropout: bool = False
+    cudagraphs: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
@@ -98,15 +101,19 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "fast_dropout", "cached_plan", "strict"):
+        for name in ("exact", "fast_dropout", "cudagraphs", "cached_plan", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
-        if self.fast_dropout and self.inner != "inductor":
-            raise OptionError(
-                f'"fast_dropout" is given with "inner": "{self.inner}", which takes no dropout of ours',
-                where='options "fast_dropout" and "inner"',
-                do='drop one of them: the inner compiler that draws in vectors is "inductor"',
-            )
+        for name, why, who in (
+            ("fast_dropout", "takes no dropout of ours", "draws in vectors"),
+            ("cudagraphs", "captures nothing", "captures CUDA graphs"),
+        ):
+            if getattr(self, name) and self.inner != "inductor":
+                raise OptionError(
+                    f'"{name}" is given with "inner": "{self.inner}", which {why}',
+                    where=f'options "{name}" and "inner"',
+                    do=f'drop one of them: the inner compiler that {who} is "inductor"',
+                )
         if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
             raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" says that it is the whole model')
         if not isinstance(self.passes, tuple):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import cuda_tables
 import experiment_tables
 import pages
 import pytest
@@ -161,9 +162,11 @@ def headings(path: Path) -> list[str]:
 
 
 def test_targets_of_make_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = {
-        target for path in PAGES.values() for target in re.findall(r"(?:^|`)make (\w+)", path.read_text(), re.MULTILINE)
+        target
+        for path in PAGES.values()
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", path.read_text(), re.MULTILINE)
     }
     assert {"demo", "test"} <= named <= targets
 
@@ -176,7 +179,7 @@ def test_targets_of_make_exist() -> None:
 )
 def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str) -> str:
-        own = {"options": options, "formats": formats, "devices": lambda: devices(monkeypatch)}
+        own = {"options": options, "formats": formats, "devices": lambda: devices(monkeypatch)} | cuda_tables.TABLES
         rows = {**own, **experiment_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows

@@ -19,7 +19,21 @@ from qsync_fx.precision import FORMATS
 
 def test_defaults() -> None:
     expected = Options(
-        None, None, None, "inductor", "stochastic", "nearest", "tensor", False, False, True, False, None, None, ()
+        None,
+        None,
+        None,
+        "inductor",
+        "stochastic",
+        "nearest",
+        "tensor",
+        False,
+        False,
+        False,
+        True,
+        False,
+        None,
+        None,
+        (),
     )
     assert Options.parse(None) == Options.parse({}) == Options() == expected
 
@@ -36,6 +50,7 @@ def test_every_option() -> None:
         "scaling": "channel",
         "exact": True,
         "fast_dropout": True,
+        "cudagraphs": True,
         "cached_plan": False,
         "strict": True,
         "root": "encoder.layer.0",
@@ -50,6 +65,7 @@ def test_every_option() -> None:
         "floor",
         "stochastic",
         "channel",
+        True,
         True,
         True,
         False,
@@ -106,17 +122,17 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "there is no option 'precison'",
-            "did you mean 'precision'? known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
+            "did you mean 'precision'? known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         (
             {"zzzzzz": 1},
             "there is no option 'zzzzzz'",
-            "known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
+            "known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         (
             {3: 1},
             "there is no option a value of type int",
-            "known: cached_plan, device_class, exact, fast_dropout, gradient_rounding,",
+            "known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
         ),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
@@ -132,6 +148,11 @@ def test_every_option_is_documented() -> None:
         ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
         ({"exact": 1}, '"exact" cannot be a value of type int', "give True or False"),
         ({"exact": "true"}, "\"exact\" cannot be 'true'", "give True or False"),
+        (
+            {"cudagraphs": True, "inner": "aot_eager"},
+            '"cudagraphs" is given with "inner": "aot_eager", which captures nothing',
+            "drop one of them: the inner compiler that captures CUDA graphs",
+        ),
         (
             {"fast_dropout": True, "inner": "aot_eager"},
             '"fast_dropout" is given with "inner": "aot_eager"',

@@ -10,35 +10,46 @@ uint64 do, so all 64 bits of a product are right and the masked high half is the
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _LOW: Final = 0xFFFFFFFF
 _ROUNDS: Final = 10
 
 
-def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Words:
+def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, number: Callable[[int], Any] = int) -> Any:
     """Returns the block of Philox4x32-10 for counter `(c0, c1, c2, c3)` and key `(k0, k1)`.
 
     Args:
-        c0, c1, c2, c3, k0, k1: int64, each below 2**32, of shapes that broadcast.
+        c0, c1, c2, c3, k0, k1: int64, each below 2**32: tensors of shapes that broadcast, or what else multiplies, adds and shifts.
+        number: makes a constant of the same kind.
 
     Returns:
         Four words, int64, each below 2**32.
     """
     for _ in range(_ROUNDS):
-        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = _high(right) ^ c1 ^ k0, right & _LOW, _high(left) ^ c3 ^ k1, left & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+        left, right = c0 * number(0xD2511F53), c2 * number(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            high(right, number) ^ c1 ^ k0,
+            low(right, number),
+            high(left, number) ^ c3 ^ k1,
+            low(left, number),
+        )
+        k0, k1 = low(k0 + number(0x9E3779B9), number), low(k1 + number(0xBB67AE85), number)
     return c0, c1, c2, c3
 
 
-def _high(product: Tensor) -> Tensor:
-    return (product >> 32) & _LOW
+def low(word: Any, number: Callable[[int], Any] = int) -> Any:
+    """Returns the lower 32 bits of an int64."""
+    return word & number(_LOW)
+
+
+def high(word: Any, number: Callable[[int], Any] = int) -> Any:
+    """Returns the upper 32 bits of an int64."""
+    return low(word >> number(32), number)
 
 
 def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
@@ -55,7 +66,7 @@ def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
     seed = seed.to(like.device).reshape(())
     eighth = torch.arange(-(-like.numel() // 8), device=like.device)
     zero = torch.zeros_like(seed)
-    block = philox4x32(eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero, seed & _LOW, _high(seed))
+    block = philox4x32(eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero, low(seed), high(seed))
     words = torch.stack(block, -1)
     halves = torch.stack((words & 0xFFFF, words >> 16), -1).reshape(-1)
     return ((halves.float() + 0.5) * 2.0**-16).as_strided(like.size(), like.stride())

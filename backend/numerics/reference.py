@@ -11,7 +11,7 @@ Stochastic rounding is that of QSync, section IV-A: up with the probability of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -98,8 +98,13 @@ def scale_shape(x: Tensor, keep: Sequence[int]) -> list[int | torch.SymInt]:
     return [1 if dim in shared else size for dim, size in enumerate(x.shape)] if keep else []
 
 
-def scales(x: Tensor, row: Precision, keep: Sequence[int]) -> Tensor:
-    """Returns the FP32 scale of each group: `max(absmax / levels, 2**-126)`, 1 for all-zero and empty groups, NaN for NaN and Inf."""
+def scales(
+    x: Tensor, row: Precision, keep: Sequence[int], divide: Callable[[Tensor, Tensor], Tensor] = torch.true_divide
+) -> Tensor:
+    """Returns the FP32 scale of each group: `max(absmax / levels, 2**-126)`, 1 for all-zero and empty groups, NaN for NaN and Inf.
+
+    `divide` rounds once, whoever computes.
+    """
     shared = reduced(x.dim(), keep)
     magnitude = x.abs()
     if not x.numel():
@@ -108,7 +113,7 @@ def scales(x: Tensor, row: Precision, keep: Sequence[int]) -> Tensor:
         magnitude = magnitude.amax(shared, keepdim=bool(keep))
     largest = magnitude.float()
     # A tensor as the divisor: division by a number is multiplication by its rounded inverse on some devices.
-    scale = (largest / largest.new_full((), row.max)).clamp(min=SMALLEST_SCALE)
+    scale = divide(largest, largest.new_full((), row.max)).clamp(min=SMALLEST_SCALE)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     return torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))
 

@@ -15,6 +15,7 @@ from qsync_fx.backend.cuda.choose import rules, serving
 from qsync_fx.backend.cuda.choose.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.choose.candidates_gemm import gemm_candidates, gemm_configs
 from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch, KernelConfig
+from qsync_fx.backend.cuda.kernel.hardware import MULTIPROCESSORS
 from qsync_fx.backend.cuda.problem import ConvProblem, Problem
 from qsync_fx.errors import OptionError, nearest
 
@@ -22,14 +23,21 @@ _ADDED: Final[dict[str, KernelConfig]] = {}
 """What users added, by name. Kernels are of the process, as operators are: every model that is compiled in it may use them."""
 
 
-def candidates(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+def candidates(problem: Problem, arch: Arch, multiprocessors: int | None = None) -> tuple[KernelConfig, ...]:
     """Returns the kernels for a problem, the best general one first, those of users last; none where nothing serves it.
+
+    Args:
+        multiprocessors: how many the device has, if it is known; by default those of the usual one of an architecture.
 
     Raises:
         OptionError: no such architecture.
     """
     _known(arch)
-    own = conv_candidates(problem, arch) if isinstance(problem, ConvProblem) else gemm_candidates(problem, arch)
+    own = (
+        conv_candidates(problem, arch)
+        if isinstance(problem, ConvProblem)
+        else gemm_candidates(problem, arch, multiprocessors or MULTIPROCESSORS[arch])
+    )
     users = (config for config in _ADDED.values() if config.arch == arch and serving.serves(config, problem) is None)
     return tuple(dict.fromkeys((*own, *users)))
 

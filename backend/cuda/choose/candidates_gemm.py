@@ -134,14 +134,11 @@ _HOPPER_FP8: Final = (
     _Tile3(64, 64, "pingpong", (1, 1, 1)),
 )
 
-_MULTIPROCESSORS: Final = 108
-"""Of an A100; what others have differs by less than the factor of two by which tiles differ."""
 
-
-def gemm_candidates(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
+def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
     found = [config for config in _configs(problem, arch) if serving.serves(config, problem) is None]
-    return sorted(found, key=lambda config: _misfit(config, problem))
+    return sorted(found, key=lambda config: _misfit(config, problem, multiprocessors))
 
 
 def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
@@ -232,9 +229,9 @@ def _config3(kind: KernelConfig, tile: _Tile3) -> KernelConfig:
     )
 
 
-def _misfit(config: KernelConfig, problem: GemmProblem) -> int:
+def _misfit(config: KernelConfig, problem: GemmProblem, multiprocessors: int) -> int:
     """Powers of two by which a tile makes the product larger, and leaves multiprocessors idle; stream-K leaves none."""
     across, down = -(-problem.n // config.tile[1]), -(-problem.m // config.tile[0])
     larger = down * config.tile[0] * across * config.tile[1] / (problem.m * problem.n)
-    idle = 1.0 if config.order == "stream_k" else max(1.0, _MULTIPROCESSORS / (down * across))
+    idle = 1.0 if config.order == "stream_k" else max(1.0, multiprocessors / (down * across))
     return int(math.log2(larger) + math.log2(idle))

@@ -20,6 +20,47 @@ SHARED_MEMORY: Final[dict[Arch, int]] = {
 }
 """Bytes that one threadblock may have (CUDA C++ Programming Guide, table of technical specifications per compute capability)."""
 
+BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
+    (7, 0): "sm_70",
+    (7, 5): "sm_75",
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    # Orin has what GeForce cards of its generation have.
+    (8, 7): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+}
+"""The target that code is compiled for, by compute capability. Machine code runs on no later generation, and "90a" on 9.0 alone."""
+
+FORWARD: Final[tuple[Arch, ...]] = ("sm_80", "sm_89")
+"""Targets whose libraries hold PTX too, which the driver compiles for devices that came later, whatever nvcc knows of them."""
+
+MULTIPROCESSORS: Final[dict[Arch, int]] = {
+    "sm_70": 80,
+    "sm_75": 40,
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 142,
+    "sm_90a": 132,
+}
+"""Of V100, T4, A100, A40, L40 and H100 (NVIDIA's data sheets), where the device itself is not asked."""
+
+
+def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arch | None:
+    """Returns what kernels for a device are compiled for; None where there are none.
+
+    A device that is newer than all of `BY_CAPABILITY` takes the PTX of the one of `FORWARD` whose tiles fit into its shared memory.
+
+    Args:
+        shared_memory: bytes that one threadblock may have there; by default what its generation has: data-centre GPUs (10.x, 11.x)
+            more than an A100, GeForce and RTX PRO (12.x) as much as an L40.
+    """
+    if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
+        return BY_CAPABILITY.get(capability)
+    large = capability[0] in (10, 11) if shared_memory is None else shared_memory >= SHARED_MEMORY["sm_80"]
+    return "sm_80" if large else "sm_89"
+
+
 OPERANDS: Final[dict[tuple[str, str], Arch]] = {
     ("int8", "int8"): "sm_70",
     ("fp16", "fp16"): "sm_70",

@@ -27,10 +27,10 @@ from qsync_fx.backend.cuda.libraries.cache import Entry
 from qsync_fx.backend.cuda.libraries.keys import content_key, tools_key
 from qsync_fx.backend.cuda.libraries.library import shared_memory
 from qsync_fx.backend.cuda.libraries.manifest import Manifest
-from qsync_fx.backend.cuda.libraries.progress import watch
+from qsync_fx.backend.cuda.libraries.progress import Waiting, watch
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools.toolchain import Toolchain, toolchain
-from qsync_fx.errors import KernelError, ToolchainError
+from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,29 @@ class Built:
     failures: dict[Unit, KernelError]
 
 
+@dataclass(frozen=True)
+class _Todo:
+    """A unit that is not in the cache, its keys, and what compiles it."""
+
+    unit: Unit
+    content: str
+    tools: Toolchain
+    key: str
+
+
 @dataclass
 class _Job:
     """A unit on its way: it waits for the lock of its key, then nvcc runs in `work`."""
 
-    unit: Unit
-    content: str
+    given: _Todo
     lock: FileLock
     work: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     since: float = 0.0
+
+    @property
+    def unit(self) -> Unit:
+        return self.given.unit
 
 
 def build(
@@ -74,17 +87,27 @@ def build(
 
 
 def attempt(
-    units: Sequence[Unit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
+    units: Sequence[Unit],
+    *,
+    progress: bool = True,
+    jobs: int | None = None,
+    folder: Path | None = None,
+    compiling: bool = True,
 ) -> Built:
-    """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`."""
-    built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder)
+    """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`.
+
+    With `compiling` False what would have to be compiled is a failure.
+    """
+    built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder, compiling)
     return Built(
         {unit: built.libraries[unit] for unit in units if unit in built.libraries},
         {unit: built.failures[unit] for unit in units if unit in built.failures},
     )
 
 
-def _attempt(contents: dict[Unit, str], progress: bool, jobs: int | None, folder: Path | None) -> Built:
+def _attempt(
+    contents: dict[Unit, str], progress: bool, jobs: int | None, folder: Path | None, compiling: bool
+) -> Built:
     built = Built({}, {})
     elsewhere = [] if folder else cache.ahead_of_time()
     for unit, content in contents.items():
@@ -95,35 +118,44 @@ def _attempt(contents: dict[Unit, str], progress: bool, jobs: int | None, folder
     if not missing:
         return built
     place = folder or cache.root()
+    todo: list[_Todo] = []
     for arch in ("sm_70", None):
-        part = {unit: content for unit, content in missing.items() if (unit.arch == "sm_70") == (arch == "sm_70")}
-        if part:
-            _with_tools(built, part, arch, place, progress, jobs)
+        for templates in (True, False):
+            part = {
+                unit: content
+                for unit, content in missing.items()
+                if (unit.arch == "sm_70") == (arch == "sm_70") and unit.templates is templates
+            }
+            if part:
+                todo += _kept(built, part, arch, templates, place)
+    if not compiling:
+        for item in todo:
+            built.failures[item.unit] = KernelError("it has not been compiled", where=item.unit.name)
+    elif todo:
+        cache.sweep(place)
+        _compile(built, todo, place, budget.jobs(jobs), progress)
     return built
 
 
-def _with_tools(
-    built: Built, missing: dict[Unit, str], arch: Arch | None, place: Path, progress: bool, jobs: int | None
-) -> None:
-    """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made or make now."""
+def _kept(built: Built, missing: dict[Unit, str], arch: Arch | None, templates: bool, place: Path) -> list[_Todo]:
+    """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made; returns what they are to make."""
     try:
-        tools = toolchain(arch)
+        tools = toolchain(arch, templates)
     except ToolchainError as error:
         for unit, content in missing.items():
             entry = cache.find(cache.prepare(place), content, None) if place.is_dir() else None
             _take(built, unit, entry, error)
-        return
+        return []
     cache.prepare(place)
     key = tools_key(tools, nvcc.flags(tools), place)
     for unit, content in missing.items():
         if entry := cache.find(place, content, key):
             _take(built, unit, entry)
-    todo = {
-        unit: content for unit, content in missing.items() if unit not in built.libraries and unit not in built.failures
-    }
-    if todo:
-        cache.sweep(place)
-        _compile(built, todo, place, tools, key, budget.jobs(jobs), progress)
+    return [
+        _Todo(unit, content, tools, key)
+        for unit, content in missing.items()
+        if unit not in built.libraries and unit not in built.failures
+    ]
 
 
 def _take(built: Built, unit: Unit, entry: Entry | None, error: KernelError | None = None) -> None:
@@ -131,7 +163,7 @@ def _take(built: Built, unit: Unit, entry: Entry | None, error: KernelError | No
     if entry is None:
         built.failures[unit] = error or KernelError("there is no such library", where=unit.name)
     elif entry.manifest.refused:
-        built.failures[unit] = KernelError(
+        built.failures[unit] = RefusedKernelError(
             f"the kernel must not be used: {entry.manifest.refused}",
             where=unit.name,
             do="use another configuration; this is remembered until qsync kernels clear",
@@ -140,16 +172,15 @@ def _take(built: Built, unit: Unit, entry: Entry | None, error: KernelError | No
         built.libraries[unit] = entry.library
 
 
-def _compile(
-    built: Built, todo: dict[Unit, str], place: Path, tools: Toolchain, key: str, jobs: int, progress: bool
-) -> None:
+def _compile(built: Built, todo: list[_Todo], place: Path, jobs: int, progress: bool) -> None:
     """Compiles units side by side, as memory allows, the heavy ones first."""
     waiting = [
-        _Job(unit, content, cache.lock(place, content, key))
-        for unit, content in sorted(todo.items(), key=lambda item: not item[0].heavy)
+        _Job(item, cache.lock(place, item.content, item.key))
+        for item in sorted(todo, key=lambda item: not item.unit.heavy)
     ]
     running: list[_Job] = []
     memory = budget.memory() // budget.processes()
+    say = Waiting()
     with watch(len(todo), progress) as tell, _cleared(running):
         while waiting or running:
             free = budget.memory()
@@ -163,7 +194,7 @@ def _compile(
                 waiting.remove(job)
                 running.append(job)
                 # Another process may have built it while this one waited.
-                if entry := cache.find(place, job.content, key):
+                if entry := cache.find(place, job.given.content, job.given.key):
                     _take(built, job.unit, entry)
                     _finish(job, running)
                     continue
@@ -171,19 +202,20 @@ def _compile(
                     with _interrupted_after():
                         job.work = cache.workplace(place)
                         job.since = time.monotonic()
-                        job.process = nvcc.start(job.unit, job.work, tools)
+                        job.process = nvcc.start(job.unit, job.work, job.given.tools)
                 except KernelError as error:
                     built.failures[job.unit] = error
                     _finish(job, running)
             for job in [job for job in running if job.process is not None and job.process.poll() is not None]:
                 try:
-                    _take(built, job.unit, _stored(job, place, tools, key))
+                    _take(built, job.unit, _stored(job, place))
                 except KernelError as error:
                     built.failures[job.unit] = error
                 finally:
                     _finish(job, running)
             done = len(todo) - len(waiting) - len(running)
             tell(done, [job.unit.name for job in running])
+            say([] if running else [job.unit.name for job in waiting])
             if waiting or running:
                 time.sleep(0.05)
 
@@ -229,9 +261,10 @@ def _acquired(lock: FileLock, place: Path) -> bool:
     return True
 
 
-def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
+def _stored(job: _Job, place: Path) -> Entry:
     """Returns the entry of what nvcc has made, after looking at it; raises `ToolchainError` where it failed."""
     assert job.work is not None and job.process is not None
+    tools = job.given.tools
     seconds = time.monotonic() - job.since
     report = (job.work / "log").read_text(encoding="utf-8", errors="replace")
     library = job.work / f"{job.unit.name}.so"
@@ -248,8 +281,8 @@ def _stored(job: _Job, place: Path, tools: Toolchain, key: str) -> Entry:
         used = replace(used, shared_memory=max(used.shared_memory, shared_memory(library)))
     size, digest = cache.fingerprint(library)
     manifest = Manifest(
-        content=job.content,
-        tools=key,
+        content=job.given.content,
+        tools=job.given.key,
         name=job.unit.name,
         arch=job.unit.arch,
         sha256="" if refused else digest,

@@ -14,10 +14,12 @@ from typing import Final
 from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.libraries.library import Library
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.errors import KernelError, QSyncError
+from qsync_fx.errors import KernelError, QSyncError, RefusedKernelError, ToolchainError
 
 _lock: Final = threading.Lock()
 _had: Final[dict[Unit, Library | QSyncError]] = {}
+_refused: Final[set[Unit]] = set()
+_prepared = False
 
 
 def unit_of(config: KernelConfig) -> Unit:
@@ -76,10 +78,11 @@ def library(unit: Unit, *, wait: bool = True) -> Library | None:
     """Returns the library of a unit, and compiles it where it is not in the cache.
 
     Args:
-        wait: False where nothing may be compiled now, as while a CUDA graph is captured; None is returned where that would be needed.
+        wait: False where nothing may be read or compiled now, as while a CUDA graph is captured; None is returned where that would be
+            needed.
 
     Raises:
-        QSyncError: it cannot be compiled or loaded, now or the first time it was asked for.
+        QSyncError: it cannot be compiled or loaded, now or the first time it was asked for, or was switched off.
     """
     found = _had.get(unit)
     if found is None:
@@ -92,13 +95,22 @@ def library(unit: Unit, *, wait: bool = True) -> Library | None:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
+def loaded(unit: Unit) -> bool:
+    """Whether a unit's library is loaded and may be used."""
+    return isinstance(_had.get(unit), Library)
+
+
 def stored(unit: Unit) -> bool:
-    """Whether a unit's library is in the cache or among kernels built ahead of time, where nothing can be compiled."""
+    """Whether a unit's library is in the cache or among kernels built ahead of time, so that nothing has to be compiled for it."""
+    return loaded(unit) or (unit not in _had and _stored(unit))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored(unit: Unit) -> bool:
     from qsync_fx.backend.cuda.libraries import compiler
 
     try:
-        return unit in compiler.attempt([unit], progress=False).libraries
+        return unit in compiler.attempt([unit], progress=False, compiling=False).libraries
     except QSyncError:
         return False
 
@@ -107,6 +119,39 @@ def failure(unit: Unit) -> QSyncError | None:
     """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
     found = _had.get(unit)
     return found if isinstance(found, QSyncError) else None
+
+
+def refused(unit: Unit) -> bool:
+    """Whether another kernel is to be tried in place of this one: its compiler was refused for it, or it failed to start.
+
+    What was refused stands in the cache under the versions of its compilers, so the next process does not compile it to find out.
+    """
+    return unit in _refused
+
+
+def refusals() -> int:
+    """Returns a number that changes with what is `refused`."""
+    return len(_refused)
+
+
+def switch_off(unit: Unit, error: QSyncError) -> None:
+    """Lets a unit's library not be used any more in this process."""
+    with _lock:
+        _had[unit] = error
+        _refused.add(unit)
+
+
+def compiles_late() -> bool:
+    """Whether a product that was not prepared may be compiled when it is called: not once a graph was, whose steps would stand still."""
+    return not _prepared
+
+
+def prepare_graph(units: Iterable[Unit]) -> Sequence[QSyncError]:
+    """Does what `prepare` does, for a graph that is about to run; from then on no call waits for a product to be compiled."""
+    global _prepared
+    failed = prepare(units)
+    _prepared = True
+    return failed
 
 
 def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:
@@ -128,4 +173,10 @@ def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:
                     _had[unit] = failed if failed is not None else load(built.libraries[unit], unit)
                 except KernelError as error:
                     _had[unit] = error
+            _refused.update(unit for unit in missing if _of_this_kernel(_had[unit]))
         return [had for unit in missing if isinstance(had := _had[unit], QSyncError)]
+
+
+def _of_this_kernel(had: Library | QSyncError) -> bool:
+    """Whether a failure is one of this kernel, where another one might do, and not one of the machine."""
+    return isinstance(had, RefusedKernelError) or (isinstance(had, ToolchainError) and had.of_the_source)

@@ -25,7 +25,7 @@ from qsync_fx.backend.cuda.libraries import abi
 from qsync_fx.backend.cuda.libraries.abi import ConvArguments, ConvertArguments, GemmArguments, QuantizeArguments
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools import toolchain
-from qsync_fx.errors import KernelError, ToolchainError
+from qsync_fx.errors import KernelError, LaunchError, ToolchainError
 
 Arguments = GemmArguments | ConvArguments | QuantizeArguments | ConvertArguments
 
@@ -65,11 +65,11 @@ class Library:
             stream: of CUDA, as `torch.cuda.Stream.cuda_stream` tells it.
 
         Raises:
-            KernelError: it could not be queued. What fails later, on the device, CUDA tells at the next call.
+            LaunchError: it could not be queued. What fails later, on the device, CUDA tells at the next call.
         """
         status = self._handle.qsync_run(ctypes.byref(arguments), workspace, stream)
         if status:
-            raise KernelError(
+            raise LaunchError(
                 f"the kernel cannot be started: {self.error(status)}",
                 where=self.unit.name,
                 do="see qsync doctor for the device and its driver",

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from qsync_fx.backend.cuda.kernel.hardware import FORWARD
 from qsync_fx.backend.cuda.libraries import budget
 from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
 from qsync_fx.backend.cuda.source.unit import Unit
@@ -46,21 +47,23 @@ def command(unit: Unit, tools: Toolchain) -> list[str]:
             )
         return nvrtc.command(unit.name, unit.arch, tools, (TEMPLATES,))
     number = unit.arch.removeprefix("sm_")
+    code = f"[sm_{number},compute_{number}]" if unit.arch in FORWARD else f"sm_{number}"
     includes = [f"-I{folder}" for folder in (TEMPLATES, *tools.cutlass.folders)]
-    target = f"-gencode=arch=compute_{number},code=sm_{number}"
+    target = f"-gencode=arch=compute_{number},code={code}"
     head = [str(tools.nvcc.path), "-ccbin", str(tools.host.path), *FLAGS, target, *_runtime(tools.nvcc.path)]
     return [*head, *includes, "-o", f"{unit.name}.so", f"{unit.name}.cu"]
 
 
 def flags(tools: Toolchain) -> tuple[str, ...]:
     """Returns the flags of `command`, without paths."""
-    return nvrtc.FLAGS if tools.toolkit else FLAGS
+    return nvrtc.FLAGS if tools.toolkit else (*FLAGS, f"PTX for {', '.join(FORWARD)}")
 
 
 def described(tools: Toolchain) -> str:
     """Returns what compiles, with versions."""
     name = "NVRTC" if tools.toolkit else "nvcc"
-    return f"{name} {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}, CUTLASS {dotted(tools.cutlass.version)}"
+    templates = f", CUTLASS {dotted(tools.cutlass.version)}" if tools.cutlass.folders else ""
+    return f"{name} {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}{templates}"
 
 
 def _runtime(compiler: Path) -> list[str]:
@@ -105,6 +108,7 @@ def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -
         os.replace(work / f"{unit.name}.cu", kept / f"{unit.name}.cu")
         os.replace(work / "log", kept / f"{unit.name}.log")
     last = "\n".join(f"  | {line}" for line in report.strip().splitlines()[-_SHOWN_LINES:])
+    of_the_source = False
     if status < 0 or re.search(r"\bKilled\b|signal 9|out of memory|Cannot allocate", report):
         gigabytes = budget.need(unit) / 1e9
         do = f"it was killed, mostly for lack of memory (this takes about {gigabytes:.1f} GB): set QSYNC_BUILD_JOBS=1"
@@ -113,6 +117,7 @@ def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -
     elif "No space left" in report:
         do = "set QSYNC_CACHE_DIR to a folder on a disk with space"
     else:
+        of_the_source = True
         do = f"the whole output is in {kept / unit.name}.log, the source beside it"
     error = ToolchainError(
         f"{'NVRTC' if tools.toolkit else 'nvcc'} failed with status {status} on {unit.name}"
@@ -120,5 +125,5 @@ def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -
         where=f"cd {shlex.quote(str(kept))} && {shlex.join(command(unit, tools))}",
         do=do,
     )
-    error.output = report
+    error.output, error.of_the_source = report, of_the_source
     return error

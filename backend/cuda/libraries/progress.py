@@ -18,6 +18,35 @@ if TYPE_CHECKING:
 _PATIENCE: Final = 1.0
 """Seconds without a word."""
 
+_LONG: Final = 5.0
+"""Seconds that one waits for another process before it is said, and then again twelve times as long."""
+
+
+class Waiting:
+    """Says that a process waits for what others compile, which looks like one that hangs; all ranks say it, each for itself."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._next = _LONG
+
+    def __call__(self, names: Sequence[str]) -> None:
+        """Takes what others compile while this process compiles nothing; nothing, where it does not wait."""
+        now = time.monotonic()
+        if not names:
+            self._since, self._next = None, _LONG
+            return
+        self._since = now if self._since is None else self._since
+        if (passed := now - self._since) < self._next:
+            return
+        self._next += 12 * _LONG
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        print(
+            f"qsync{rank}: has waited {passed:.0f} s for another process that compiles {names[0]}{more}; "
+            "qsync kernels build compiles before a run",
+            file=sys.stderr,
+        )
+
 
 class Watcher(Protocol):
     """What is told how far a build is."""

@@ -1,6 +1,6 @@
 """What is to be computed: `problem` (formats, layouts, sizes), from tensors by `operands`.
 
-`conv_mapping` and `padding` say how it may be computed as another problem, and `fallback` is what torch computes: on the CPU, what it
+`padding` says how it may be computed as another problem, and `fallback` is what torch computes: on the CPU, what it
 means.
 """
 

@@ -1,13 +1,14 @@
 """What every call of a kernel needs: the library or the reason why there is none, the device and its stream, memory to work in.
 
 Invariant: nothing waits for the device, and while a CUDA graph is captured nothing is compiled: a kernel that is not loaded by then is
-torch's to compute.
+torch's to compute. Nor is a product compiled in the middle of a training step: what a graph needs was compiled with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -16,18 +17,21 @@ from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.libraries.library import Arguments, Library
 from qsync_fx.backend.cuda.run import reasons
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.errors import KernelError, QSyncError
+from qsync_fx.errors import KernelError, LaunchError, PlanWarning, QSyncError
 
 
 def library(unit: Unit, device: torch.device, shown: str) -> Library | None:
     """Returns the library of a unit; None, with a reason kept for what is `shown`, where torch is to compute."""
+    captures = capturing(device)
+    may_read = not captures and (not unit.templates or kernels.compiles_late() or kernels.stored(unit))
     try:
-        found = kernels.library(unit, wait=not capturing(device))
+        found = kernels.library(unit, wait=may_read)
     except QSyncError as error:
         reasons.note(shown, error.what)
         return None
     if found is None:
-        reasons.note(shown, "its kernel was not loaded before a CUDA graph was captured")
+        when = "a CUDA graph was captured" if captures else "training began, and no step waits for a compiler"
+        reasons.note(shown, f"its kernel was not loaded before {when}")
     return found
 
 
@@ -41,25 +45,70 @@ def address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def run(library: Library, arguments: Arguments, device: torch.device) -> None:
-    """Asks a kernel whether it takes arguments, gives it memory and queues it on the current stream; raises `KernelError`."""
+def asked(library: Library, arguments: Arguments) -> int:
+    """Returns how many bytes of memory a kernel needs for arguments; raises `KernelError` where it does not take them."""
     why = library.can_implement(arguments)
     if why is not None:
         raise KernelError(f"its kernel does not take these operands: {why}", where=library.unit.name)
-    size = library.workspace(arguments)
+    return library.workspace(arguments)
+
+
+def queue(library: Library, arguments: Arguments, size: int, device: torch.device) -> None:
+    """Gives a kernel that takes arguments its memory and queues it on the current stream of a device, which is the current one.
+
+    Raises:
+        LaunchError: it cannot be started. What failed before it, and shows only now, is raised as what it is.
+    """
     # torch's allocator gives memory back to the same stream only, so it may be dropped as soon as the kernel is queued.
     memory = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    library.run(arguments, address(memory) or 0, stream_of(device))
+    place, stream = address(memory) or 0, stream_of(device)
+    try:
+        library.run(arguments, place, stream)
+    except LaunchError:
+        if capturing(device):
+            raise
+        if device.type == "cuda":
+            # What ran before and has failed shows here, as an error of torch.
+            torch.cuda.synchronize(device)
+        # An error that nobody had read was told with the first try, and is gone with it.
+        library.run(arguments, place, stream)
+
+
+def run(library: Library, arguments: Arguments, device: torch.device) -> None:
+    """Asks a kernel whether it takes arguments, gives it memory and queues it on the current stream; raises `KernelError`."""
+    queue(library, arguments, asked(library, arguments), device)
+
+
+def failed(library: Library, shown: str, error: KernelError) -> None:
+    """Notes that a kernel could not be used for what is `shown`; one that cannot be started is switched off, which is said once."""
+    reasons.note(shown, error.what)
+    if not isinstance(error, LaunchError) or kernels.failure(library.unit) is not None:
+        return
+    kernels.switch_off(library.unit, error)
+    warnings.warn(
+        f"the kernel {library.unit.name} is switched off until this process ends, and others or torch compute in its place: {error.what}. "
+        f"It was called for {shown}. Training goes on, with the same numbers; qsync doctor tells of the device and its driver.",
+        PlanWarning,
+        stacklevel=2,
+    )
 
 
 def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a device the current one, for launches and allocations."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index in (None, torch._C._cuda_getDevice()):
+        return _AS_IT_IS
+    return torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def stream_of(device: torch.device) -> int:
     """Returns the address of a device's current stream."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def place(device: torch.device) -> dict[str, int]:

@@ -10,16 +10,18 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from qsync_fx import devices
-from qsync_fx.backend.cuda.choose.select import Decision, decide, known
+from qsync_fx.backend.cuda.choose.candidates import candidates
+from qsync_fx.backend.cuda.choose.select import Candidates, Decision, decide, known
+from qsync_fx.backend.cuda.kernel import hardware
 from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.libraries import abi, cache, kernels
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
@@ -31,18 +33,6 @@ from qsync_fx.errors import QSyncError, ToolchainError
 from qsync_fx.files import caches
 from qsync_fx.precision import FORMATS
 
-_BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
-    (7, 0): "sm_70",
-    (7, 5): "sm_75",
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    # Orin has what GeForce cards of its generation have.
-    (8, 7): "sm_86",
-    (8, 9): "sm_89",
-    (9, 0): "sm_90a",
-}
-"""The target that code is compiled for, by compute capability. Machine code runs on no later generation, and "90a" on 9.0 alone."""
-
 
 @dataclass(frozen=True)
 class Known:
@@ -51,13 +41,19 @@ class Known:
         arch: what kernels are compiled for; None where there can be none.
         reason: why there are none; "" where there are.
         table: what was tuned.
-        compiles: whether kernels can be compiled here; otherwise there are only those that have been.
+        compiles: whether quantizers and copies can be compiled here; otherwise there are only those that have been.
+        lacks: why products cannot be compiled here, so that there are only those that have been; None where they can.
+        multiprocessors: how many the device has; None where it is not there to be asked.
+        mend: what to do about `reason` or `lacks`; None where nothing is to be done.
     """
 
     arch: Arch | None
     reason: str
     table: Table | None
     compiles: bool = True
+    lacks: str | None = None
+    multiprocessors: int | None = None
+    mend: str | None = None
 
 
 _assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_device", default=None)
@@ -84,7 +80,7 @@ def known_of(device: torch.device) -> Known:
     target = devices.target_of(device)
     if target is not None:
         # What was tuned on a device is known there; here the first kernel that serves stands for all.
-        arch = _BY_CAPABILITY.get(target)
+        arch = hardware.target(target)
         return Known(arch, "" if arch else _no_kernels(target), None)
     if device.type != "cuda":
         return Known(None, f"{device.type} has no kernels", None)
@@ -94,15 +90,58 @@ def known_of(device: torch.device) -> Known:
 
 def decision(problem: Problem, device: torch.device) -> Decision:
     """Returns which kernel computes a problem on a device, or that torch does, and why."""
-    return _decided(problem, device)
+    return _decided(problem, device, kernels.refusals())
 
 
-@functools.lru_cache(maxsize=4096)
-def _decided(problem: Problem, device: torch.device) -> Decision:
+def loaded_decision(problem: Problem, device: torch.device) -> Decision:
+    """Returns what computes a problem of the kernels that are loaded by now."""
     found = known_of(device)
     if found.arch is None:
         return Decision(None, problem, found.reason)
-    return decide(problem, found.arch, found.table, None if found.compiles else stored)
+    return decide(problem, found.arch, found.table, loaded)
+
+
+def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem and are loaded."""
+    return tuple(config for config in known(problem, arch) if kernels.loaded(kernels.unit_of(config)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _decided(problem: Problem, device: torch.device, refusals: int) -> Decision:
+    found = known_of(device)
+    if found.arch is None:
+        return Decision(None, problem, found.reason)
+    if found.lacks is None:
+        made = decide(problem, found.arch, found.table, usable(found.multiprocessors))
+        why = next((f for c in known(problem, found.arch) if (f := kernels.failure(kernels.unit_of(c)))), None)
+        return made if made.config is not None or why is None else replace(made, reason=why.what)
+    made = decide(problem, found.arch, found.table, stored)
+    # With a compiler there might be a kernel.
+    return replace(made, reason=found.lacks) if made.config is None and not stored(problem, found.arch) else made
+
+
+def usable(multiprocessors: int | None) -> Candidates:
+    """Returns what gives the candidates that serve a problem on a device: those that were refused give way to the next ones.
+
+    None is left after `MOST_REFUSED` of them: who has compiled so many in vain has waited for minutes.
+    """
+
+    def found(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+        every = candidates(problem, arch, multiprocessors)
+        left = tuple(config for config in every if not kernels.refused(kernels.unit_of(config)))
+        return left if len(every) - len(left) < MOST_REFUSED else ()
+
+    return found
+
+
+MOST_REFUSED: Final = 3
+WHEN_FORGOTTEN: Final[list[Callable[[], object]]] = []
+"""Called where decisions do not hold any longer."""
+
+
+def _forget_decisions() -> None:
+    for clear in (_decided.cache_clear, *WHEN_FORGOTTEN):
+        clear()
 
 
 def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
@@ -113,7 +152,7 @@ def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
 def forget() -> None:
     """Drops what is known, so that tables that were written since are read."""
     _known.cache_clear()
-    _decided.cache_clear()
+    _forget_decisions()
 
 
 @functools.cache
@@ -123,36 +162,41 @@ def _known(index: int) -> Known:
     if index >= torch.cuda.device_count():
         return Known(None, f"there is no device cuda:{index} here", None)
     capability = torch.cuda.get_device_capability(index)
-    arch = _BY_CAPABILITY.get(capability)
+    properties = torch.cuda.get_device_properties(index)
+    arch = hardware.target(capability, getattr(properties, "shared_memory_per_block_optin", None))
     if arch is None:
         return Known(None, _no_kernels(capability), None)
-    if reason := unobtainable(arch):
-        return Known(None, reason, None)
-    return Known(arch, "", _table(index), not _no_tools(arch))
+    plain, whole = _missing(arch, templates=False), _missing(arch)
+    if plain is not None and not _kept(arch):
+        return Known(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
+    lacks, mend = (None, None) if whole is None else (whole.what, whole.do)
+    return Known(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:
     return f"qsync_fx has no kernels for compute capability {'.'.join(map(str, capability))}"
 
 
-def _no_tools(arch: Arch) -> str:
-    """Returns why nothing can be compiled for an architecture; "" where it can."""
+def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
+    """Returns why nothing, or nothing of CUTLASS's templates, can be compiled for an architecture; None where it can."""
     try:
-        toolchain.toolchain(arch)
+        toolchain.toolchain(arch, templates)
     except ToolchainError as error:
-        return error.what
-    return ""
+        return error
+    return None
 
 
 def unobtainable(arch: Arch) -> str:
-    """Returns why kernels for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
-    reason = _no_tools(arch)
-    if reason:
-        with contextlib.suppress(QSyncError):
-            folders = [*cache.ahead_of_time(), cache.root()]
-            if any(_holds(folder, arch) for folder in folders):
-                return ""
-    return reason
+    """Returns why products for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
+    missing = _missing(arch)
+    return "" if missing is None or _kept(arch) else missing.what
+
+
+def _kept(arch: Arch) -> bool:
+    """Whether kernels for an architecture have been compiled, here or ahead of time."""
+    with contextlib.suppress(QSyncError):
+        return any(_holds(folder, arch) for folder in [*cache.ahead_of_time(), cache.root()])
+    return False
 
 
 def _holds(folder: Path, arch: Arch) -> bool:
@@ -220,4 +264,4 @@ def _multiplied(arch: Arch) -> frozenset[str]:
     return frozenset(name for name, problem in tried.items() if known(problem, arch))
 
 
-offer(_kernels, _decided.cache_clear)
+offer(_kernels, _forget_decisions)

@@ -21,12 +21,16 @@ from qsync_fx.backend.cuda.problem.operands import LARGEST_SIZE, format_name
 from qsync_fx.backend.cuda.run import calls, reasons
 from qsync_fx.backend.cuda.run.device import known_of
 from qsync_fx.backend.cuda.source.quantizer_source import FORMATS, ROUNDINGS, X_TYPES, written
+from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.numerics import reference
+from qsync_fx.devices.counted import capability
 from qsync_fx.errors import KernelError
 from qsync_fx.precision import Precision, encoding
 from qsync_fx.rounding.mode import Rounding
 
 _TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS_OF_A_BYTE: Final = (8, 9)
+"""The first compute capability that Triton converts to floats of one byte for."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,38 @@ def _filled(
 
 
 def _library(x: Tensor, row: Precision) -> Library | None:
+    unit = _unit(x, row)
+    if isinstance(unit, str):
+        reasons.note(_shown(x, row), unit)
+        return None
+    return calls.library(unit, x.device, _shown(x, row))
+
+
+def _unit(x: Tensor, row: Precision) -> Unit | str:
+    """Returns what is compiled to quantize `x` to a format, or why nothing is."""
     found = known_of(x.device)
     source = format_name(x.dtype if x.dtype in _TYPES else torch.float32)
     if found.arch is None or source is None:
-        reasons.note(_shown(x, row), found.reason)
-        return None
+        return found.reason
     target = written(row)
-    if target is None:
-        reasons.note(_shown(x, row), f"there is no quantizer of ours for {row}")
-        return None
-    return calls.library(kernels.quantizer(found.arch, source, target), x.device, _shown(x, row))
+    return (
+        f"there is no quantizer of ours for {row}" if target is None else kernels.quantizer(found.arch, source, target)
+    )
+
+
+def fused(x: Tensor, row: Precision) -> bool:
+    """Whether a compiled graph is to have operators that a compiler fuses in place of a kernel that quantizes `x` to a format.
+
+    So it is where no kernel can be had, as far as is known before it is asked for, the compiler knows the format, and there are values.
+    """
+    if isinstance(x.numel(), int) and x.numel() == 0:
+        return False
+    if row.dtype.is_floating_point and capability(x.device) < _FLOATS_OF_A_BYTE:
+        return False
+    unit = _unit(x, row)
+    if isinstance(unit, str) or kernels.failure(unit) is not None:
+        return True
+    return not (known_of(x.device).compiles or kernels.stored(unit))
 
 
 def _shown(x: Tensor, row: Precision) -> str:

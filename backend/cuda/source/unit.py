@@ -30,3 +30,8 @@ class Unit:
     interface: Literal["gemm", "conv", "quantize", "convert"]
     opcode: str = ""
     heavy: bool = False
+
+    @property
+    def templates(self) -> bool:
+        """Whether it is made of CUTLASS's templates; all else is plain CUDA."""
+        return self.interface in ("gemm", "conv")

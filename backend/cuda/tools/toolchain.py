@@ -62,10 +62,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Headers:
-    """CUTLASS: `folders` are what nvcc searches."""
+    """CUTLASS: `folders` are what nvcc searches; without any for sources that include nothing of it."""
 
-    folders: tuple[Path, ...]
-    version: Version
+    folders: tuple[Path, ...] = ()
+    version: Version = ()
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,12 @@ class Toolchain:
     toolkit: tuple[Path, ...] = ()
 
 
-def toolchain(arch: Arch | None = None) -> Toolchain:
+def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
     """Returns the tools of this machine.
 
     Args:
         arch: what is to be compiled for, if that is known.
+        templates: whether it is made of CUTLASS's templates, as products are; quantizers and copies are plain CUDA.
 
     Raises:
         ToolchainError: one is missing or of a version that does not serve.
@@ -98,7 +99,7 @@ def toolchain(arch: Arch | None = None) -> Toolchain:
 
         return nvrtc.tools()
     compiler = nvcc()
-    return Toolchain(compiler, host_compiler(compiler), cutlass())
+    return Toolchain(compiler, host_compiler(compiler), cutlass() if templates else Headers())
 
 
 def _compiles_for_volta() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from qsync_fx.backend.cuda.choose.select import Decision
 from qsync_fx.backend.cuda.kernel.config import Arch
 from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.operands import format_name, outline
+from qsync_fx.backend.cuda.run import missing
 from qsync_fx.backend.cuda.run.device import decision, known_of
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.operators.products import incoming
@@ -152,20 +155,38 @@ def prepare(graph: PrecisionGraph) -> str:
     compute, which `reasons` then tells.
     """
     device = graph.context.device
+    if device.type == "cuda" and _layers(graph):
+        missing.tell(device)
     arch = known_of(device).arch
     if arch is None:
-        return ""
-    layers = [operator.note.computed for operator in _layers(graph)]
-    decided = {product.problem: product.decision for layer in layers if layer is not None for product in layer.products}
-    configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
-    copiers = kernels.copiers(arch) if configs else []
-    kernels.prepare([*map(kernels.unit_of, configs), *_quantizers(graph, arch), *copiers])
+        return "no kernels" if device.type == "cuda" else ""
+    refused, decided = -1, {}
+    while refused != kernels.refusals():
+        # What a compiler was refused for gives way to the next candidate.
+        refused, decided = kernels.refusals(), _decided(graph, device)
+        configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
+        copiers = kernels.copiers(arch) if configs else []
+        quantizers = _quantizers(graph, arch)
+        kernels.prepare_graph([*map(kernels.unit_of, configs), *quantizers, *copiers])
     usable = {config for config in configs if kernels.failure(kernels.unit_of(config)) is None}
     lines = [
         f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"
         for problem, found in decided.items()
     ]
+    # Those are written in operators in the compiled graph.
+    lines += [f"no {unit.name}" for unit in quantizers if kernels.failure(unit) is not None]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Decision]:
+    """Returns what computes each problem of a graph now, and notes it on its layers."""
+    found: dict[Problem, Decision] = {}
+    for operator in _layers(graph):
+        if (before := operator.note.computed) is not None:
+            products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
+            operator.update(computed=replace(before, products=products))
+            found |= {product.problem: product.decision for product in products}
+    return found
 
 
 def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:

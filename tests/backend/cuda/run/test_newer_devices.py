@@ -1,0 +1,157 @@
+"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what is said once."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_launch import INT8
+
+from qsync_fx.backend.cuda.kernel import hardware
+from qsync_fx.backend.cuda.libraries import kernels, keys, nvcc
+from qsync_fx.backend.cuda.libraries.keys import included
+from qsync_fx.backend.cuda.run import device as devices, missing
+from qsync_fx.backend.cuda.run.device import Known, decision, forget
+from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda.tools.toolchain import Headers, Program, Toolchain
+from qsync_fx.errors import PlanWarning, ToolchainError
+
+CUDA = torch.device("cuda", 0)
+NO_NVCC = ToolchainError("no nvcc of 12.4 or later", do="install the CUDA toolkit")
+NO_CUTLASS = ToolchainError("the headers of CUTLASS are missing", do="pip install --no-deps nvidia-cutlass==4.2.0.0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "arch"),
+    [
+        ((7, 0), None, "sm_70"), ((7, 2), None, None), ((6, 1), None, None), ((9, 0), None, "sm_90a"),
+        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"), ((12, 1), None, "sm_89"),
+        ((13, 0), 228 << 10, "sm_80"), ((13, 0), 99 << 10, "sm_89"),
+    ],
+)  # fmt: skip
+def test_every_capability_has_what_compiles_for_it(
+    capability: tuple[int, int], shared: int | None, arch: str | None
+) -> None:
+    assert hardware.target(capability, shared) == arch
+
+
+def test_what_newer_devices_take_holds_ptx() -> None:
+    tools = Toolchain(Program(__file__, (12, 4)), Program("g++", (12,)), Headers())  # type: ignore[arg-type]
+
+    def target(arch: Any) -> str:
+        return next(word for word in nvcc.command(kernels.quantizer(arch, "fp32", "int8"), tools) if "-gencode" in word)
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(nvcc, "library_folders", lambda path: ())
+    try:
+        assert target("sm_80") == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+        assert target("sm_89") == "-gencode=arch=compute_89,code=[sm_89,compute_89]"
+        assert target("sm_75") == "-gencode=arch=compute_75,code=sm_75"
+    finally:
+        patched.undo()
+
+
+@pytest.mark.parametrize(
+    "unit", [kernels.quantizer("sm_80", "fp32", "int8"), kernels.copier("sm_80"), *kernels.converters("sm_75")]
+)
+def test_quantizers_and_copies_need_no_cutlass(unit: Any) -> None:
+    assert not unit.templates
+    for name in included(unit.source):
+        text = (keys.TEMPLATES / name).read_text()
+        assert "cutlass/" not in text and "cute/" not in text, name
+
+
+class Machine:
+    """A GPU that is not here, and tools that are there or not."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0), shared: int = 163 << 10
+    ) -> None:
+        self.patch = patch
+        properties = SimpleNamespace(multi_processor_count=40, shared_memory_per_block_optin=shared)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        patch.setattr(devices, "_table", lambda index: None)
+        patch.setattr(devices, "_kept", lambda arch: False)
+        patch.delenv("QSYNC_KERNELS", raising=False)
+        monkey_told: set[str] = set()
+        patch.setattr(missing, "_told", monkey_told)
+
+    def has(self, nvcc: bool, cutlass: bool) -> Known:
+        def tools(arch: Any = None, templates: bool = True) -> None:
+            if not nvcc:
+                raise NO_NVCC
+            if templates and not cutlass:
+                raise NO_CUTLASS
+
+        self.patch.setattr(toolchain, "toolchain", tools)
+        forget()
+        return devices.known_of(CUDA)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield Machine(monkeypatch)
+    monkeypatch.undo()
+    forget()
+
+
+def test_without_nvcc_there_are_no_kernels(machine: Machine) -> None:
+    found = machine.has(nvcc=False, cutlass=True)
+    assert found.arch is None and found.reason == NO_NVCC.what
+    assert decision(INT8, CUDA).reason == NO_NVCC.what
+
+
+def test_without_cutlass_the_quantizer_is_ours_and_products_are_torchs(machine: Machine) -> None:
+    found = machine.has(nvcc=True, cutlass=False)
+    assert found.arch == "sm_80" and found.compiles and found.lacks == NO_CUTLASS.what
+    machine.patch.setattr(kernels, "_stored", lambda unit: False)
+    made = decision(INT8, CUDA)
+    assert made.config is None and made.reason == NO_CUTLASS.what
+
+
+def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiprocessors(machine: Machine) -> None:
+    found = machine.has(nvcc=True, cutlass=True)
+    assert (found.lacks, found.multiprocessors) == (None, 40) and missing.told(CUDA) == ""
+    assert decision(INT8, CUDA).config is not None
+
+
+def test_a_newer_device_takes_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, (12, 0), 99 << 10)
+    try:
+        assert machine.has(nvcc=True, cutlass=True).arch == "sm_89"
+        config = decision(INT8, CUDA).config
+        assert config is not None and config.arch == "sm_89"
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+@pytest.mark.parametrize(("nvcc", "what"), [(False, NO_NVCC), (True, NO_CUTLASS)])
+def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
+    machine: Machine, nvcc: bool, what: ToolchainError
+) -> None:
+    machine.has(nvcc=nvcc, cutlass=False)
+    with pytest.warns(PlanWarning) as told:
+        missing.tell(CUDA)
+    [text] = [str(warning.message) for warning in told]
+    assert (
+        what.what in text
+        and text.endswith(f"To mend it: {what.do}")
+        and "cuBLAS" in text
+        and "Numbers are the same" in text
+    )
+    assert ("quantized by code that the compiler fuses" in text) is not nvcc
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        missing.tell(CUDA)
+
+
+def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
+    machine.patch.setenv("QSYNC_KERNELS", "off")
+    assert machine.has(nvcc=False, cutlass=False).arch is None
+    assert missing.told(CUDA) == ""

@@ -1,0 +1,60 @@
+"""The option "cudagraphs" and torch's mode of the same meaning: understood, or refused by name; a device without them says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import qsync_fx
+from qsync_fx.backend import compile as compiling, tuned
+from qsync_fx.backend.entry import options_of
+from qsync_fx.options import Options
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def test_the_mode_is_the_option() -> None:
+    assert (
+        options_of({"mode": "reduce-overhead"})
+        == Options(cudagraphs=True)
+        == options_of({"options": {"cudagraphs": True}})
+    )
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce_overhead", 3])
+def test_other_modes_are_refused_by_name(mode: Any) -> None:
+    with pytest.raises(qsync_fx.OptionError) as raised:
+        options_of({"mode": mode})
+    assert f"has no mode {str(mode)!r}" in str(raised.value) and "reduce-overhead" in str(raised.value.do)
+
+
+def test_inductor_is_told_on_cuda_and_other_devices_say_that_there_are_none() -> None:
+    wanted = Options(cudagraphs=True)
+    assert tuned.captures(wanted, CUDA) and not tuned.captures(Options(), CUDA)
+    assert tuned.inductor(CUDA, True) == {"triton.cudagraphs": True} and "triton.cudagraphs" not in tuned.inductor(CUDA)
+    with pytest.warns(qsync_fx.PlanWarning, match='"cudagraphs" has no effect on cpu'):
+        assert not tuned.captures(wanted, CPU)
+
+
+def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way from torch.compile to the settings that the inner compiler gets."""
+    asked: list[bool] = []
+    inner = compiling.inner_compiler
+
+    def watched(name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False) -> Any:
+        asked.append(cudagraphs)
+        return inner("eager", device)
+
+    monkeypatch.setattr(compiling, "inner_compiler", watched)
+    monkeypatch.setattr(tuned, "captures", lambda options, device: options.cudagraphs)
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    for how in ({"mode": "reduce-overhead"}, {"options": {"cudagraphs": True}}, {}):
+        torch.compiler.reset()
+        torch.compile(model, backend="qsync", **how)(x)  # type: ignore[call-overload]
+    assert asked == [True, True, False]
+
+
+def test_the_seed_of_a_step_is_drawn_outside_of_what_is_captured() -> None:
+    assert torch.Tag.cudagraph_unsafe in torch.ops.qsync.draw.default.tags

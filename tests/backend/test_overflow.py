@@ -1,0 +1,63 @@
+"""Training in FP16 that overflows is told of, once, where nothing scales the loss; who scales it, or trains in another format, is not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx.backend import overflow
+
+X = torch.randn(8, 16)
+
+
+def trained(precision: str, *, loss: float, steps: int = 1, scaler: Any = None, fused: bool = False) -> list[str]:
+    """Returns what is warned of while a model trains whose loss is multiplied by a number."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    compiled = torch.compile(
+        model, backend="qsync", options={"precision": precision, "inner": "aot_eager", "exact": True}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            optimizer.zero_grad()
+            value = compiled(X).float().square().sum() * loss
+            (value if scaler is None else scaler.scale(value)).backward()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+    return [
+        str(w.message) for w in told if issubclass(w.category, qsync_fx.PlanWarning) and "not finite" in str(w.message)
+    ]
+
+
+def test_an_overflow_is_told_once() -> None:
+    [text] = trained("fp16", loss=1e9, steps=4)
+    assert "gradients of Sequential are not finite in step 1" in text and "fp16" in text and "GradScaler" in text
+
+
+def test_gradients_that_fit_are_not() -> None:
+    assert trained("fp16", loss=1.0, steps=2) == []
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_keeps_them_from_the_optimizer(fused: bool) -> None:
+    assert trained("fp16", loss=1e9, steps=2, scaler=torch.amp.GradScaler("cpu"), fused=fused) == []
+
+
+def test_other_formats_are_nobody_s_business() -> None:
+    assert trained("bf16", loss=1e39) == [] and not [m for m in overflow._watched if isinstance(m, nn.Sequential)]
+
+
+def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(overflow, "_finite", lambda gradients: looked.append(len(gradients)) or True)
+    assert trained("fp16", loss=1.0, steps=9) == []
+    assert looked == [4] * 4, "in steps 1, 2, 4 and 8"

@@ -1,0 +1,88 @@
+"""Tables of what CUDA kernels there are and where they run, made of what decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from qsync_fx.backend.cuda.choose.select import decide
+from qsync_fx.backend.cuda.kernel import hardware
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.operands import format_name
+from qsync_fx.devices.offers import row_at
+from qsync_fx.precision import FORMATS, Precision, encoding
+
+GPUS = {"T4": (7, 5), "A100": (8, 0), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
+SIZE = 4096
+
+
+def _name(row: Precision) -> str:
+    return encoding(row).name if not row.plain else str(format_name(row.dtype))
+
+
+def linear(row: Precision) -> list[Problem]:
+    """Returns the products of a linear layer in a format: output, input gradient, weight gradient."""
+    own, given = _name(row), _name(row.gradient)
+    scale: Any = "tensor" if row.scaled else "none"
+    left: Any = "tensor" if row.gradient.scaled else "none"
+    saved = own if row.gradient.dtype.itemsize == 1 else given
+    output = GemmProblem(SIZE, SIZE, SIZE, own, own, row.output.name, "row", "column", scale, scale)
+    to_input = replace(output, a=given, b=saved, out="fp32", b_major="row", a_scale=left)
+    # A gradient with a scale is written by columns, too, by the kernel that rounds it.
+    return [output, to_input, replace(to_input, a_major="row" if row.gradient.scaled else "column")]
+
+
+def convolution(row: Precision) -> list[Problem]:
+    """Returns the products of a convolution in a format."""
+    own, given = _name(row), _name(row.gradient)
+    scale: Any = "tensor" if row.scaled else "none"
+    left: Any = "tensor" if row.gradient.scaled else "none"
+    saved = own if row.gradient.dtype.itemsize == 1 else given
+    where = (64, 28, 28, 512, 512, 3, 3, (1, 1), (1, 1), (1, 1))
+    output = ConvProblem("fprop", *where, own, own, row.output.name, scale, scale)
+    to_input = replace(output, operation="dgrad", a=given, b=saved, out="fp32", a_scale=left)
+    return [output, to_input, replace(to_input, operation="wgrad")]
+
+
+def products() -> str:
+    """Returns which products of a layer in each format are kernels on each GPU."""
+
+    def cell(problems: list[Problem], capability: tuple[int, int]) -> str:
+        arch = hardware.target(capability)
+        assert arch is not None
+        names = ("output", "input gradient", "weight gradient")
+        ours = [n for n, p in zip(names, problems, strict=True) if decide(p, arch).config is not None]
+        return "all three" if len(ours) == 3 else ", ".join(ours) or "torch's"
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for layer in (linear, convolution):
+            for row in FORMATS.values():
+                if not row.plain:
+                    found = {at: layer(row_at(at, row)) for at in GPUS.values()}
+                    yield f"{layer.__name__}, `{row.name}`", *(cell(found[at], at) for at in GPUS.values())
+
+    return _markdown(("layer and format", *GPUS), rows())
+
+
+def architectures() -> str:
+    """Returns what is compiled for which compute capability."""
+    gpus = {
+        (7, 0): "V100", (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin", (8, 9): "L4, L40, RTX 40",
+        (9, 0): "H100, H200", (10, 0): "B200", (10, 3): "B300", (12, 0): "RTX 50, RTX PRO", (12, 1): "GB10",
+    }  # fmt: skip
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for capability, name in gpus.items():
+            how = "" if capability in hardware.BY_CAPABILITY else ", by its PTX"
+            yield ".".join(map(str, capability)), name, f"`{hardware.target(capability)}`{how}"
+
+    return _markdown(("compute capability", "GPUs", "`--arch`"), rows())
+
+
+def _markdown(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"products": products, "architectures": architectures}
