@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items, file by file, those files first that may take longest, so that no worker is at one of them when the others have ended.
+    """Returns the items, those files first that may take longest, so that no worker is at one of them when the others have ended.
 
     What takes long has been given a time limit of its own; where none has, the number of tests says it.
     """
