@@ -16,10 +16,10 @@ from qsync_fx.communication.codecs import NAMES
 from qsync_fx.distributed import compress
 
 
-def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+def run(name: str, world: int, folder: Path, script: str = "compressed_rank.py", **job: Any) -> list[Any]:
     """Returns the results of all ranks, which all have to come to their end."""
     folder.mkdir(exist_ok=True)
-    ended = ranks.run("compressed_rank.py", world, folder, name=name, **job)
+    ended = ranks.run(script, world, folder, name=name, **job)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     return [rank.result for rank in ended]
 
@@ -106,6 +106,16 @@ def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path
 
 
 @tiers.ALL
+@pytest.mark.parametrize("codec", ["qsgd8", "1bit*", "aqgb", "duo4"])
+def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(codec: str, tmp_path: Path) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    first, *others = run("detail", 2, tmp_path, codec=codec)
+    assert all(other == first for other in others)
+    assert first["looked at"] == "_ProcessGroupWrapper"
+    assert first["steps"] == 4
+
+
+@tiers.ALL
 @pytest.mark.parametrize(("world", "codec", "steps"), [(2, "qsgd4", 500), (3, "1bit*", 120)])
 def test_many_buckets_in_flight_for_many_steps(world: int, codec: str, steps: int, tmp_path: Path) -> None:
     first, *others = run("many", world, tmp_path, codec=codec, steps=steps)
@@ -154,7 +164,7 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
 def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
     """Decisions are those of the rule for times that are given and messages that are really sent."""
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
-    found = run("adapting", world, tmp_path, rates=rates, feedback=feedback)
+    found = run("adapting", world, tmp_path, "adapting_rank.py", rates=rates, feedback=feedback)
     assert len({rank["weights"] for rank in found}) == 1
     for rate, rank in zip(rates, found, strict=True):
         decided = [entry for entry in rank["entries"] if entry[2] is not None]
@@ -179,7 +189,7 @@ def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: boo
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
 def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> None:
-    first, *others = run("feedback", world, tmp_path)
+    first, *others = run("feedback", world, tmp_path, "adapting_rank.py")
     for found in (first, *others):
         assert found["without"]["lost"] > 1
         for name in ("with", "adaptive"):

@@ -22,10 +22,10 @@ CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
 ]
 
 
-def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+def run(name: str, world: int, folder: Path, script: str = "duo_rank.py", **job: Any) -> list[Any]:
     """Returns the results of all ranks, which all have to come to their end."""
     folder.mkdir(exist_ok=True)
-    ended = ranks.run("duo_rank.py", world, folder, name=name, **job)
+    ended = ranks.run(script, world, folder, name=name, **job)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     return [rank.result for rank in ended]
 
@@ -121,7 +121,7 @@ def test_a_flush_brings_parameters_to_what_is_known_in_full(tmp_path: Path) -> N
 
 @tiers.ALL
 def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
-    first, second = run("refused", 2, tmp_path)
+    first, second = run("refused", 2, tmp_path, "duo_faults_rank.py")
     texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
     for name, text in {
         "none": "has to know it",
@@ -146,7 +146,7 @@ def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
-    first, second = run("disagreement", 2, tmp_path)
+    first, second = run("disagreement", 2, tmp_path, "duo_faults_rank.py")
     assert first == second
     assert "another codec of gradients" in first["codec"]["text"]
     assert "Duo(" in first["way"]["text"]
@@ -163,7 +163,7 @@ def test_one_rank_trains_as_without_duo(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_a_rank_that_is_killed_in_a_slow_reduction_is_an_error_on_the_other(tmp_path: Path) -> None:
-    ended = ranks.run("duo_rank.py", 2, tmp_path, name="killed", full=4000, limit=30)
+    ended = ranks.run("duo_faults_rank.py", 2, tmp_path, name="killed", full=4000, limit=30)
     assert ended[1].code == -signal.SIGKILL
     assert ended[0].code == 0, ended[0].log
     assert ended[0].result["kind"] == "RankError"

@@ -107,6 +107,17 @@ def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
 
 
 @tiers.ALL
+def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for found in run("codecs", 2, tmp_path, codecs=["fp32", "qsgd8", "1bit*"]):
+        assert found["debug"] == "DETAIL"
+        assert found["fp32"]["equal"]
+        assert found["qsgd8"]["finite"] and found["1bit*"]["finite"]
+
+
+@tiers.ALL
 def test_a_message_that_is_harmed_is_told_on_all_ranks(tmp_path: Path) -> None:
     for found in run("faults", 3, tmp_path, how="harm"):
         assert found["kind"] == "RankError"

@@ -7,91 +7,21 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
-from torch import Tensor, distributed, nn
+from compressed_training import Network, batch, distance, parallel, said, sgd, train, trained, weights
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.communication import gathering, reduction
-from qsync_fx.communication.codecs.truncation import Adaptive, Truncated
-from qsync_fx.communication.compression import Compression
 from qsync_fx.distributed import check_replicas, compress
-
-
-class Network(nn.Module):
-    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks leave out, and several buckets."""
-
-    def __init__(self, width: int = 67) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(1, 5, 3)
-        self.first, self.second = nn.Linear(5 * 6 * 6, width), nn.Linear(width, width)
-        self.aside, self.last = nn.Linear(width, width), nn.Linear(width, 3)
-        self.unused = nn.Parameter(torch.randn(50))
-
-    def forward(self, x: Tensor, aside: bool = True) -> Tensor:
-        x = torch.relu(self.first(self.convolution(x).flatten(1)))
-        x = self.second(x) + (self.aside(x) if aside else 0)
-        return self.last(torch.tanh(x))
-
-
-def parallel(buckets: float = 0.02, **how: Any) -> DistributedDataParallel:
-    torch.manual_seed(0)
-    return DistributedDataParallel(Network(), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def train(model: nn.Module, optimizer: Any, steps: range, scale: float = 1.0) -> Iterator[int]:
-    for step in steps:
-        optimizer.zero_grad()
-        (model(batch(distributed.get_rank(), step)).square().mean() * scale).backward()
-        optimizer.step()
-        yield step
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def weights(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-
-
-def said(error: BaseException) -> dict[str, Any]:
-    return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
-
-
-def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
-    """Puts the error that a call ends with, if it does, by a name into what was found."""
-    try:
-        does()
-    except qsync_fx.QSyncError as error:
-        found[name] = said(error)
-
-
-def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, Compression | None]:
-    model = parallel(**how)
-    handle = compress(model, codec, check_every=2) if codec is not None else None
-    if hook is not None:
-        model.register_comm_hook(None, hook)
-    list(train(model, sgd(model), range(steps)))
-    check_replicas(model)
-    return model, handle
-
-
-def distance(model: nn.Module, other: nn.Module) -> float:
-    found = [(p - q).norm() / q.norm() for p, q in zip(model.parameters(), other.parameters(), strict=True)]
-    return float(torch.stack(found).max())
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -265,6 +195,23 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """With torch's own checks of what ranks do, at their highest level.
+
+    The default group was made before: given one that is wrapped, DistributedDataParallel of torch 2.13 dies in its constructor, by itself.
+    """
+    distributed.set_debug_level(distributed.DebugLevel.DETAIL)
+    model = parallel()
+    optimizer = sgd(model)
+    duo = job["codec"].startswith("duo")
+    handle = compress(model, job["codec"], optimizer=optimizer if duo else None, check_every=1)
+    list(train(model, optimizer, range(4)))
+    handle.flush()
+    check_replicas(model)
+    looked = type(handle._reducer.group._get_backend(torch.device("cpu"))).__name__
+    return {"looked at": looked, "weights": weights(model), "steps": handle.report().tally.steps}
+
+
 def many(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Many buckets in flight, many steps."""
     torch.manual_seed(0)
@@ -305,90 +252,6 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             handle.wait()
         return said(error)
     return {}
-
-
-class Clock:
-    """Of a rank whose blocks all come `gap` seconds after one another, and whose link takes `rate` bytes a second."""
-
-    def __init__(self, gap: float, rate: float) -> None:
-        self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
-        sent = gathering.exchange
-
-        def exchange(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-            sent(group, outgoing, incoming, about)
-            mine, *_ = (message.numel() for message in outgoing.values())
-            self.link += max(mine, sum(message.numel() for message in incoming.values()) / len(incoming)) / self.rate
-
-        gathering.exchange = exchange
-
-    def __call__(self) -> float:
-        if threading.current_thread().name == "qsync communication":
-            return self.link
-        self.now += self.gap
-        return self.now
-
-
-def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """AQGB over real sockets by a clock of ours; each rank has another link."""
-    codec = Adaptive(feedback=job["feedback"], segment=2**14)
-    model = parallel()
-    handle, optimizer = compress(model, codec, check_every=2), sgd(model)
-    handle.controller.clock = Clock(gap=1.0, rate=job["rates"][rank])
-    for parameter in model.parameters():
-        # So that what came before is delivered, and decisions do not depend on threads.
-        parameter.register_hook(lambda gradient: handle._worker.wait())
-    list(train(model, optimizer, range(6)))
-    check_replicas(model)
-    tally = handle.report().tally
-    saved = handle.state_dict()
-    again = compress(parallel(), codec)
-    again.load_state_dict(saved)
-    return {
-        "weights": weights(model),
-        "entries": [(entry.step, entry.size, entry.gap, entry.ratio) for entry in handle.decisions()],
-        "wire": tally.wire,
-        "theory": tally.theory,
-        "raw": tally.raw,
-        "buckets": tally.buckets,
-        "variance": handle.report().variance,
-        "checks": tally.checks,
-        "printed": str(handle.report()),
-        "sent": sorted(saved["sent"]),
-        "learnt": again.state_dict()["control"] == saved["control"],
-    }
-
-
-def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What is left of gradients is not lost: gradients that stay the same are summed, in levels that keep little of them."""
-    found = {}
-    values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
-    whole = torch.stack([torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(world)]).mean(0)
-    for name, codec in (
-        ("without", Truncated(12)),
-        ("with", Truncated(12, feedback=True)),
-        ("adaptive", Adaptive(feedback=True, segment=2**12)),
-    ):
-        model = nn.Linear(3000, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        ddp = DistributedDataParallel(model)
-        handle = compress(ddp, codec)
-        if handle.controller is not None:
-            handle.controller.clock = Clock(gap=1.0, rate=5000.0)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        for _ in range(20):
-            optimizer.zero_grad()
-            ddp(values).sum().backward()
-            optimizer.step()
-        check_replicas(ddp)
-        left = handle.state_dict()["sent"].get("weight", torch.zeros(3000))
-        distributed.all_reduce(left)
-        total = -model.weight.detach().view(-1)
-        found[name] = {
-            "lost": float((20 * whole - total).abs().max()),
-            "unexplained": float((20 * whole - total - left / world).abs().max()),
-            "bits": sorted(handle.controller.adapted().levels) if handle.controller is not None else [12],
-        }
-    return found
 
 
 if __name__ == "__main__":

@@ -2,93 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import hashlib
-import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
-from compressed_rank import batch, parallel, refusal, said, weights
-from torch import Tensor, distributed, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from compressed_training import batch, weights
+from duo_training import OPTIMIZERS, Alone, Training, hashed
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication import reduction
 from qsync_fx.communication.duo.rates import Duo, Silence
-from qsync_fx.communication.handle import Handle
 from qsync_fx.distributed import check_replicas, compress
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
-    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
-}
-
-
-class Training:
-    """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a GradScaler."""
-
-    def __init__(self, codec: Any, optimizer: str, clips: bool = False, scales: bool = False, **how: Any) -> None:
-        self.model = parallel(**how)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.handle: Handle | None = None
-        if codec is not None:
-            self.handle = compress(
-                self.model, codec, optimizer=self.optimizer, scaler=self.scaler if scales else None, check_every=2
-            )
-        if clips:
-            self.optimizer.register_step_pre_hook(self.clip)
-
-    def run(self, steps: range, accumulates: bool = False, infinite: int = -1) -> Training:
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-        for step in steps:
-            self.optimizer.zero_grad(set_to_none=step % 2 == 0)
-            if accumulates:
-                with self.model.no_sync():
-                    self.scaler.scale(self.loss(-batch(rank, step))).backward()
-            bad = float("inf") if step == infinite and rank == world - 1 else 1.0
-            self.scaler.scale(self.loss(batch(rank, step)) * bad).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.schedule.step()
-        return self
-
-    def clip(self, *_: Any) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
-
-    def loss(self, x: Tensor) -> Tensor:
-        found: Tensor = self.model(x).square().mean()
-        return found
-
-    def flushed(self) -> list[str]:
-        if self.handle is not None:
-            self.handle.flush()
-        check_replicas(self.model)
-        return [weights(self.model), hashed(self.optimizer)]
-
-
-def hashed(optimizer: torch.optim.Optimizer) -> str:
-    """Returns a hash of all tensors of an optimizer's state."""
-    state = optimizer.state_dict()["state"]
-    tensors = [value for index in sorted(state) for _, value in sorted(state[index].items()) if value is not None]
-    return hashlib.sha256(b"".join(torch.as_tensor(t).numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -114,15 +43,6 @@ def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             "skipped": ahead.handle.report().ahead.skipped,  # type: ignore[union-attr]
         }
     return found
-
-
-class Alone(Training):
-    """Gradients in FP32, summed in the order of ranks: with two of them those of DistributedDataParallel."""
-
-    def __init__(self, optimizer: str, **how: Any) -> None:
-        super().__init__(None, optimizer, **how)
-        if distributed.get_world_size() > 2:
-            self.handle = compress(self.model, "fp32")
 
 
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -305,80 +225,6 @@ def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What DUO cannot do is an error that says so."""
-    found: dict[str, Any] = {}
-    says = partial(refusal, found)
-
-    def training(**how: Any) -> tuple[Any, Any]:
-        model = parallel()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    model, sgd = training()
-    inner = list(model.parameters())
-    says("none", lambda: compress(model, "duo4"))
-    says("codec", lambda: compress(model, "qsgd8", optimizer=sgd))
-    says("name", lambda: compress(model, "duo3", optimizer=sgd))
-    says("closure", lambda: compress(model, "duo4", optimizer=torch.optim.LBFGS(inner)))
-    says("foreign", lambda: compress(model, "duo4", optimizer=torch.optim.SGD([*inner, nn.Parameter(torch.ones(3))])))
-    says("missing", lambda: compress(model, "duo4", optimizer=torch.optim.SGD(inner[:-1])))
-    zero: Any = ZeroRedundancyOptimizer
-    says("zero", lambda: compress(model, "duo4", optimizer=zero(inner, torch.optim.SGD, lr=0.1)))
-
-    def backward(model: Any, step: int = 0) -> None:
-        model(batch(rank, step)).square().mean().backward()
-
-    for name in ("clips", "clips without effect"):
-        model, sgd = training()
-        compress(model, "duo4", optimizer=sgd)
-        backward(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1 if name == "clips" else 1e9)
-        says(name, sgd.step)
-    model, sgd = training()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    compress(model, "duo4", optimizer=sgd)
-    scaler.scale(model(batch(rank, 0)).square().mean()).backward()
-    says("scaler", lambda: scaler.step(sgd))
-    model, sgd = training()
-    handle: Any = compress(model, "duo4", optimizer=sgd)
-    backward(model)
-    says("twice", lambda: backward(model))
-    model, sgd = training()
-    handle = compress(model, "duo4", optimizer=sgd)
-    backward(model)
-    handle.skip()
-    backward(model)
-    sgd.step()
-    found["skipped"] = handle.report().ahead.skipped
-    says("again", sgd.step)
-    says("with a closure", lambda: sgd.step(lambda: torch.zeros(())))
-    model, sgd = training()
-    compress(model, "duo4", optimizer=sgd)
-
-    def joins() -> None:
-        with model.join():
-            backward(model)
-
-    says("join", joins)
-    return found
-
-
-def disagreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, codec, rate in (
-        ("codec", "duo4" if rank else "duo2", 0.1),
-        ("way", "duo4" if rank else "qsgd4", 0.1),
-        ("optimizer", "duo4", 0.1 + rank),
-    ):
-        model = parallel()
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        try:
-            compress(model, codec, optimizer=optimizer if codec.startswith("duo") else None)
-        except qsync_fx.RankError as error:
-            found[name] = said(error)
-    return found
-
-
 def alone(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     training = Training("duo0", "adamw", clips=True).run(range(4))
     nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
@@ -389,28 +235,5 @@ def alone(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {"ends": [training.flushed(), plain.flushed()], "printed": str(training.handle.report())}
 
 
-def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of a slow reduction."""
-    training = Training("duo4", "sgd").run(range(2))
-    sound = reduction.exchange
-    slow: Any = training.handle._slow.state.codec  # type: ignore[union-attr]
-    assert slow.startswith("in full")
-
-    def dies(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-        if rank == 1 and "bucket 1 of step 2" in about and outgoing[0].numel() > job["full"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sound(group, outgoing, incoming, about)
-
-    reduction.exchange = dies
-    try:
-        training.run(range(2, 6))
-    except qsync_fx.RankError as error:
-        with contextlib.suppress(qsync_fx.RankError):
-            assert training.handle is not None
-            training.handle.flush()
-        return said(error)
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.play(globals(), sys.argv[1:], meet=lambda name: name not in ("killed", "refused"))
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: True)

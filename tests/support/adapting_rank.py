@@ -1,0 +1,105 @@
+"""One rank of the tests of AQGB; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import ranks
+import torch
+from compressed_training import parallel, sgd, train, weights
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.communication import gathering
+from qsync_fx.communication.codecs.truncation import Adaptive, Truncated
+from qsync_fx.distributed import check_replicas, compress
+
+
+class Clock:
+    """Of a rank whose blocks all come `gap` seconds after one another, and whose link takes `rate` bytes a second."""
+
+    def __init__(self, gap: float, rate: float) -> None:
+        self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
+        sent = gathering.exchange
+
+        def exchange(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+            sent(group, outgoing, incoming, about)
+            mine, *_ = (message.numel() for message in outgoing.values())
+            self.link += max(mine, sum(message.numel() for message in incoming.values()) / len(incoming)) / self.rate
+
+        gathering.exchange = exchange
+
+    def __call__(self) -> float:
+        if threading.current_thread().name == "qsync communication":
+            return self.link
+        self.now += self.gap
+        return self.now
+
+
+def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """AQGB over real sockets by a clock of ours; each rank has another link."""
+    codec = Adaptive(feedback=job["feedback"], segment=2**14)
+    model = parallel()
+    handle, optimizer = compress(model, codec, check_every=2), sgd(model)
+    handle.controller.clock = Clock(gap=1.0, rate=job["rates"][rank])
+    for parameter in model.parameters():
+        # So that what came before is delivered, and decisions do not depend on threads.
+        parameter.register_hook(lambda gradient: handle._worker.wait())
+    list(train(model, optimizer, range(6)))
+    check_replicas(model)
+    tally = handle.report().tally
+    saved = handle.state_dict()
+    again = compress(parallel(), codec)
+    again.load_state_dict(saved)
+    return {
+        "weights": weights(model),
+        "entries": [(entry.step, entry.size, entry.gap, entry.ratio) for entry in handle.decisions()],
+        "wire": tally.wire,
+        "theory": tally.theory,
+        "raw": tally.raw,
+        "buckets": tally.buckets,
+        "variance": handle.report().variance,
+        "checks": tally.checks,
+        "printed": str(handle.report()),
+        "sent": sorted(saved["sent"]),
+        "learnt": again.state_dict()["control"] == saved["control"],
+    }
+
+
+def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What is left of gradients is not lost: gradients that stay the same are summed, in levels that keep little of them."""
+    found = {}
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
+    whole = torch.stack([torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(world)]).mean(0)
+    for name, codec in (
+        ("without", Truncated(12)),
+        ("with", Truncated(12, feedback=True)),
+        ("adaptive", Adaptive(feedback=True, segment=2**12)),
+    ):
+        model = nn.Linear(3000, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        ddp = DistributedDataParallel(model)
+        handle = compress(ddp, codec)
+        if handle.controller is not None:
+            handle.controller.clock = Clock(gap=1.0, rate=5000.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        for _ in range(20):
+            optimizer.zero_grad()
+            ddp(values).sum().backward()
+            optimizer.step()
+        check_replicas(ddp)
+        left = handle.state_dict()["sent"].get("weight", torch.zeros(3000))
+        distributed.all_reduce(left)
+        total = -model.weight.detach().view(-1)
+        found[name] = {
+            "lost": float((20 * whole - total).abs().max()),
+            "unexplained": float((20 * whole - total - left / world).abs().max()),
+            "bits": sorted(handle.controller.adapted().levels) if handle.controller is not None else [12],
+        }
+    return found
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: True)

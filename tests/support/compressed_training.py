@@ -1,0 +1,83 @@
+"""What ranks train in the tests of compressed gradients, and how they say what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.communication.compression import Compression
+from qsync_fx.distributed import check_replicas, compress
+
+
+class Network(nn.Module):
+    """Odd sizes, a convolution, tensors that are too small to be coded, a layer that some ranks leave out, and several buckets."""
+
+    def __init__(self, width: int = 67) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 5, 3)
+        self.first, self.second = nn.Linear(5 * 6 * 6, width), nn.Linear(width, width)
+        self.aside, self.last = nn.Linear(width, width), nn.Linear(width, 3)
+        self.unused = nn.Parameter(torch.randn(50))
+
+    def forward(self, x: Tensor, aside: bool = True) -> Tensor:
+        x = torch.relu(self.first(self.convolution(x).flatten(1)))
+        x = self.second(x) + (self.aside(x) if aside else 0)
+        return self.last(torch.tanh(x))
+
+
+def parallel(buckets: float = 0.02, **how: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Network(), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, scale: float = 1.0) -> Iterator[int]:
+    for step in steps:
+        optimizer.zero_grad()
+        (model(batch(distributed.get_rank(), step)).square().mean() * scale).backward()
+        optimizer.step()
+        yield step
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def weights(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def said(error: BaseException) -> dict[str, Any]:
+    return {"kind": type(error).__name__, "text": str(error), "rank": getattr(error, "rank", None)}
+
+
+def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> None:
+    """Puts the error that a call ends with, if it does, by a name into what was found."""
+    try:
+        does()
+    except qsync_fx.QSyncError as error:
+        found[name] = said(error)
+
+
+def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, Compression | None]:
+    model = parallel(**how)
+    handle = compress(model, codec, check_every=2) if codec is not None else None
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    list(train(model, sgd(model), range(steps)))
+    check_replicas(model)
+    return model, handle
+
+
+def distance(model: nn.Module, other: nn.Module) -> float:
+    found = [(p - q).norm() / q.norm() for p, q in zip(model.parameters(), other.parameters(), strict=True)]
+    return float(torch.stack(found).max())
