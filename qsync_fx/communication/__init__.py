@@ -7,7 +7,7 @@
     exchange     every pair at once; worker, the one thread that waits for other ranks
     reduction    the mean over ranks, with the same bits on all of them
     adaptive     AQGB's rule, as pure functions; control, the same at work; gathering, how its buckets are reduced
-    state        what is left of gradients, and where the random streams are
+    state        what is left of gradients, and where the random streams are; residuals, under a loss scale that changes
     handle       what a user holds of any of these
     compression  the hook of DistributedDataParallel; tally, what it has sent
     duo/         the same in few bits at once and in FP32 behind the next step

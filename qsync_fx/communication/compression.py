@@ -7,7 +7,7 @@ step before but by what codecs have left. The hook never waits; the backward pas
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,20 @@ from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.control import Controller, Entry
 from qsync_fx.communication.gathering import Gatherer
 from qsync_fx.communication.handle import Handle
+from qsync_fx.communication.hierarchy import Hierarchy, Nodes
 from qsync_fx.communication.reduction import Bucket, Reducer
+from qsync_fx.communication.residuals import finite, scale_of
 from qsync_fx.communication.state import State
 from qsync_fx.communication.worker import Worker
+from qsync_fx.errors import OptionError
 
 
 class Compression(Handle):
     """What `qsync_fx.distributed.compress` returns for a DistributedDataParallel.
+
+    Args:
+        scaler: the GradScaler that scales the loss, if there is one.
+        nodes: which ranks share a node, inside of which gradients go in FP32; None for a codec between all ranks.
 
     Attributes:
         assigned: what gradients are sent in.
@@ -42,16 +49,19 @@ class Compression(Handle):
         assigned: Assigned,
         seed: int,
         check_every: int,
+        scaler: Any = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.assigned = assigned
-        self.pieces = tuple(
-            geometry.piece(name, index, p.shape, codec, world)
-            for index, ((name, p), codec) in enumerate(zip(named, assigned.codecs, strict=True))
-        )
+        self._named = tuple(named)
+        self.pieces = self._pieces(assigned, world)
+        self._register: Callable[[], None] | None = None
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]
-        self._state = State(rank, world, assigned.text, seed)
-        self._reducer = Reducer(group, self._state)
+        self._nodes = nodes
+        self._state = State(rank, world, self._text(assigned), seed)
+        self._reducer = Reducer(group, self._state, () if nodes is None else nodes.across(rank))
+        self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
         self.controller: Controller | None = None
         self._gatherer: Gatherer | None = None
         if (adaptive := assigned.adaptive) is not None:
@@ -60,6 +70,7 @@ class Compression(Handle):
         self._worker = Worker("qsync communication")
         self._check_every = check_every
         self._watched = -1
+        self._loss_scaler, self._scale = scaler, 1.0
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         """The communication hook; DistributedDataParallel calls it with each bucket, in the same order on all ranks."""
@@ -68,12 +79,13 @@ class Compression(Handle):
         self._watch(step)
         self._state.step += last
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
-        gradients, index, given = bucket.gradients(), int(bucket.index()), time.perf_counter()
+        gradients, index, given, scale = bucket.gradients(), int(bucket.index()), time.perf_counter(), self._scale
         if self.controller is not None and self._state.world > 1:
             self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
         def work() -> Tensor:
             self._reducer.tally.wait += time.perf_counter() - given
+            self._state.begin(scale)
             with torch.no_grad():
                 self._reduce(index, step, buffer, pieces, gradients)
                 if last:
@@ -85,6 +97,58 @@ class Compression(Handle):
 
     # DistributedDataParallel compares annotations with classes, and these are texts.
     hook.__annotations__.clear()
+
+    def attach(self, register: Callable[[], None]) -> None:
+        """Has the hook called: `register` gives it to DistributedDataParallel, once something is to be coded."""
+        self._register = register
+        self._registered()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, in the order of the model."""
+        return [name for name, _ in self._named]
+
+    def change(self, assigned: Assigned) -> None:
+        """Sends gradients in other codecs from the next step on, on all ranks between the same two. What codecs have left of gradients is
+        sent with the next ones.
+
+        Raises:
+            OptionError: levels are chosen while gradients come, before or after.
+        """
+        self.wait()
+        if self._nodes is not None:
+            raise OptionError(
+                "codecs between nodes are not changed in the middle of training",
+                where="codecs",
+                do="leave out hierarchical, or replanning",
+            )
+        if self.controller is not None or assigned.adaptive is not None:
+            raise OptionError(
+                "AQGB chooses levels by itself, and is not changed for another codec in the middle of training",
+                where="codecs",
+                do="train with codecs that a plan may name",
+            )
+        pieces = self._pieces(assigned, self._state.world)
+        for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
+            if old != new:
+                self._state.recode(old, new, parameter.detach().float())
+        self.assigned, self.pieces, self._state.codec = assigned, pieces, assigned.text
+        self._registered()
+
+    def _registered(self) -> None:
+        if self._register is not None and any(self.assigned.coded):
+            register, self._register = self._register, None
+            register()
+
+    def _text(self, assigned: Assigned) -> str:
+        """Returns what messages and saved states are of."""
+        return assigned.text if self._nodes is None else f"{assigned.text} between nodes of {self._nodes.size} ranks"
+
+    def _pieces(self, assigned: Assigned, world: int) -> tuple[geometry.Piece, ...]:
+        return tuple(
+            geometry.piece(name, index, p.shape, codec, world)
+            for index, ((name, p), codec) in enumerate(zip(self._named, assigned.codecs, strict=True))
+        )
 
     def wait(self) -> None:
         """Returns when all buckets that were given are reduced.
@@ -116,7 +180,8 @@ class Compression(Handle):
             OptionError: it is of another codec or another model.
         """
         self.wait()
-        self._state.load(state, self.pieces)
+        pieces = self.pieces if self._hierarchy is None else [self._hierarchy.share(piece) for piece in self.pieces]
+        self._state.load(state, pieces)
         if self.controller is not None:
             self.controller.load(self._state.control)
 
@@ -131,7 +196,12 @@ class Compression(Handle):
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""
         return {
-            "codec of gradients": [self.assigned.said, f"compared every {self._check_every} steps"],
+            "codec of gradients": [
+                self.assigned.said,
+                f"compared every {self._check_every} steps",
+                *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
+            ],
+            "nodes of ranks": ["none" if self._nodes is None else str(self._nodes)],
             "seed of gradients": [str(self._state.seed)],
             "coding of tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
         }
@@ -140,7 +210,10 @@ class Compression(Handle):
         """Has the backward pass of this step end with what goes wrong, as the error that it is."""
         if self._watched == step:
             return
-        self._watched = step
+        self._watched, self._scale = step, scale_of(self._loss_scaler)
+        # What is left of gradients alone depends on whether a step is taken.
+        leaves = bool(self._state.sent.values) or any(piece.codec.residual for piece in self.pieces)
+        self._state.undone = leaves and self._loss_scaler is not None and self._loss_scaler.is_enabled()
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         except RuntimeError:
@@ -160,9 +233,13 @@ class Compression(Handle):
             return
         values = buffer if buffer.dtype == torch.float32 else buffer.float()
         views = geometry.views(values, buffer, gradients)
-        (self._gatherer or self._reducer).reduce(Bucket(index, step, values, pieces, views, self._checks(step)))
+        (self._gatherer or self._hierarchy or self._reducer).reduce(
+            Bucket(index, step, values, pieces, views, self._checks(step))
+        )
         if values is not buffer:
             buffer.copy_(values)
+        if state.undone:
+            self._reducer.finite &= finite(buffer)
 
     def _checks(self, step: int) -> bool:
         return self._check_every > 0 and step % self._check_every == 0

@@ -43,12 +43,18 @@ class Piece:
 
 def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int) -> Piece:
     """Returns the piece of a parameter of this shape."""
-    fitted, size = codec.fitted(shape), 1
+    size = 1
     for extent in shape:
         size *= extent
-    units = -(-size // fitted.unit)
-    cuts = tuple(min(units * rank // ranks * fitted.unit, size) for rank in range(ranks + 1))
-    return Piece(name, index, size, fitted, cuts)
+    return cut(name, index, size, codec.fitted(shape), ranks)
+
+
+def cut(name: str, index: int, size: int, codec: Codec, ranks: int) -> Piece:
+    """Returns the piece of so many values, cut where units of the codec end."""
+    units = -(-size // codec.unit)
+    return Piece(
+        name, index, size, codec, tuple(min(units * rank // ranks * codec.unit, size) for rank in range(ranks + 1))
+    )
 
 
 def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
@@ -71,6 +77,12 @@ def ordered(piece: Piece, gradient: Tensor) -> Tensor | None:
     """Returns the values of a gradient in the order they are coded in, as a copy; None where they lie so already."""
     columns = piece.codec.columns(gradient)
     return None if columns is None else columns.contiguous().view(-1)
+
+
+def flat(piece: Piece, gradient: Tensor) -> Tensor:
+    """Returns the values of a gradient that is dense in memory, in the order they are coded in: a view where they lie so."""
+    order = ordered(piece, gradient)
+    return gradient.as_strided((gradient.numel(),), (1,)) if order is None else order
 
 
 def put_back(piece: Piece, gradient: Tensor, values: Tensor) -> None:

@@ -90,6 +90,14 @@ def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
     return Rates(source, {one.codec: Rate(one.encode, one.decode) for one in speeds})
 
 
+def slowed(rates: Rates, times: float) -> Rates:
+    """Returns the rates of a device that takes so many times as long as they say."""
+    if times == 1.0:
+        return rates
+    found = {name: Rate(one.encode / times, one.decode / times) for name, one in rates.by_codec.items()}
+    return Rates(rates.source, found)
+
+
 def slowest(several: Sequence[Rates]) -> Rates:
     """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
     known = [name for name in several[0].by_codec if all(name in one.by_codec for one in several)]

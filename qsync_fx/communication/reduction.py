@@ -45,6 +45,18 @@ class Bucket:
     gradients: Sequence[Tensor]
     measured: bool = False
 
+    def flats(self) -> list[Tensor]:
+        """Returns the values of each parameter in the order they are coded in: views, or copies where they lie otherwise."""
+        orders = [geometry.ordered(piece, g) for piece, g in zip(self.pieces, self.gradients, strict=True)]
+        return [
+            _flat(self.values, g) if order is None else order for g, order in zip(self.gradients, orders, strict=True)
+        ]
+
+    def put_back(self, flats: Sequence[Tensor]) -> None:
+        """Writes what `flats` returned back to where it is from."""
+        for piece, gradient, flat in zip(self.pieces, self.gradients, flats, strict=True):
+            geometry.put_back(piece, gradient, flat)
+
     @property
     def about(self) -> str:
         """What an error says of where it was."""
@@ -58,16 +70,24 @@ class Reducer:
     Attributes:
         group: a process group that nobody else uses.
         state: what codecs remember.
+        members: the ranks that it averages over, in their order; by default all.
         faults: what was wrong with messages since they were asked for last.
         digest: a hash of what was made of the buckets that were measured.
+        finite: whether all that was made in this step is, where that is looked at.
     """
 
     group: Any
     state: State
+    members: tuple[int, ...] = ()
     tally: Tally = field(default_factory=Tally)
     faults: list[str] = field(default_factory=list)
     digest: int = 0
+    finite: bool = True
     _memory: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.members = self.members or tuple(range(self.state.world))
+        self._own = self.members.index(self.state.rank)
 
     def reduce(self, bucket: Bucket) -> None:
         """Puts the mean over ranks in the place of a bucket's values.
@@ -75,20 +95,22 @@ class Reducer:
         Raises:
             RankError: a rank is gone.
         """
-        orders = [geometry.ordered(piece, g) for piece, g in zip(bucket.pieces, bucket.gradients, strict=True)]
-        flats = [
-            _flat(bucket.values, g) if order is None else order
-            for g, order in zip(bucket.gradients, orders, strict=True)
-        ]
-        whole = gathered([piece.codec for piece in bucket.pieces], self.state.world)
+        flats = bucket.flats()
+        self.mean(bucket, flats)
+        bucket.put_back(flats)
+        self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
+
+    def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        """Puts the mean over its members in the place of these values, one tensor for each piece of a bucket."""
+        if len(self.members) == 1:
+            return
+        for piece, flat in zip(bucket.pieces, flats, strict=True):
+            self.state.spend(piece, flat)
+        whole = gathered([piece.codec for piece in bucket.pieces], len(self.members))
         for is_whole, exchanged in ((True, self._one_exchange), (False, self._two_exchanges)):
             own = [at for at, found in enumerate(whole) if found == is_whole]
             if own:
                 exchanged(replace(bucket, pieces=[bucket.pieces[at] for at in own]), [flats[at] for at in own])
-        for piece, gradient, order in zip(bucket.pieces, bucket.gradients, orders, strict=True):
-            if order is not None:
-                geometry.put_back(piece, gradient, order)
-        self.end(bucket, *volumes(bucket.pieces, self.state.rank, self.state.world))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
         """Counts a bucket that is reduced."""
@@ -101,8 +123,8 @@ class Reducer:
             self.digest = zlib.crc32(made.numpy().tobytes(), self.digest)
 
     def fault(self, bucket: Bucket, sender: int, what: str) -> None:
-        """Remembers that a message could not be read; all ranks are told at the end of the step."""
-        self.faults.append(messages.unread(self.state.rank, sender, bucket.about, what))
+        """Remembers that a message of a member, by its place, could not be read; all ranks are told at the end of the step."""
+        self.faults.append(messages.unread(self.state.rank, self.members[sender], bucket.about, what))
 
     def settle(self, step: int, compared: bool = False) -> None:
         """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared.
@@ -113,15 +135,16 @@ class Reducer:
         self.tally.steps += 1
         if self.state.world == 1:
             return
-        faults, digest = self.faults, self.digest
-        self.faults, self.digest = [], 0
-        verdict.settle(self.group, self.state.rank, self.state.world, step, faults, digest)
+        faults, digest, finite = self.faults, self.digest, self.finite
+        self.faults, self.digest, self.finite = [], 0, True
+        used = verdict.settle(self.group, self.state.rank, self.state.world, step, faults, digest, finite)
+        self.state.settle(used)
         self.tally.checks += compared
 
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
         mine = self._encoded(bucket, flats, parts, "mine", summed=False)
-        rank, ranks = self.state.rank, range(self.state.world)
+        rank, ranks = self._own, range(len(self.members))
         others = [peer for peer in ranks if peer != rank]
         theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.numel()) for peer in others}
         self._exchange(bucket, dict.fromkeys(others, mine), theirs)
@@ -131,7 +154,7 @@ class Reducer:
             piece.codec.settle(flat.div_(len(ranks)))
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
-        rank, ranks = self.state.rank, range(self.state.world)
+        rank, ranks = self._own, range(len(self.members))
         others = [peer for peer in ranks if peer != rank]
         parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in ranks}
         mine = {owner: self._encoded(bucket, flats, parts[owner], f"to {owner}", summed=False) for owner in ranks}
@@ -157,7 +180,7 @@ class Reducer:
         """Returns a message with these parts of a bucket."""
         begin = time.perf_counter()
         message = self._memory_for(bucket, name, self._length(bucket, parts))
-        self._head(bucket, self.state.rank, message, summed).write(message)
+        self._head(bucket, self._own, message, summed).write(message)
         at = HEADER
         for piece, flat, part in zip(bucket.pieces, flats, parts, strict=True):
             to = message[at : at + piece.nbytes(part)]
@@ -175,7 +198,9 @@ class Reducer:
 
     def _exchange(self, bucket: Bucket, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         begin = time.perf_counter()
-        exchange(self.group, outgoing, incoming, bucket.about)
+        ranks = self.members
+        given, taken = ({ranks[at]: found for at, found in one.items()} for one in (outgoing, incoming))
+        exchange(self.group, given, taken, bucket.about)
         self.tally.transfer += time.perf_counter() - begin
         sent = sum(message.numel() for message in outgoing.values())
         self.tally.wire += sent
@@ -212,7 +237,7 @@ class Reducer:
 
     def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> Head:
         what = messages.hash_of(self.state.codec)
-        return Head(what, sender, 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
+        return Head(what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
 
     def _length(self, bucket: Bucket, parts: Sequence[slice]) -> int:
         return HEADER + sum(piece.nbytes(part) for piece, part in zip(bucket.pieces, parts, strict=True))

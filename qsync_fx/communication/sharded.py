@@ -24,6 +24,7 @@ from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.messages import HEADER, Head
+from qsync_fx.communication.residuals import finite, scale_of
 from qsync_fx.communication.state import State
 from qsync_fx.errors import QSyncError
 
@@ -52,6 +53,7 @@ class ShardedCompression(Handle):
         group: a process group that nobody else uses.
         sizes: the values of a row, by the name of the unit.
         least: units of fewer values go in FP32.
+        scaler: the GradScaler that scales the loss, if there is one.
 
     Attributes:
         codec: what gradients are sent in.
@@ -68,6 +70,7 @@ class ShardedCompression(Handle):
         seed: int,
         least: int,
         check_every: int,
+        scaler: Any = None,
     ) -> None:
         self.codec = codec
         self.units = tuple(
@@ -78,7 +81,8 @@ class ShardedCompression(Handle):
         self._state = State(rank, world, f"sharded, {codec!r}", seed)
         self._tally = tally.Tally()
         self._faults: list[str] = []
-        self._begun = False
+        self._begun, self._finite = False, True
+        self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
         """Returns at once: a unit is reduced when FSDP asks for it."""
@@ -108,7 +112,11 @@ class ShardedCompression(Handle):
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""
         return {
-            "codec of gradients": [repr(self.codec), f"measured every {self._check_every} steps"],
+            "codec of gradients": [
+                repr(self.codec),
+                f"measured every {self._check_every} steps",
+                *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
+            ],
             "seed of gradients": [str(self._state.seed)],
             "coding of tensors": [f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units],
         }
@@ -147,6 +155,8 @@ class ShardedCompression(Handle):
                 else:
                     unit.rows[state.rank].codec.decode(theirs[sender][HEADER:], total, add=True)
             output.copy_(total.div_(state.world) if mean else total)
+            if state.undone:
+                self._finite &= finite(output)
         sums = self._tally
         sums.encode, sums.transfer = sums.encode + encoded - begin, sums.transfer + received - encoded
         sums.decode += time.perf_counter() - received
@@ -191,13 +201,16 @@ class ShardedCompression(Handle):
         """Has the backward pass end with what ranks tell each other."""
         if not self._begun:
             self._begun = True
+            self._state.begin(scale_of(self._loss_scaler))
+            self._state.undone = self._loss_scaler is not None and self._loss_scaler.is_enabled()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
 
     def _end(self) -> None:
         state, faults = self._state, self._faults
-        self._begun, self._faults = False, []
-        verdict.settle(self._group, state.rank, state.world, state.step, faults, 0)
+        kept = self._finite
+        self._begun, self._faults, self._finite = False, [], True
+        state.settle(verdict.settle(self._group, state.rank, state.world, state.step, faults, 0, kept))
         state.step += 1
         self._tally.steps += 1
 

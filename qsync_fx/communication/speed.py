@@ -1,7 +1,7 @@
 """How fast codecs are on this processor, against a copy of the same memory.
 
 Invariant: encoding, decoding and the copy take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
-the ratios within a turn. Time is this process's own, all threads together.
+the ratios within a turn. Time is by default this process's own, all threads together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import Codec, Draw
+
+Clock = Callable[[], float]
+"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,15 @@ class Speed:
     decode_to_copy: float
 
 
-def measured(codecs: Sequence[Codec], values: int = 26 * 2**18, repeats: int = 15) -> list[Speed]:
+def measured(
+    codecs: Sequence[Codec], values: int = 26 * 2**18, repeats: int = 15, clock: Clock = time.process_time
+) -> list[Speed]:
     """Returns the speed of each codec on so many values, with as many threads as torch has."""
     source, target = torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.zeros(values)
-    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats) for codec in codecs]
+    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock) for codec in codecs]
 
 
-def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int) -> Speed:
+def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock) -> Speed:
     wire = torch.zeros(codec.nbytes(source.numel()), dtype=torch.uint8)
     residual = torch.zeros_like(source) if codec.residual else None
     size = source.numel() * source.element_size()
@@ -56,7 +61,7 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
     }
     for call in calls.values():
         call()
-    turns = [{kind: _seconds(call) for kind, call in calls.items()} for _ in range(repeats)]
+    turns = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
 
     def speed(kind: str) -> float:
         return size / statistics.median(turn[kind] for turn in turns)
@@ -75,7 +80,7 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
     )
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.process_time()
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
+    begin = clock()
     call()
-    return max(time.process_time() - begin, 1e-9)
+    return max(clock() - begin, 1e-9)

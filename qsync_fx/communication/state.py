@@ -14,12 +14,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qsync_fx.communication import geometry
 from qsync_fx.communication.codecs import Draw
 from qsync_fx.communication.geometry import Piece
+from qsync_fx.communication.residuals import Residuals
 from qsync_fx.errors import OptionError
 
 _FORMAT: Final = "qsync-compression"
-_VERSION: Final = 1
+_VERSION: Final = 2
+_READ: Final = (1, 2)
+"""The first says nothing of scales of the loss."""
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: steps have seeds far apart
 
 
@@ -30,8 +34,8 @@ class State:
     codec: what the ranks have agreed on, as text.
     seed: of all random streams.
     step: how many steps have begun.
-    sent: what this rank's gradients have left, by parameter.
-    owned: what the sums that this rank sends have left, by parameter: its part alone.
+    sent: what this rank's gradients have left.
+    owned: what the sums that this rank sends have left: of each parameter its part alone.
     control: what AQGB foresees the next step from; empty for other codecs.
     """
 
@@ -40,8 +44,8 @@ class State:
     codec: str
     seed: int
     step: int = 0
-    sent: dict[str, Tensor] = field(default_factory=dict)
-    owned: dict[str, Tensor] = field(default_factory=dict)
+    sent: Residuals = field(default_factory=Residuals)
+    owned: Residuals = field(default_factory=Residuals)
     control: dict[str, Any] = field(default_factory=dict)
 
     def draw(self, piece: Piece, step: int, first: int, summed: bool) -> Draw:
@@ -56,10 +60,51 @@ class State:
         """Returns what was left of a part of a parameter, to be changed in place; None where the codec leaves nothing."""
         if not piece.codec.residual:
             return None
-        kept, size = (self.owned, part.stop - part.start) if summed else (self.sent, piece.size)
-        if piece.name not in kept:
-            kept[piece.name] = torch.zeros(size)
-        return kept[piece.name] if summed else kept[piece.name][part]
+        if summed:
+            return self.owned.part(piece.name, part.stop - part.start, slice(0, part.stop - part.start))
+        return self.sent.part(piece.name, piece.size, part)
+
+    def spend(self, piece: Piece, values: Tensor) -> None:
+        """Adds to a gradient what another codec has left of those before, where the one that it has now leaves nothing."""
+        if not piece.codec.residual and piece.name in self.sent.values:
+            self.sent.spend(piece.name, values)
+
+    def recode(self, old: Piece, new: Piece, like: Tensor) -> None:
+        """Keeps what was left of a parameter's gradients for another codec; `like` is a tensor that lies as they do.
+
+        What is left of sums is that of their mean: a rank that adds it, times the ranks, to its own gradient has it arrive.
+        """
+        scale, laid = 0.0, torch.zeros_like(like)
+        found = geometry.flat(old, laid)
+        if old.name in self.sent.values:
+            left, scale = self.sent.take(old.name)
+            found += left
+        if old.name in self.owned.values:
+            left, of = self.owned.take(old.name)
+            scale = scale or of
+            found[old.part(self.rank)] += left * (self.world * scale / of)
+        if scale:
+            geometry.put_back(old, laid, found)
+            self.sent.values[new.name] = geometry.flat(new, laid).clone()
+            self.sent.scales[new.name] = scale
+
+    @property
+    def undone(self) -> bool:
+        """Whether steps can be taken back."""
+        return self.sent.undone
+
+    @undone.setter
+    def undone(self, wanted: bool) -> None:
+        self.sent.undone = self.owned.undone = wanted
+
+    def begin(self, scale: float) -> None:
+        """Says what the loss is multiplied by whose gradients come."""
+        self.sent.scale = self.owned.scale = scale
+
+    def settle(self, used: bool) -> None:
+        """Ends a step; one whose gradients are not used leaves nothing, where it can be taken back."""
+        self.sent.settle(used)
+        self.owned.settle(used)
 
     def saved(self) -> dict[str, Any]:
         """Returns what `load` takes: a copy."""
@@ -71,8 +116,9 @@ class State:
             "world": self.world,
             "seed": self.seed,
             "step": self.step,
-            "sent": {name: values.clone() for name, values in self.sent.items()},
-            "owned": {name: values.clone() for name, values in self.owned.items()},
+            "sent": self.sent.saved(),
+            "owned": self.owned.saved(),
+            "scales": {"sent": dict(self.sent.scales), "owned": dict(self.owned.scales)},
             "control": self.control,
         }
 
@@ -82,14 +128,14 @@ class State:
         Raises:
             OptionError: it is no such thing, or that of another codec or model.
         """
-        if saved.get("format") != _FORMAT or saved.get("version") != _VERSION:
+        if saved.get("format") != _FORMAT or saved.get("version") not in _READ:
             raise OptionError("this is no state of a compression", do="give what handle.state_dict() returned")
         if saved["codec"] != self.codec:
             raise OptionError(
                 f"the state is that of {saved['codec']}, and gradients are sent as {self.codec}",
                 do="compress with the same codec as before, or begin without the state",
             )
-        sent, owned = dict(saved["sent"]), dict(saved["owned"])
+        sent, owned, scales = dict(saved["sent"]), dict(saved["owned"]), saved.get("scales", {"sent": {}, "owned": {}})
         if (saved["rank"], saved["world"]) != (self.rank, self.world):
             if sent or owned:
                 warnings.warn(
@@ -106,6 +152,6 @@ class State:
             if values.numel() != sizes[name].size:
                 raise OptionError(f"the state has {values.numel()} values of {name}, which has {sizes[name].size}")
         self.seed, self.step = saved["seed"], saved["step"]
-        self.sent = {name: values.clone() for name, values in sent.items()}
-        self.owned = {name: values.clone() for name, values in owned.items()}
+        self.sent.load(sent, scales["sent"])
+        self.owned.load(owned, scales["owned"])
         self.control = dict(saved.get("control", {}))

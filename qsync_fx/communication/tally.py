@@ -19,6 +19,7 @@ class Tally:
         buckets, steps: how many.
         raw: bytes that the same exchanges would send in FP32.
         wire, theory: bytes sent, and what the papers give for them.
+        inside: bytes sent in FP32 to ranks of the same node, where only what goes between nodes is coded; no part of the others.
         encode, decode, transfer, wait: seconds; `wait` is how long buckets stood in the queue.
         checks: how often the ranks' gradients were compared, and found equal.
         error, power: of what was measured in those steps: the squares of what the codec changed of this rank's gradients, and of these.
@@ -29,6 +30,7 @@ class Tally:
     raw: int = 0
     wire: int = 0
     theory: float = 0.0
+    inside: int = 0
     encode: float = 0.0
     decode: float = 0.0
     transfer: float = 0.0
@@ -88,12 +90,16 @@ class Report:
         ]
         if self.world == 1:
             return "\n".join([*lines, "  one rank: nothing is sent, and gradients stay as they are"])
-        if not self.coded:
+        if not self.coded and not sums.buckets:
             return "\n".join([*lines, "  nothing is compressed: DistributedDataParallel sends gradients as they are"])
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
             f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
+        if sums.inside:
+            lines.append(
+                f"  inside the node sent {sums.inside / 1e6:.3f} MB in FP32; the lines above are of what goes between nodes"
+            )
         if self.replicated:
             lines.append(
                 f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, equal to the last bit"

@@ -1,4 +1,5 @@
-"""What ranks tell each other at the end of a step: whether all messages could be read, and, now and then, a hash of what they made.
+"""What ranks tell each other at the end of a step: whether all messages could be read, whether gradients
+are finite, and, now and then, a hash of what they made.
 
 Invariant: either all ranks go on, or all raise the same error.
 """
@@ -17,14 +18,14 @@ from qsync_fx.errors import RankError
 _SIZE = 512
 
 
-def settle(group: Any, rank: int, world: int, step: int, faults: list[str], digest: int) -> None:
-    """Returns once all ranks have said that they could read everything, and have the same digest.
+def settle(group: Any, rank: int, world: int, step: int, faults: list[str], digest: int, finite: bool = True) -> bool:
+    """Returns, once all ranks have said that they could read everything, and have the same digest, whether all have finite gradients.
 
     Raises:
         RankError: on all ranks, if one could not, or has another.
     """
     # What is told is cut as a text, as bytes of it may end within a letter.
-    mine = _packed({"fault": faults[0][:300] if faults else None, "digest": digest})
+    mine = _packed({"fault": faults[0][:300] if faults else None, "digest": digest, "finite": finite})
     peers = [peer for peer in range(world) if peer != rank]
     theirs = {peer: torch.empty(_SIZE, dtype=torch.uint8) for peer in peers}
     exchange(group, dict.fromkeys(peers, mine), theirs, f"the end of step {step}")
@@ -50,6 +51,7 @@ def settle(group: Any, rank: int, world: int, step: int, faults: list[str], dige
         )
         error.rank = other
         raise error
+    return all(told[sender]["finite"] for sender in range(world))
 
 
 def _packed(value: dict[str, Any]) -> torch.Tensor:
@@ -61,5 +63,7 @@ def _unpacked(message: torch.Tensor) -> dict[str, Any]:
     try:
         found = json.loads(bytes(message.numpy()))
     except ValueError:
-        return {"fault": "what a rank told at the end of a step cannot be read", "digest": 0}
-    return found if isinstance(found, dict) else {"fault": "what a rank told is no verdict", "digest": 0}
+        return {"fault": "what a rank told at the end of a step cannot be read", "digest": 0, "finite": True}
+    return (
+        found if isinstance(found, dict) else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
+    )

@@ -25,6 +25,7 @@ from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.sharded import ShardedCompression
 from qsync_fx.distributed import sharding, timeouts
+from qsync_fx.distributed.hosts import nodes_of_ranks
 from qsync_fx.distributed.meeting import Meeting, several_ranks
 from qsync_fx.distributed.statements import parallel_in
 from qsync_fx.errors import OptionError
@@ -35,7 +36,8 @@ from qsync_fx.plan.reading import read_plan
 _LIMIT: Final = 1800.0
 _TYPES: Final = 4
 _REMEDIES: Final = {
-    "codec of gradients": "give compress the same codec, or the same plan, on all ranks",
+    "codec of gradients": "give compress the same codec, or the same plan, on all ranks, and a scaler on all of them or on none",
+    "nodes of ranks": "give compress the same hierarchical on all ranks",
     "seed of gradients": "give compress the same seed on all ranks",
     "coding of tensors": "build the same model on all ranks, and give compress the same least or the same plan",
     "optimizer": "make the optimizer with the same arguments on all ranks, and give a scaler to compress on all of them or on none",
@@ -44,7 +46,13 @@ _REMEDIES: Final = {
 
 @overload
 def compress(
-    model: FSDPModule, codec: str | Codec, *, seed: int = 0, least: int | None = None, check_every: int = 100
+    model: FSDPModule,
+    codec: str | Codec,
+    *,
+    scaler: object = None,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
 ) -> ShardedCompression: ...
 @overload
 def compress(
@@ -53,6 +61,7 @@ def compress(
     *,
     optimizer: Optimizer | None = None,
     scaler: object = None,
+    hierarchical: bool | int = False,
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
@@ -63,6 +72,7 @@ def compress(
     *,
     optimizer: Optimizer | None = None,
     scaler: object = None,
+    hierarchical: bool | int = False,
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
@@ -77,7 +87,10 @@ def compress(
             of its file (a `pathlib.Path`, or a text that ends with ".json"). Where nothing is to be coded DistributedDataParallel
             sends gradients as ever.
         optimizer: with DUO, what steps the model's parameters, all of them.
-        scaler: with DUO, the GradScaler if there is one.
+        scaler: the GradScaler that scales the loss, if there is one: with DUO, and with a codec that sends with the next gradient what it
+            leaves of one ("1bit", "1bit*"), which then keeps to the scale, and forgets steps that are left out. Others need it not.
+        hierarchical: whether gradients are summed in FP32 between ranks of the same node, and go in the codec between nodes alone. True for
+            nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.
         least: tensors, and under FSDP units, of fewer values go in FP32; by default the largest size with which more than 99% of all
             values are coded, and with "duo0" none do. A plan says that itself.
@@ -106,8 +119,20 @@ def compress(
         raise OptionError(
             f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
         )
+    if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
+        raise OptionError(
+            f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
+            where="compress(..., scaler=...)",
+            do="give the torch.amp.GradScaler",
+        )
+    if hierarchical and (sharding.is_sharded(model) or isinstance(chosen, Duo | Adaptive)):
+        raise OptionError(
+            "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
+            where="compress(..., hierarchical=...)",
+            do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
+        )
     if sharding.is_sharded(model):
-        return _sharded(model, chosen, seed % 2**64, least, check_every)
+        return _sharded(model, chosen, seed % 2**64, least, check_every, scaler)
     parallel = parallel_in(model)
     if parallel is None:
         raise OptionError(
@@ -134,6 +159,7 @@ def compress(
                 where=name,
                 do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
             )
+    nodes = nodes_of_ranks(hierarchical, _seconds()) if several_ranks() else None
     sizes, rank, seed = [p.numel() for _, p in named], distributed.get_rank(group), seed % 2**64
     if isinstance(chosen, Duo):
         stepped = pure.checked(optimizer, named)
@@ -152,15 +178,19 @@ def compress(
         what = assigned.to_all(chosen, sizes, least)
     else:
         what = assigned.by_plan(chosen, [name for name, _ in named])
-    found = Compression(_group_of_our_own(), rank, world, named, what, seed, check_every)
+    found = Compression(_group_of_our_own(), rank, world, named, what, seed, check_every, scaler, nodes)
     _agree(found)
-    if any(what.coded):
-        parallel.register_comm_hook(None, found.hook)
+    found.attach(lambda: parallel.register_comm_hook(None, found.hook))
     return found
 
 
 def _sharded(
-    model: nn.Module, chosen: Codec | Duo | Mapping[str, str], seed: int, least: int | None, check_every: int
+    model: nn.Module,
+    chosen: Codec | Duo | Mapping[str, str],
+    seed: int,
+    least: int | None,
+    check_every: int,
+    scaler: object,
 ) -> ShardedCompression:
     if not isinstance(chosen, Codec):
         raise OptionError(
@@ -186,7 +216,7 @@ def _sharded(
     if least is None:
         least = threshold([row * world for row in rows.values()])
     found = ShardedCompression(
-        _group_of_our_own(), distributed.get_rank(), world, rows, chosen, seed, least, check_every
+        _group_of_our_own(), distributed.get_rank(), world, rows, chosen, seed, least, check_every, scaler
     )
     _agree(found)
     sharding.reduce_by(model, found)

@@ -46,6 +46,7 @@ def find_plan(
     target: str | float | None = None,
     margin: float | None = None,
     precisions: Sequence[str | Precision] | None = None,
+    codecs: Sequence[str] = (),
     save: Path | None = None,
     corrections: int = CORRECTIONS,
     compiling: float = COMPILING,
@@ -61,6 +62,8 @@ def find_plan(
             the device. Ranks of one class get one plan.
         objective, budget, memory, target, margin: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
         precisions: formats to measure, and to choose from.
+        codecs: what a bucket of gradients may be sent in beside FP32, as `qsync_fx.find_plan` takes them. Rank 0's count. A plan that has
+            codecs is applied by `compress(ddp, plan)`, on all ranks.
         save: the file that rank 0 writes the plan to.
         corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
             what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
@@ -74,7 +77,14 @@ def find_plan(
         QSyncError: this one has: it cannot be measured, or no plan keeps the limits.
     """
     mine = device_class or named_class() or _class_of(this_process().device)
-    wishes = {"objective": objective, "budget": budget, "memory": memory, "target": target, "margin": margin}
+    wishes = {
+        "objective": objective,
+        "budget": budget,
+        "memory": memory,
+        "target": target,
+        "margin": margin,
+        "codecs": codecs,
+    }
     if not several_ranks():
         first, batches = first_batch(batches)
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)

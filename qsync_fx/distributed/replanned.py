@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -48,17 +48,18 @@ class Costs:
         seconds: of a step.
         variance: of the gradients.
         formats: of each class, how many operators are asked for in each format.
+        codecs: how many buckets of gradients go in each codec; nothing where there was nothing to choose.
     """
 
     seconds: float
     variance: float
     formats: Mapping[str, Mapping[str, int]]
+    codecs: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, judged: Judged, plans: Plans) -> Costs:
-        return cls(
-            judged.seconds, judged.variance, {name: dict(Counter(asked.values())) for name, asked in plans.items()}
-        )
+        formats = {name: dict(Counter(asked.values())) for name, asked in plans.items()}
+        return cls(judged.seconds, judged.variance, formats, dict(Counter(judged.codecs)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def _costs(costs: Costs) -> str:
         f"{name}: {', '.join(f'{count} in {fmt}' for fmt, count in sorted(found.items()))}"
         for name, found in costs.formats.items()
     )
-    return f"{duration(costs.seconds)} a step, variance {costs.variance:.4g}; {formats}"
+    buckets = ", ".join(f"{count} in {codec}" for codec, count in sorted(costs.codecs.items()))
+    sent = f"; buckets of gradients: {buckets}" if buckets else ""
+    return f"{duration(costs.seconds)} a step, variance {costs.variance:.4g}; {formats}{sent}"
 
 
 def _listed(texts: Any) -> str:

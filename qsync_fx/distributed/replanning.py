@@ -26,13 +26,15 @@ from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.foreseen import Foreseen
+from qsync_fx.communication.assigned import by_plan
+from qsync_fx.communication.compression import Compression
 from qsync_fx.distributed.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
 from qsync_fx.distributed.holding import free_bytes, held_bytes
 from qsync_fx.distributed.meeting import Meeting
 from qsync_fx.distributed.pace import Clock, Pace
 from qsync_fx.distributed.peaks import PeakCheck
 from qsync_fx.distributed.replanned import Cause, Change, Costs, Replanned
-from qsync_fx.distributed.survey import FoundPlan, under
+from qsync_fx.distributed.survey import CODECS, FoundPlan, under
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import CLUSTER
@@ -51,6 +53,7 @@ class Replanning:
         tolerance, patience, cooldown, gain: what a step may differ from what is foreseen, as a share; how many steps in a row have to
             differ by more; how many steps after a decision count for nothing; and the share of time or variance that another plan has to
             win.
+        compression: what `compress(ddp, found)` returned, where the plan was found with codecs: another plan may have others.
         free: returns the bytes that this rank's device has free, for who knows better than the system; None for nothing known.
         clock: in seconds; by default that of the wall, which sees whatever holds a device up, other programs among it.
     """
@@ -60,6 +63,7 @@ class Replanning:
     patience: int = 20
     cooldown: int = 100
     gain: float = 0.02
+    compression: Compression | None = None
     free: Callable[[], float | None] | None = None
     clock: Clock = time.perf_counter
 
@@ -69,6 +73,12 @@ class Replanning:
                 f"nothing was measured for this {type(self.found).__name__}, so that another cannot be found from it",
                 where="Replanning",
                 do="give what qsync_fx.distributed.find_plan returned in this process",
+            )
+        if CODECS in self.found.notes and not _sends(self.compression, self.found):
+            raise OptionError(
+                "the plan was found with codecs of gradients, and replanning does not know who sends gradients so",
+                where="Replanning(compression=...)",
+                do="give what qsync_fx.distributed.compress(ddp, found) returned for this plan",
             )
         self.hysteresis  # noqa: B018 - says what cannot be
 
@@ -173,6 +183,8 @@ class Replanner:
         self.found = self._solution if self._solution is not None else FoundPlan(plan)
         self._foreseen = {name: Foreseen.noted(part.notes) for name, part in plan.classes.items()}
         switch(self._model, plan)
+        if self._how.compression is not None:
+            self._how.compression.change(by_plan(plan.codecs, self._how.compression.names))
         self._peaks.follow(self._foreseen[self._own])
 
     def _solved(self, causes: tuple[Cause, ...]) -> dict[str, Any]:
@@ -195,7 +207,7 @@ class Replanner:
 
     def _kept(self, old: Answer, new: Answer, before: Costs, after: Costs, fits: bool) -> str:
         """Returns why the plan in force is kept; "" where it is not."""
-        if new.plans == old.plans:
+        if new.plans == old.plans and new.codecs == old.codecs:
             return _EQUAL
         costs = (before.seconds, before.variance), (after.seconds, after.variance)
         if wins(*costs, fits, self._how.gain):
@@ -231,6 +243,11 @@ def _check(model: nn.Module, found: FoundPlan) -> None:
             where="Replanning",
             do='give torch.compile(model, backend="qsync", options={"plan": found}) what find_plan returned, too',
         )
+
+
+def _sends(compression: Compression | None, found: FoundPlan) -> bool:
+    """Whether gradients are sent as a plan says."""
+    return compression is not None and compression.assigned.text == by_plan(found.codecs, compression.names).text
 
 
 def _over(exceeded: Mapping[str, float]) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.finding import find_plan
@@ -17,6 +17,9 @@ from qsync_fx.allocator.judge import Judged, judged
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.replay.cluster import Cluster, Device
 from qsync_fx.profiling.profile import Profile
+
+CODECS: Final = "codecs"
+"""The note of a plan that says which codecs there were to choose from."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ class FoundPlan(ClusterPlan):
     @classmethod
     def of(cls, answer: Answer, survey: Survey) -> FoundPlan:
         """Returns the plan of an answer, with the class of each rank in its table."""
-        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes={"answer": str(answer)}, codecs=answer.codecs)
+        notes = {"answer": str(answer)}
+        if answer.problem.coding is not None:
+            notes[CODECS] = " ".join(answer.problem.coding.codecs)
+        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
         return cls(plan, survey, answer)
 
     def __eq__(self, other: object) -> bool:

@@ -31,6 +31,7 @@ from qsync_fx.precision import FORMATS, Precision, encoding, precision
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.attribution import attribute
+from qsync_fx.profiling.coding_speed import coding_speeds
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.compiled import Compiled, compiling
 from qsync_fx.profiling.correcting import check_asked, check_same, corrected
@@ -137,6 +138,8 @@ def measure(
         measured = corrected(known, measured)
     elif all_reduce:
         measured = replace(measured, collectives=collectives())
+    if known is None and next(module.parameters()).device.type == "cpu":
+        measured = replace(measured, codecs=coding_speeds())
     if known is None and sensitivity is not None:
         (found,) = sensitivities(
             model, step, batches, [sensitivity], formats, options=dict(options or {}), partial=found_so_far

@@ -80,6 +80,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class CodecSpeed:
+    """How fast the device writes and reads gradients in a codec.
+
+    Attributes:
+        codec: its name.
+        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+    """
+
+    codec: str
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
 class Profile:
     """
     Attributes:
@@ -92,6 +106,7 @@ class Profile:
         collectives: of each backend that was up.
         sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
         optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
+        codecs: how fast gradients are coded; empty where that was not measured.
         fingerprint: by which the model's graphs are known when they are compiled; None where it was not run here.
     """
 
@@ -105,6 +120,7 @@ class Profile:
     sensitivity: Sensitivity | None = None
     optimizer_memory: OptimizerMemory | None = None
     fingerprint: Fingerprint | None = None
+    codecs: list[CodecSpeed] = field(default_factory=list)
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
@@ -189,6 +205,12 @@ def _table(collective: Collective) -> str | None:
     return None
 
 
+def _speed(speed: CodecSpeed) -> str | None:
+    if not (0 < speed.encode < math.inf and 0 < speed.decode < math.inf):
+        return f" has the speeds {speed.encode} and {speed.decode}; both are positive"
+    return None
+
+
 def _check_operators(profile: Profile) -> None:
     """Raises `ProfileError` where the operators that were measured are not those of the model."""
     measured, held = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
@@ -217,6 +239,7 @@ _CHECKS: Final[Mapping[Any, Any]] = {
     Quantized: sizes,
     Model: sizes,
     Collective: _table,
+    CodecSpeed: _speed,
     Profile: _profile,
     **SENSITIVITY.checks,
 }

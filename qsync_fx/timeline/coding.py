@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.foreseen import by_bucket
-from qsync_fx.communication.rates import COPY, Rates, of_copy, slowest
+from qsync_fx.communication.rates import COPY, Rates, of_copy, of_speeds, slowed, slowest
 from qsync_fx.devices import Device, get, names
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.reckoned.times import DeviceTimes
@@ -44,7 +44,9 @@ def compression(
 
 def rates(fleet: Cluster, known: Mapping[str, Known]) -> Rates:
     """Returns the rates of the slowest class of devices."""
-    return slowest([_of_class(fleet, name, known[name]) for name in fleet.devices])
+    return slowest(
+        [slowed(_of_class(fleet, name, known[name]), device.slowdown) for name, device in fleet.devices.items()]
+    )
 
 
 def of_catalog(device: Device) -> Rates:
@@ -54,6 +56,8 @@ def of_catalog(device: Device) -> Rates:
 
 
 def _of_class(fleet: Cluster, name: str, profile: Known) -> Rates:
+    if speeds := getattr(profile, "codecs", ()):
+        return of_speeds(speeds, f"measured on {name}")
     called = fleet.devices[name].device
     stem = pathlib.PurePath(graph_of(name, profile).device).stem
     if isinstance(profile, DeviceTimes):

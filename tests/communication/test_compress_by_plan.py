@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
         assert "nothing is compressed: DistributedDataParallel sends gradients as they are" in first[name]["told"]
     assert first["all alike"]["weights"] == first["by name"]["weights"]
     assert first["all alike"]["wire"] == first["by name"]["wire"]
+
+
+@tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -> None:
+    """As they do where ranks plan anew: nothing of gradients is lost by it."""
+    for found in run("changed", world, tmp_path):
+        exact = [at for at, apart in enumerate(found["apart"]) if apart < 1e-5]
+        assert exact == [0, 3, 6], "where all has gone in FP32 at last"
+        assert found["left"] == [[], ["first", "second"], ["first", "second"], [], ["first"], ["second"], []]
+        before = found["buckets"]
+        assert before[0] == 0, "DistributedDataParallel sends gradients itself as long as nothing is coded"
+        assert all(early < late for early, late in itertools.pairwise(before))
+        assert "a plan without codecs" in found["told"]
+        assert "nothing is compressed" not in found["told"]
 
 
 def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path) -> None:

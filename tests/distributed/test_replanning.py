@@ -45,6 +45,24 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
     assert peak <= tight.measured < tight.foreseen
 
 
+@tiers.ALL
+@pytest.mark.timeout(600)
+def test_a_plan_with_codecs_is_found_and_changed(tmp_path: Path) -> None:
+    ended = ranks.run("replanning_rank.py", 2, tmp_path, seconds=500, name="coded")
+    assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.log for rank in ended)
+    first, second = (rank.result for rank in ended)
+    for name in ("plan", "codecs", "weights", "after", "name", "checks", "ratio"):
+        assert first[name] == second[name], name
+    assert set(first["codecs"].values()) <= {"qsgd8", "1bit*"}
+    assert "0.weight" in first["codecs"]
+    assert first["note"] == "fp32 qsgd8 1bit*"
+    assert first["after"] == {"0.weight": "qsgd4"}
+    assert first["name"] == "a plan's qsgd4"
+    assert first["ratio"] < 0.9
+    for name in ("none", "other"):
+        assert "does not know who sends gradients so" in first[name]["text"], name
+
+
 def switched(told: list[dict[str, Any]]) -> Replanned:
     """Returns the one decision that put another plan in force."""
     (found,) = (decided for one in told if (decided := Replanned.from_dict(one)).after is not None)

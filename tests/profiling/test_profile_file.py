@@ -20,7 +20,7 @@ from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import StoredGraph, stored
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.profile import PROFILE, Collective, Model, Profile
+from qsync_fx.profiling.profile import PROFILE, CodecSpeed, Collective, Model, Profile
 from qsync_fx.profiling.runs import Measured, Quantized, Run
 
 
@@ -53,6 +53,7 @@ def taken() -> Profile:
         optimizer="AdamW",
         collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
         sensitivity=Sensitivity("exact", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
+        codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
     )
 
 

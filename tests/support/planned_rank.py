@@ -9,11 +9,13 @@ from typing import Any
 
 import ranks
 import torch
+from scaled_rank import Linear, given
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
+from qsync_fx.communication.assigned import by_plan
 from qsync_fx.distributed import check_replicas, compress
 
 CLASSES = {"cpu": Plan.uniform("fp32")}
@@ -85,6 +87,34 @@ def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     except qsync_fx.OptionError as error:
         found["least"] = {"text": str(error), "rank": None}
     return found
+
+
+def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Codecs that change in the middle of training: what they leave of gradients is sent by those that come after."""
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
+    handle = compress(model, ClusterPlan(CLASSES), check_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exact = [torch.zeros(p.shape) for p in model.parameters()]
+    apart, left, buckets = [], [], []
+    both = ("first", "second")
+    stages: tuple[dict[str, str], ...] = ({}, dict.fromkeys(both, "1bit*"), dict.fromkeys(both, "1bit"), {})
+    for at, codecs in enumerate((*stages, {"first": "1bit*"}, {"second": "1bit*"}, {})):
+        if at:
+            handle.change(by_plan(codecs, handle.names))
+        for step in range(3 * at, 3 * at + 3):
+            optimizer.zero_grad()
+            model(given(rank, step)).backward()
+            optimizer.step()
+            means = [torch.stack(found).mean(0) for found in zip(*(given(r, step) for r in range(world)), strict=True)]
+            exact = [total - mean for total, mean in zip(exact, means, strict=True)]
+        check_replicas(model)
+        apart.append(max(float((p.detach() - e).abs().max()) for p, e in zip(model.parameters(), exact, strict=True)))
+        left.append(sorted({**handle.state_dict()["sent"], **handle.state_dict()["owned"]}))
+        buckets.append(handle.report().tally.buckets)
+    again = compress(DistributedDataParallel(Linear()), ClusterPlan(CLASSES, codecs={"first": "1bit*"}))
+    again.change(by_plan({}, again.names))
+    again.load_state_dict(handle.state_dict())
+    return {"apart": apart, "left": left, "buckets": buckets, "told": str(handle.report())}
 
 
 if __name__ == "__main__":

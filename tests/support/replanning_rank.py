@@ -12,13 +12,16 @@ from typing import Any
 
 import ranks
 import torch
+from compressed_training import refusal
 from guarded_rank import weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.distributed import Replanning, guard
+from qsync_fx import ClusterPlan
+from qsync_fx.distributed import Replanning, compress, finding, guard
 from qsync_fx.distributed.holding import held_bytes
+from qsync_fx.profiling.profile import Collective
 
 BATCHES, WIDTH = (1536, 512), 256
 """Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine does: until rank 1 is slowed."""
@@ -101,6 +104,42 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     how = Replanning(plan, tolerance=100.0, patience=5, cooldown=10, free=lambda: free[0])
     less = trained(plan, rank, how, takes_memory)
     return {"before": plan.to_json(), "slower": slower, "memory": less}
+
+
+def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A plan with codecs is found, agreed on and trained under, and another is put in force, as when ranks plan anew."""
+    # Links of 5 MB/s, so that codecs pay.
+    finding.collectives = lambda: [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = found_plan(rank, model, optimizer, codecs=("qsgd8", "1bit*"), objective="fastest", budget=1e9)
+    parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options={"plan": plan}))
+    found: dict[str, Any] = {"plan": plan.to_json(), "codecs": dict(plan.codecs), "note": plan.notes["codecs"]}
+    refusal(found, "none", lambda: Replanning(plan))
+    handle = compress(parallel, plan, check_every=2)
+    how = Replanning(plan, tolerance=100.0, patience=3, compression=handle)
+    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of(parallel, batch(rank, step)).backward()
+            optimizer.step()
+            if step == 4:
+                replanner: Any = training._replanner
+                replanner._switch(
+                    ClusterPlan(plan.classes, plan.devices, plan.ranks, plan.notes, {"0.weight": "qsgd4"})
+                )
+        in_force = training.plan
+    assert in_force is not None
+    refusal(found, "other", lambda: Replanning(plan, compression=handle))
+    report = handle.report()
+    found |= {
+        "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
+        "after": dict(in_force.codecs),
+        "name": report.codec,
+        "checks": report.tally.checks,
+        "ratio": report.ratio,
+    }
+    return found
 
 
 def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from predicted_models import DrawnTimes, graph_of
 import qsync_fx
 from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
 from qsync_fx.cli import main
-from qsync_fx.communication.codecs import codec_named
+from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.foreseen import coded, uniform
 from qsync_fx.communication.messages import HEADER
 from qsync_fx.communication.rates import COPY, Rate, Rates, of_copy, slowest
@@ -20,7 +21,9 @@ from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster import Buckets, Compression, Device, Network
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
-from qsync_fx.timeline.coding import of_catalog
+from qsync_fx.profiling.coding_speed import coding_speeds
+from qsync_fx.profiling.profile import CodecSpeed
+from qsync_fx.timeline.coding import of_catalog, rates
 from qsync_fx.timeline.paying import best, paying
 
 
@@ -28,6 +31,7 @@ from qsync_fx.timeline.paying import best, paying
 class Known:
     graph: ModelGraph
     drawn: Times
+    codecs: Sequence[CodecSpeed] = ()
 
     def times(self) -> Times:
         return self.drawn
@@ -110,6 +114,33 @@ def test_what_cannot_be_replayed_is_told() -> None:
         qsync_fx.replay(shaped, MLP, cluster=cluster(1e6))
     with pytest.raises(ProfileError, match="how fast 'qsgd2' codes is not known"):
         coded([Parameter("a", 100)], {"a": "qsgd2"}, 2, RATES)
+
+
+def test_rates_that_were_measured_are_taken_and_slowed_with_the_device() -> None:
+    speeds = [CodecSpeed("qsgd8", 3e9, 5e9), CodecSpeed("fp32", 1e9, 2e9)]
+    slow = Cluster({"all": Device(4, slowdown=2.0)}, Network(1e6, 1e-5), Buckets(1, 1))
+    for fleet, times in ((cluster(1e6), 1.0), (slow, 2.0)):
+        found = rates(fleet, {"all": Known(MLP.graph, MLP.drawn, speeds)})
+        assert found.source == "measured on all"
+        assert found.by_codec == {one.codec: Rate(one.encode / times, one.decode / times) for one in speeds}
+        reckoned = rates(fleet, {"all": MLP})
+        assert reckoned.of("qsgd8").encode == pytest.approx(of_copy(COPY, "").of("qsgd8").encode / times)
+    plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs=dict.fromkeys(PATHS, "qsgd8"))
+    ends = []
+    for scale in (1.0, 1e-3):
+        known = Known(MLP.graph, MLP.drawn, [CodecSpeed("qsgd8", scale * 3e9, scale * 5e9)])
+        ends.append(qsync_fx.replay(plan, known, cluster=cluster(1e9)).played.buckets)
+    for quick, slower in zip(*ends, strict=True):
+        assert quick.coded is not None and slower.coded is not None
+        assert slower.coded.seconds == pytest.approx(1e3 * quick.coded.seconds)
+        assert slower.travelling == quick.travelling
+
+
+def test_how_fast_this_processor_codes_is_measured_once() -> None:
+    found = {one.codec: one for one in coding_speeds()}
+    assert coding_speeds() == list(found.values())
+    assert found.keys() == {*NAMES} - {"1bit", "aqgb"}
+    assert all(1e6 < speed < 1e13 for one in found.values() for speed in (one.encode, one.decode))
 
 
 def test_rates_are_those_of_the_slowest_and_say_where_they_are_from() -> None:

@@ -1,0 +1,107 @@
+"""Real processes over gloo: gradients in FP32 inside nodes, and coded between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiers
+from hypothesis import given, strategies as st
+
+from qsync_fx import OptionError
+from qsync_fx.distributed.hosts import grouped, in_a_row
+
+
+def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
+    """Returns the results of all ranks, which all have to come to their end."""
+    ended = ranks.run("hierarchy_rank.py", world, folder, name=name, **job)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
+EXACT = ("fp32", "1bit*")
+"""Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "codecs"),
+    [
+        (4, 2, ["1bit*"]),
+        pytest.param(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"], marks=tiers.ALL),
+        pytest.param(6, 2, ["fp32", "1bit*", "qsgd4"], marks=tiers.ALL),
+    ],
+)
+def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: list[str], tmp_path: Path) -> None:
+    first, *others = run("codecs", world, tmp_path, size=size, codecs=codecs)
+    for name in codecs:
+        found = first[name]
+        assert all(other[name]["weights"] == found["weights"] for other in others), name
+        if name in EXACT:
+            equal = [step for rank in (first, *others) for step in rank[name]["equal"]]
+            assert equal == [[True, True]] * 2 * world, name
+        wire, theory, raw, inside = found["wire"]
+        heads = 36 * 2 * found["buckets"] * (world // size - 1)
+        assert wire <= 1.03 * theory + heads + 40 * 6 * 9 * world, name
+        assert inside >= raw, "as much inside a node as goes between nodes, and more, in FP32"
+        assert found["checks"] == 3
+        assert "inside the node sent" in found["printed"]
+        if name == "qsgd2":
+            assert wire < 0.5 * raw
+
+
+@tiers.ALL
+def test_nodes_are_found(tmp_path: Path) -> None:
+    first, *others = run("nodes", 4, tmp_path)
+    assert all(other["resumed"] == first["resumed"] for other in others)
+    assert first["resumed"][0] == first["resumed"][1]
+    warned, stated = first["one host"]
+    assert len(warned) == 1
+    assert "nothing is compressed" in warned[0]
+    assert stated == ["1 nodes of 4 ranks: 0, 1, 2, 3"]
+    assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3"]
+    for name, text in {
+        "unequal": "has 3 ranks, and",
+        "number": "4 ranks do not make nodes of 3",
+        "differ": "another hierarchy than",
+        "aqgb": "not with FSDP, DUO or AQGB",
+        "flat": "and gradients are sent as",
+    }.items():
+        assert text in first[name]["text"], name
+
+
+@tiers.ALL
+def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: Path) -> None:
+    for found in run("harmed", 4, tmp_path):
+        assert found["kind"] == "RankError"
+        assert "rank 2 cannot read what rank 3 sent of bucket 1 of step 2: its" in found["text"]
+
+
+@given(names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_nodes_hold_each_rank_once(names: list[str]) -> None:
+    sizes = {names.count(name) for name in names}
+    if len(sizes) > 1:
+        with pytest.raises(OptionError, match="ranks, and"):
+            grouped(names)
+        return
+    if len(set(names)) == 1 and len(names) > 1:
+        with pytest.warns(UserWarning, match="nothing is compressed"):
+            found = grouped(names)
+    else:
+        found = grouped(names)
+    assert (found is None) == (sizes == {1})
+    if found is not None:
+        assert sorted(rank for node in found.ranks for rank in node) == list(range(len(names)))
+        for rank in range(len(names)):
+            assert {names[other] for other in found.beside(rank)} == {names[rank]}
+            across = found.across(rank)
+            assert len({names[other] for other in across}) == len(across) == len(set(names))
+            assert {found.across(other) for other in across} == {across}
+
+
+def test_ranks_in_a_row() -> None:
+    assert in_a_row(2, 6) == ["0", "0", "1", "1", "2", "2"]
+    for size in (0, -1, 4):
+        with pytest.raises(OptionError, match="do not make nodes"):
+            in_a_row(size, 6)

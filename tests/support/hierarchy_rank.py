@@ -1,0 +1,154 @@
+"""One rank of the tests of gradients that are coded between nodes alone; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+import ranks
+import torch
+from compressed_training import parallel, refusal, said, sgd, train, weights
+from scaled_rank import Linear, given
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.communication import hierarchy
+from qsync_fx.communication.codecs import Codec, codec_named
+from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.distributed import check_replicas, compress
+
+EXACT = ("fp32", "1bit*")
+"""Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+
+
+def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of each codec against the rule, written for all ranks in one process."""
+    found: dict[str, Any] = {}
+    for name in job["codecs"]:
+        model = DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
+        handle = compress(model, name, hierarchical=job["size"], least=0, check_every=1)
+        kept: dict[Any, Tensor] = {}
+        equal = []
+        for step in range(2):
+            model.zero_grad()
+            model(given(rank, step)).backward()
+            if name not in EXACT:
+                continue
+            gradients = [[given(other, step)[at].flatten() for other in range(world)] for at in range(2)]
+            expected = [mean(codec_named(name), at, ranks, job["size"], kept) for at, ranks in enumerate(gradients)]
+            equal.append([torch.equal(p.grad.flatten(), e) for p, e in zip(model.parameters(), expected, strict=True)])
+        trained = parallel()
+        report = compress(trained, name, hierarchical=job["size"], check_every=2)
+        list(train(trained, sgd(trained), range(5)))
+        check_replicas(trained)
+        tally = report.report().tally
+        found[name] = {
+            "equal": equal,
+            "weights": weights(trained),
+            "wire": [tally.wire, tally.theory, tally.raw, tally.inside],
+            "buckets": tally.buckets,
+            "checks": tally.checks,
+            "printed": str(handle.report()),
+        }
+    return found
+
+
+def mean(codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]) -> Tensor:
+    """Returns what all ranks make of a parameter's gradients: means of nodes, part by part, and of these the mean through the codec."""
+    values, nodes = gradients[0].numel(), len(gradients) // size
+    found = torch.empty(values)
+    for place in range(size):
+        part = cut(values, codec.unit, size, (place - index) % size)
+        inside = [
+            torch.stack(gradients[node * size : (node + 1) * size])[:, part].sum(0) / size for node in range(nodes)
+        ]
+        total, count = torch.zeros(part.stop - part.start), part.stop - part.start
+        stream = index * size + place
+        sent = [
+            through(codec, inside[node], kept.setdefault((index, place, node), torch.zeros(count)))
+            for node in range(nodes)
+        ]
+        for one in sent:
+            total = total + one
+        total = total / nodes
+        if nodes > 2 and codec.name != "fp32":
+            for owner in range(nodes):
+                own = cut(count, codec.unit, nodes, (owner - stream) % nodes)
+                left = kept.setdefault((index, place, "mean", owner), torch.zeros(own.stop - own.start))
+                total[own] = through(codec, total[own], left)
+        found[part] = total
+    return found
+
+
+def cut(values: int, unit: int, parts: int, at: int) -> slice:
+    units = -(-values // unit)
+    return slice(min(units * at // parts * unit, values), min(units * (at + 1) // parts * unit, values))
+
+
+def through(codec: Codec, values: Tensor, left: Tensor) -> Tensor:
+    """Returns what comes out of a codec that draws no random numbers."""
+    wire, found = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    codec.encode(values.contiguous(), wire, Draw(), left if codec.residual else None)
+    codec.decode(wire, found)
+    return found
+
+
+def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Nodes as torchrun says them, by hosts, and what cannot be."""
+    found: dict[str, Any] = {}
+    says = partial(refusal, found)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = compress(parallel(), "qsgd8", hierarchical=True)
+    found["one host"] = [str(warning.message) for warning in caught], handle.statement()["nodes of ranks"]
+    os.environ |= {"GROUP_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(world // 2)}
+    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()["nodes of ranks"]
+    os.environ["GROUP_RANK"] = str(int(rank == 3))
+    says("unequal", lambda: compress(parallel(), "qsgd8", hierarchical=True))
+    says("number", lambda: compress(parallel(), "qsgd8", hierarchical=3))
+    says("differ", lambda: compress(parallel(), "qsgd8", hierarchical=2 if rank else False))
+    says("aqgb", lambda: compress(parallel(), "aqgb", hierarchical=2))
+
+    whole = parallel()
+    compress(whole, "1bit*", hierarchical=2)
+    list(train(whole, sgd(whole), range(4)))
+    model = parallel()
+    handle, optimizer = compress(model, "1bit*", hierarchical=2), sgd(model)
+    list(train(model, optimizer, range(2)))
+    saved = model.state_dict(), optimizer.state_dict(), handle.state_dict()
+    again = parallel()
+    handle, optimizer = compress(again, "1bit*", hierarchical=2), sgd(again)
+    for part, state in zip((again, optimizer, handle), saved, strict=True):
+        part.load_state_dict(state)
+    list(train(again, optimizer, range(2, 4)))
+    found["resumed"] = [weights(whole), weights(again)]
+    says("flat", lambda: compress(parallel(), "1bit*").load_state_dict(saved[2]))
+    return found
+
+
+def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A message inside a node that is harmed on its way to rank 2."""
+    model = parallel()
+    compress(model, "qsgd8", hierarchical=2)
+    optimizer, sound = sgd(model), hierarchy.exchange
+    list(train(model, optimizer, range(2)))
+
+    def harm(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
+        sound(group, outgoing, incoming, about)
+        if rank == 2 and "bucket 1" in about:
+            incoming[3][8] ^= 5
+
+    hierarchy.exchange = harm
+    try:
+        list(train(model, optimizer, range(2, 4)))
+    except qsync_fx.RankError as error:
+        return said(error)
+    return {}
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: name != "harmed")

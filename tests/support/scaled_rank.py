@@ -1,0 +1,133 @@
+"""One rank of the tests of a GradScaler over compressed gradients; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+import torch
+from compressed_training import refusal, weights
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.communication.codecs.truncation import Truncated
+from qsync_fx.distributed import check_replicas, compress
+
+CODECS = {"1bit*": "1bit*", "1bit": "1bit", "aqgb12": Truncated(12, feedback=True)}
+
+
+class Linear(nn.Module):
+    """The gradient of each parameter is what is given for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(67, 31)), nn.Parameter(torch.zeros(500))
+
+    def forward(self, given: list[Tensor]) -> Tensor:
+        return (self.first * given[0]).sum() + (self.second * given[1]).sum()
+
+
+def given(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(67, 31, generator=generator), torch.randn(500, generator=generator)]
+
+
+def parallel() -> nn.Module:
+    return DistributedDataParallel(Linear(), bucket_cap_mb=0.004)
+
+
+def sharded() -> nn.Module:
+    model = Linear()
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    model.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+    return model
+
+
+def hashed(model: nn.Module) -> str:
+    """Returns a hash of what this rank holds."""
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in held)).hexdigest()
+
+
+def trained(
+    model: nn.Module, codec: str, steps: list[int], scaler: Any, told: bool, infinite: tuple[int, ...] = ()
+) -> tuple[str, list[int], dict[str, Tensor]]:
+    """Returns what the model comes to, which steps were taken, and what is left of gradients."""
+    handle = compress(model, CODECS[codec], least=0, scaler=scaler if told else None, check_every=1)
+    optimizer, taken = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), []
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(given(rank, step)) * (float("inf") if step in infinite and rank == world - 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            taken.append(step)
+    if isinstance(model, DistributedDataParallel):
+        check_replicas(model)
+    saved = handle.state_dict()
+    scales = saved["scales"]["sent"]
+    return hashed(model), taken, {name: left / scales[name] for name, left in saved["sent"].items()}
+
+
+def without(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A training with a scale that changes and steps that are left out, against one without of the steps that were taken."""
+    make: Callable[[], nn.Module] = {"parallel": parallel, "sharded": sharded}[job["how"]]
+    found: dict[str, Any] = {}
+    for codec in job["codecs"]:
+        for name, start, infinite, told in (
+            ("given", 8.0, (2, 5), True),
+            ("beyond", 2.0**126, (), True),
+            ("not told", 8.0, (2, 5), False),
+        ):
+            scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
+            end, taken, left = trained(make(), codec, list(range(10)), scaler, told, infinite)
+            alone = torch.amp.GradScaler("cpu", enabled=False)
+            plain, _, kept = trained(make(), codec, taken, alone, True)
+            found[f"{codec}, {name}"] = {
+                "ends": [end, plain],
+                "taken": taken,
+                "left": all(torch.equal(left[key], kept[key]) for key in kept),
+                "finite": all(bool(values.isfinite().all()) for values in left.values()),
+            }
+    return found
+
+
+def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What is left goes on in the scale of the scaler of now; a scaler that is none, or of some ranks alone, is an error."""
+
+    def run(steps: list[int], scale: float, state: Any = None) -> tuple[Any, dict[str, Any]]:
+        model = parallel()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
+        handle = compress(model, "1bit*", least=0, scaler=scaler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if state is not None:
+            model.load_state_dict(state[0])
+            handle.load_state_dict(state[1])
+        for step in steps:
+            optimizer.zero_grad()
+            scaler.scale(model(given(rank, step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return model, handle.state_dict()
+
+    whole, _ = run([0, 1, 2, 3], 1.0)
+    half, state = run([0, 1], 4.0)
+    again, _ = run([2, 3], 64.0, (half.state_dict(), state))
+    found: dict[str, Any] = {"ends": [weights(whole), weights(again)]}
+    refusal(found, "type", lambda: compress(parallel(), "1bit*", scaler=3.0))
+    scaler = torch.amp.GradScaler("cpu")
+    refusal(found, "some", lambda: compress(parallel(), "1bit*", scaler=scaler if rank else None))
+    return found
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], meet=lambda name: True)
