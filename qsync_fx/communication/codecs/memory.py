@@ -30,6 +30,19 @@ def kernels() -> Any:
     return _C
 
 
+def native(values: Tensor) -> bool:
+    """Whether our kernels can take values; on other devices than the CPU torch operators do the same (`operators`)."""
+    return values.device.type == "cpu"
+
+
+def put(found: Tensor, values: Tensor, add: bool) -> None:
+    """Writes what operators have decoded, or adds it to what is there."""
+    if add:
+        values += found
+    else:
+        values.copy_(found)
+
+
 def floats(values: Tensor) -> int:
     """Returns the address of FP32 values on the CPU that lie side by side."""
     if values.dtype != torch.float32 or values.device.type != "cpu" or not values.is_contiguous():

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs import memory, operators
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.errors import QSyncError
 
@@ -40,11 +41,21 @@ class Reshaped(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
+        if not memory.native(values):
+            kept = torch.zeros_like(values) if residual is None else residual
+            made, left = operators.onebit_encode(values, kept, self.size)
+            wire[: made.numel()].copy_(made)
+            if residual is not None:
+                residual.copy_(left)
+            return
         where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
         memory.kernels().onebit_encode(*where, n, self.size, memory.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
         n = values.numel()
+        if not memory.native(values):
+            memory.put(operators.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add)
+            return
         where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
         memory.kernels().onebit_decode(*where, n, self.size, add, memory.threads())
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs import memory, operators
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
@@ -62,6 +62,10 @@ class Qsgd(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
+        if not memory.native(values):
+            made = operators.qsgd_encode(values, self.bits, self.size, self.norm, self.layout, draw)
+            wire[: made.numel()].copy_(made)
+            return
         memory.kernels().qsgd_encode(
             memory.floats(values),
             memory.bytes_of(wire, self.nbytes(n)),
@@ -78,5 +82,9 @@ class Qsgd(Codec):
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
         n = values.numel()
+        if not memory.native(values):
+            sent = wire[: self.nbytes(n)]
+            memory.put(operators.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add)
+            return
         where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
         memory.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, memory.threads())
