@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.backend import decompositions, dropout, operators, overflow, tuned
+from qsync_fx.backend import decompositions, dropout, keep_less, operators, overflow, tuned
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
@@ -110,16 +110,16 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     wait_for_a_step()
     device = graph.context.device
     fast_dropout = options.fast_dropout and dropout.serves(graph)
-    kernels = prepare(graph) + " fast_dropout" * fast_dropout
+    kernels = prepare(graph) + " fast_dropout" * fast_dropout + " keep_less" * options.keep_less
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
         tuned.tracing(device, kernels),
+        keep_less.settings() if options.keep_less else nullcontext(),
         told(graph),
     ):
-        compiled = inner_compiler(options.inner, device, fast_dropout, tuned.captures(options, device))(
-            graph.module, inputs
-        )
+        extras = tuned.captures(options, device), options.keep_less
+        compiled = inner_compiler(options.inner, device, fast_dropout, *extras)(graph.module, inputs)
     run = telling(compiled, graph, options.inner)
     if (
         here.root is not None
@@ -150,7 +150,7 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
 
 
 def inner_compiler(
-    name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False
+    name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False, keep_less: bool = False
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
     if name == "eager":
@@ -161,8 +161,8 @@ def inner_compiler(
     if name == "inductor":
         tuned.register_with_inductor()
         settings = {
-            "config_patches": tuned.inductor(device, cudagraphs),
-            "decompositions": decompositions.for_inductor(device, fast_dropout),
+            "config_patches": tuned.inductor(device, cudagraphs, keep_less),
+            "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
         return lambda module, inputs: found(module, list(inputs), **settings)
     return lambda module, inputs: found(module, list(inputs))

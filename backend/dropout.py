@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.operators.bits import pack_bits, unpack_bits
 from qsync_fx.backend.operators.keep import keep
 from qsync_fx.errors import PlanWarning
 from qsync_fx.graph import PrecisionGraph
@@ -35,6 +36,19 @@ def decomposition() -> Callable[..., Any]:
             return NotImplemented
         kept = keep(x.shape, torch.ops.qsync.draw.default(x.device), streams.take(), p)
         return x * kept.to(x.dtype) * (1.0 / (1.0 - p)), kept
+
+    return native_dropout
+
+
+def in_bits(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `aten.native_dropout` for "keep_less": what torch's drops, with a mask that both passes read from a bit a value."""
+
+    def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
+        if not train or not 0.0 < p < 1.0 or x.device.type != "cpu":
+            return torchs(x, p, train)
+        _, drawn = torchs(x, p, train)
+        mask = unpack_bits(pack_bits(drawn), drawn.shape)
+        return mask * x * (1.0 / (1.0 - p)), mask
 
     return native_dropout
 

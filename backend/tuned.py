@@ -19,7 +19,7 @@ import torch.compiler.config
 from torch import fx
 from torch.backends import cuda
 
-from qsync_fx.backend import fusing, relu
+from qsync_fx.backend import fusing, keep_less as keeping, relu
 from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
@@ -89,14 +89,17 @@ def captures(options: Options, device: torch.device) -> bool:
     return options.cudagraphs and device.type == "cuda"
 
 
-def inductor(device: torch.device, cudagraphs: bool = False) -> dict[str, Any]:
-    """Returns the settings of `torch._inductor.config` for a device.
+def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = False) -> dict[str, Any]:
+    """Returns the settings of `torch._inductor.config` for a device, and for options.
 
     Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
     """
+    own = torch._inductor.config.joint_custom_post_pass
+    # There is one place, and the user's comes first: less is kept without ours, too.
+    repeated = {"joint_custom_post_pass": own or keeping.Repeatable()} if keep_less else {}
     if device.type != "cpu":
-        return {"triton.cudagraphs": True} if cudagraphs else {}
-    return {
+        return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
+    return repeated | {
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
         # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
         "fallback_random": True,
@@ -115,7 +118,7 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu", "dropout", "fusing"
+    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less"
     operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
     files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,17 @@ def gpt2(layers: int = 12, batch: int = 8, length: int = 512) -> Case:
         return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
 
     return Case(build, loss, attention=True)
+
+
+def vit(layers: int = 2, batch: int = 8, size: int = 224) -> Case:
+    """The widths of ViT-Base, in patches of 16 by 16."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    def build(attention: str) -> nn.Module:
+        config = ViTConfig(num_hidden_layers=layers, image_size=size, num_labels=100, attn_implementation=attention)  # type: ignore[call-arg]
+        return ViTForImageClassification(config)
+
+    return replace(_classifier(build, batch, size, lambda model, images: model(images).logits), attention=True)
 
 
 def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: int = 16, size: int = 96) -> Case:

@@ -1,6 +1,7 @@
 // The Python module: checks arguments, picks the path, releases the interpreter lock. The contract is in qsync_fx/_C.pyi.
 
 #include "arguments.h"
+#include "bits.h"
 #include "quantizer.h"
 
 #include <pybind11/stl.h>
@@ -108,6 +109,16 @@ void keep(std::uintptr_t dst, std::size_t n, double p, std::uint64_t seed, std::
     qsync::keep(table, target, n, p, {seed, stream, first}, threads);
 }
 
+using Bits = void(const std::uint8_t *, std::uint8_t *, std::size_t, int);
+
+template <Bits *convert> void bits(std::uintptr_t src, std::uintptr_t dst, std::size_t n, int threads) {
+    qsync::within("threads", threads, 1, qsync::MOST_THREADS);
+    const auto *source = qsync::pointer<const std::uint8_t>(src, n != 0);
+    auto *target = qsync::pointer<std::uint8_t>(dst, n != 0);
+    const py::gil_scoped_release unlocked;
+    convert(source, target, n, threads);
+}
+
 } // namespace
 
 namespace qsync {
@@ -142,6 +153,8 @@ PYBIND11_MODULE(_C, module) {
                py::arg("first") = 0, py::arg("isa") = py::none());
     module.def("keep", &keep, py::arg("dst"), py::arg("n"), py::arg("p"), py::arg("seed") = 0, py::arg("stream") = 0,
                py::arg("threads") = 1, py::arg("first") = 0, py::arg("isa") = py::none());
+    module.def("pack_bits", &bits<qsync::pack_bits>, py::arg("src"), py::arg("dst"), py::arg("n"), py::arg("threads") = 1);
+    module.def("unpack_bits", &bits<qsync::unpack_bits>, py::arg("src"), py::arg("dst"), py::arg("n"), py::arg("threads") = 1);
     qsync::add_codecs(module);
     qsync::add_products(module);
     qsync::add_optimizers(module);

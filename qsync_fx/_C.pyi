@@ -75,6 +75,12 @@ def keep(
 ) -> None:
     """Writes `n` bytes to `dst`: 0 where the random number of the value is below `p` (0 to 1), 1 elsewhere."""
 
+def pack_bits(src: int, dst: int, n: int, threads: int = 1) -> None:
+    """Writes `n` bytes of `src`, each 0 or 1, as bits into `(n + 7) // 8` bytes of `dst`, the first as the lowest bit of the first byte."""
+
+def unpack_bits(src: int, dst: int, n: int, threads: int = 1) -> None:
+    """Writes the `n` bytes, each 0 or 1, of which `pack_bits` has made `src`, to `dst`."""
+
 def qsgd_encode(
     src: int,
     wire: int,

@@ -28,7 +28,8 @@ Scaling = Literal["tensor", "channel"]
 
 DOCUMENTED: Mapping[str, str] = MappingProxyType(
     {
-        "precision": "the precision that every operator is trained in, by name; by default bf16 where the device has it, else fp32",
+        "precision": "the precision that every operator is trained in, by name; by default bf16 where the device has a unit for it, "
+        "else fp32",
         "plan": "a precision for each operator: a qsync_fx.Plan, or a qsync_fx.ClusterPlan, of which each rank takes its part, or the "
         "path of one that was saved",
         "device_class": "the class of this rank's device in a plan for a cluster; by default it is found, by the plan's table of ranks or "
@@ -45,6 +46,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "generator, one value at a time; False by default",
         "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "
         'mode="reduce-overhead" does, which means the same; False by default',
+        "keep_less": "True: what the backward pass can compute again in one pass over memory is not kept for it, and masks of dropout are "
+        "kept in bits; False by default",
         "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
         "fastest plan within the variance of bf16 that was found from it is in force",
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
@@ -84,6 +87,7 @@ class Options:
     exact: bool = False
     fast_dropout: bool = False
     cudagraphs: bool = False
+    keep_less: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
@@ -101,12 +105,13 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "fast_dropout", "cudagraphs", "cached_plan", "strict"):
+        for name in ("exact", "fast_dropout", "cudagraphs", "keep_less", "cached_plan", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
         for name, why, who in (
             ("fast_dropout", "takes no dropout of ours", "draws in vectors"),
             ("cudagraphs", "captures nothing", "captures CUDA graphs"),
+            ("keep_less", "keeps what autograd keeps", "chooses what is kept"),
         ):
             if getattr(self, name) and self.inner != "inductor":
                 raise OptionError(

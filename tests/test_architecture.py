@@ -50,6 +50,7 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
         "qsync_fx/precision.py": "the table",
         "qsync_fx/devices/offers.py": "which devices have which units, and what runs when the user asks for nothing",
         "qsync_fx/devices/integers.py": "the one product of integers that a CPU may get wrong",
+        "qsync_fx/devices/brain_floats.py": "whether that instruction set is a CPU's",
         "qsync_fx/devices/processor.py": "an instruction set of processors is called bf16",
         "qsync_fx/graph/values.py": "the short name of a torch type in texts of graphs is bf16",
     }

@@ -220,7 +220,7 @@ def formats() -> str:
 def devices(monkeypatch: pytest.MonkeyPatch) -> str:
     def on_cpu(fmt: Precision, units: bool) -> Support:
         with monkeypatch.context() as patch:
-            patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: units, raising=False)
+            patch.setattr("qsync_fx.devices.offers.native_bf16_unit", lambda: units)
             patch.setattr("qsync_fx.devices.offers.cpu_multiplies_integers", lambda: units)
             patch.setattr("qsync_fx.devices.offers.native_integer_unit", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)

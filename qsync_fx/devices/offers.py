@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from qsync_fx.devices.brain_floats import native_bf16_unit
 from qsync_fx.devices.counted import Kernels, Offer, capability
 from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import DeviceError
@@ -127,9 +128,9 @@ def default_precision(device: torch.device) -> Precision:
 
 def _cpu(fmt: Precision, exact: bool) -> Support:
     if fmt.name == "bf16":
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if native_bf16_unit():
             return Support("native", fmt, "this CPU computes BF16 through oneDNN")
-        return Support("simulated", fmt, "this CPU has no BF16 unit: PyTorch converts to FP32 and back")
+        return Support("simulated", fmt, "this CPU has no BF16 unit: values are converted to FP32 and back")
     if fmt.name == "fp16":
         if exact:
             return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")

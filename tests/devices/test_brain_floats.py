@@ -1,0 +1,36 @@
+"""What runs on a CPU where nobody asks for a format: BF16 only where there is a unit for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsync_fx.devices import brain_floats, offers
+from qsync_fx.devices.processor import Cpu
+
+CASES = [
+    (True, ("avx2", "avx512", "vnni", "bf16"), "", True),
+    (True, ("avx2", "avx512", "vnni", "bf16", "amx"), "", True),
+    (True, ("avx2", "avx512", "vnni"), "", False),  # torch says that it is supported, oneDNN converts
+    (False, ("avx2",), "", False),
+    (True, (), "", True),  # of such a processor only torch knows
+    (False, (), "", False),
+    (True, ("avx2", "avx512", "bf16"), "avx512_core_vnni", False),
+    (True, ("avx2", "avx512", "bf16"), "AVX512_CORE_BF16", True),
+]
+
+
+@pytest.mark.parametrize(("supported", "features", "narrowed", "native"), CASES)
+def test_the_default_is_bf16_where_there_is_a_unit(
+    monkeypatch: pytest.MonkeyPatch, supported: bool, features: tuple[str, ...], narrowed: str, native: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    monkeypatch.setattr(brain_floats, "cpu", lambda: Cpu("a processor", features, 1, 1))
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", narrowed)
+    assert brain_floats.native_bf16_unit() is native
+    offers.forget()
+    try:
+        assert str(offers.default_precision(torch.device("cpu"))) == ("bf16" if native else "fp32")
+    finally:
+        offers.forget()
