@@ -21,6 +21,8 @@ NEEDED := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["
 .DELETE_ON_ERROR:
 CUDA_PACKAGES := nvidia-cutlass nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 COMPILE_FLAGS ?=
+# The one that the pinned torch generates code for.
+TRITON ?= 3.7.1
 
 # For tests and benchmarks on a GPU: the machine's own torch is used, and what it lacks may lie in .wheels.
 GPU_PYTHON ?= python3
@@ -42,7 +44,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile smoke-gpu test-gpu bench-gpu wheels gpu lint format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +126,13 @@ test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out
 	@mkdir -p runs
 	@$(PYTHON) tests/support/cuda/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
+# Triton lies in a folder of its own: where it can be imported, torch takes other ways elsewhere, too.
+test-gpu-code: setup ## without a GPU: models through torch.compile to machine code for T4, A100 and H100; registers and spills in runs/gpu-code.json
+	@[ -d .triton/triton ] || $(PIP) install --no-deps --target .triton 'triton==$(TRITON)'
+	@rm -f runs/gpu-code.json
+	@QSYNC_GPU_CODE='$(CURDIR)/runs/gpu-code.json' PYTHONPATH='$(CURDIR)/.triton' $(PYTHON) -m pytest $(SPREAD) --tier all $(PYTEST_FLAGS) \
+	  tests/backend/cuda/test_gpu_code.py
+
 smoke-gpu: ## on an NVIDIA GPU, in ten minutes, with the python and torch of that machine: versions, kernels, training, speed, one report
 	@$(GPU_PYTHON) tests/gpu/smoke.py --install --out '$(GPU_OUT)/smoke'
 
@@ -185,4 +194,4 @@ clean: ## remove what was built, but not .venv
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv and its kin too
-	rm -rf $(VENV) $(GPU_VENV) .venv-torch-*
+	rm -rf $(VENV) $(GPU_VENV) .venv-torch-* .triton

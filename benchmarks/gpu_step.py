@@ -2,13 +2,16 @@
 
 Forward, backward, SGD. Each variant takes turns with the first, Inductor's FP32, and with compiled autocast, so that every row is a
 comparison that was interleaved; a row is kept as soon as it is measured. `peak_mb` is the most that torch's allocator holds in a step
-beyond what it held before (the optimizer keeps no state). "quantizing" rows are the time of the quantizer's kernels within an INT8 step,
+beyond what it held before (the optimizer keeps no state). `milliseconds` are the device's, with launches queued ahead; `wall_ms` are a
+user's, who waits for Python too. "quantizing" rows are the time of the quantizer's kernels within an INT8 step,
 as a part of the FP16 step: what INT8 costs before it gains anything (LP-PyTorch, Fig. 7b).
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +41,7 @@ class Variant:
 VARIANTS = {
     BASE: Variant("inductor"),
     "autocast bf16 compiled": Variant("inductor", autocast=torch.bfloat16),
+    "autocast fp16 compiled": Variant("inductor", autocast=torch.float16),
     "qsync int8": Variant("qsync", "int8"),
     "qsync fp16": Variant("qsync", "fp16"),
     "qsync bf16": Variant("qsync", "bf16"),
@@ -101,6 +105,18 @@ def peak(run: Call, options: argparse.Namespace) -> float | None:
     return float(torch.cuda.max_memory_allocated(options.device) - before)
 
 
+def wall(run: Call, options: argparse.Namespace) -> float:
+    """Returns the median seconds of a step by the clock on the wall, one step after the other."""
+    seconds = []
+    for _ in range(2 if options.quick else 10):
+        synchronize(options.device)
+        since = time.perf_counter()
+        run()
+        synchronize(options.device)
+        seconds.append(time.perf_counter() - since)
+    return statistics.median(seconds)
+
+
 def quantizing(run: Call) -> float:
     """Returns the seconds that kernels of the quantizer take in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -126,6 +142,7 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
         steps[variant], seconds[variant] = run, times.median(variant)
         peaks[variant] = peak(run, options)
         row: dict[str, Any] = {"case": case, "name": variant, "milliseconds": seconds[variant] * 1e3}
+        row["wall_ms"] = wall(run, options) * 1e3
         for other, column in ((BASE, "to_fp32"), ("autocast bf16 compiled", "to_autocast_bf16")):
             if other in times:
                 row[column] = 1 / times.ratio(variant, other)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import cuda_emulation as emulation
 import pytest
@@ -26,7 +27,8 @@ from qsync_fx.backend.cuda.problem import Activation, ConvProblem, fallback
 from qsync_fx.backend.cuda.run import calls
 from qsync_fx.backend.cuda.run.device import known_of
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.precision import FORMATS
+from qsync_fx.devices.offers import CUDA_SINCE
+from qsync_fx.precision import FORMATS, encoding
 
 AVAILABLE = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0)
@@ -51,6 +53,27 @@ def arch() -> Arch:
     """Returns the architecture of this GPU; H100's where there is none, so that tests can be collected."""
     found = known_of(DEVICE).arch if AVAILABLE else None
     return found or "sm_90a"
+
+
+def lacks(fmt: str) -> str:
+    """Returns why tests in a format are left out on this GPU: it has no unit for it; "" where it has."""
+    since = CUDA_SINCE.get(fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name, (0, 0))
+    here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
+    return (
+        ""
+        if here >= since
+        else f"{fmt} has units from compute capability {since[0]}.{since[1]} on, and this GPU is of {here[0]}.{here[1]}"
+    )
+
+
+def here(*formats: str) -> tuple[str, ...]:
+    """Returns those of some formats that this GPU has units for."""
+    return tuple(fmt for fmt in formats if not lacks(fmt))
+
+
+def each_of(*formats: str) -> list[Any]:
+    """Returns formats as parameters of a test, which is skipped, and says why, for those that this GPU has no unit for."""
+    return [pytest.param(fmt, marks=[pytest.mark.skip(reason=why)] if (why := lacks(fmt)) else []) for fmt in formats]
 
 
 def configs(*operations: str) -> list[KernelConfig]:

@@ -68,7 +68,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
         kit.assert_near(run(config, p, a, b, given), sums, magnitudes, terms, config, *flat(given))
 
 
-@pytest.mark.parametrize("fmt", ["int8", "bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("fmt", kit.each_of("int8", "bf16", "fp16", "tf32"))
 @pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("channels", [(64, 128), (3, 20)])
 def test_the_operator_takes_any_channels_and_layout(fmt: str, operation: str, channels: tuple[int, int]) -> None:

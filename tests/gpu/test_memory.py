@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,7 @@ def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int
     return held, torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
 def test_a_quantized_activation_is_kept_at_one_byte_a_value(tmp_path: Path) -> None:
     x = torch.randn(BATCH, WIDTH, device=kit.DEVICE)
     with models.kernels_win(asked(), kit.arch(), tmp_path):
@@ -63,6 +65,7 @@ def test_a_quantized_activation_is_kept_at_one_byte_a_value(tmp_path: Path) -> N
     assert int8_peak < bf16_peak
 
 
+@pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
 def test_bert_trains_in_less_memory_than_in_bf16() -> None:
     x = torch.randint(500, (64, 256), device=kit.DEVICE)
     peaks = {name: held_and_peak(models.build("bert", kit.DEVICE), x, name)[1] for name in ("int8", "bf16")}

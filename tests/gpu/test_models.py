@@ -66,6 +66,8 @@ def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
     ],
 )
 def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner: str, tmp_path: Path) -> None:
+    if why := kit.lacks(precision):
+        pytest.skip(why)
     asked = models.problems(name, precision, kit.arch())
     exact, model = models.build(name, kit.DEVICE), models.build(name, kit.DEVICE)
     x = models.CASES[name].inputs().to(kit.DEVICE)
@@ -94,7 +96,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
 
 
 @pytest.mark.parametrize("name", models.CASES)
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int8_grad", "fp8"])
+@pytest.mark.parametrize("precision", kit.each_of("bf16", "int8", "int8_grad", "fp8"))
 def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
     """With nothing random, both compute the same model in the same formats: what differs is the order of FP32 sums.
 

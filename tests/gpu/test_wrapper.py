@@ -15,7 +15,8 @@ from qsync_fx.backend.cuda.run import reasons
 from qsync_fx.backend.operators.casts.quantize import quantize
 from qsync_fx.backend.operators.multiplying.gemm import gemm
 
-FORMATS = ("int8", "fp8", "bf16", "tf32")
+FORMATS = kit.here("int8", "fp8", "fp16", "bf16", "tf32")
+WIDE = "fp16" if kit.lacks("bf16") else "bf16"
 SIZES = ((256, 384, 512), (130, 250, 100), (64, 40, 72))
 LATE = (128, 128, 256)
 
@@ -144,8 +145,8 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
 ) -> None:
     from qsync_fx.backend.cuda.libraries import kernels
 
-    given = operands("bf16", LATE)
-    with models.kernels_win([problem("bf16", *given)], kit.arch(), tmp_path):
+    given = operands(WIDE, LATE)
+    with models.kernels_win([problem(WIDE, *given)], kit.arch(), tmp_path):
         monkeypatch.setattr(kernels, "_had", {})
         monkeypatch.setattr(kernels, "prepare", lambda units: pytest.fail("it was compiled"))
         given[0] @ given[1]  # cuBLAS makes its handle before.
@@ -153,9 +154,9 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = call("bf16", *given)
+            found = call(WIDE, *given)
         graph.replay()
-        assert torch.allclose(found.cpu(), call("bf16", *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4)
+        assert torch.allclose(found.cpu(), call(WIDE, *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4)
     assert any("before a CUDA graph was captured" in why for why in reasons.reasons().values())
 
 

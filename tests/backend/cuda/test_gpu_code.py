@@ -1,0 +1,72 @@
+"""The compiler's half for real, without a GPU: models through torch.compile with our backend, and Inductor, to machine code.
+
+Every kernel that Inductor generates is compiled by Triton for a T4, an A100 and an H100; calls of our kernels stand where the plan says.
+`make test-gpu-code` brings Triton and runs all of it; elsewhere a sample runs in the tier all, where Triton is at hand. With
+QSYNC_GPU_CODE=FILE registers, spills and shared memory of every kernel go into that file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_code
+import pytest
+import tiers
+
+TRITON = importlib.util.find_spec("triton") is not None
+WHOLE = os.environ.get("QSYNC_GPU_CODE", "")
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int8_grad", "fp8")
+SAMPLE = [("t4", "mlp", "int8", "kernels"), ("t4", "mlp", "int8", "plain"), ("h100", "mlp", "fp8", "kernels")]
+GPUS = ("t4", "a100", "h100")
+MATRIX = [
+    *((gpu, "mlp", fmt, how) for gpu in GPUS for fmt in FORMATS for how in ("kernels", "plain") if (gpu, fmt) != ("t4", "bf16")),
+    *((gpu, model, fmt, "kernels") for gpu in GPUS for model in ("resnet", "bert", "gpt2") for fmt in ("fp16", "int8")),
+    *(("t4", model, "int8", "plain") for model in ("resnet", "bert", "gpt2")),
+]  # fmt: skip
+
+pytestmark = [
+    tiers.ALL,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not TRITON, reason="no Triton: make test-gpu-code brings it"),
+]
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_code.guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.mark.parametrize(("gpu", "model", "precision", "how"), MATRIX if WHOLE else SAMPLE)
+def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision: str, how: str) -> None:
+    if model != "mlp" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    command = [sys.executable, gpu_code.__file__, gpu, model, precision, how, str(guard)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if WHOLE:
+        _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", found)
+    assert found["ended"] and not found["lost"], "the whole model is one graph, of which all was traced"
+    broken = [kernel for kernel in found["kernels"] if kernel["why_not"]]
+    assert found["kernels"] and not broken, broken
+    if gpu == "t4":
+        assert found["bf16"] == [], "nothing compiles BF16 for a T4"
+    assert found["products"] == found["planned"], "what the plan says is a kernel is called, and nothing else"
+    scaled = precision in ("int8", "int8_grad", "fp8")
+    if how == "plain" and precision.startswith("int8"):
+        # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute operator by operator.
+        assert found["quantizers"] == 0 and any("quantize" in kernel["name"] for kernel in found["kernels"])
+    if how == "kernels":
+        assert (found["quantizers"] > 0) is scaled
+
+
+def _keep(path: Path, name: str, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**rows, name: found}, indent=1) + "\n")

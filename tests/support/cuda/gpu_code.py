@@ -1,0 +1,171 @@
+"""One model, through torch.compile with our backend, to machine code for a GPU that is not here; prints what came out, as JSON.
+
+    python gpu_code.py t4 mlp int8 kernels        `plain` in place of `kernels`: as where none of ours can be had
+
+A process of its own: a torch for CPUs is told that there is a CUDA device, which must be done before it is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("mlp", "resnet", "bert", "gpt2")
+
+
+def guard(folder: Path) -> Path:
+    """Compiles what torch's build for CPUs lacks, once, and returns it."""
+    library = folder / "no_guard.so"
+    if not library.exists():
+        torch = _torch()
+        flags = [
+            "-std=c++20",
+            "-O0",
+            "-shared",
+            "-fPIC",
+            f"-I{torch / 'include'}",
+            f"-L{torch / 'lib'}",
+            "-lc10",
+            "-ltorch_cpu",
+        ]
+        subprocess.run(["g++", str(HERE / "no_guard.cpp"), *flags, "-o", str(library)], check=True)
+    return library
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def preload(library: Path) -> None:
+    """Loads it behind torch's own libraries, before torch is imported."""
+    assert "torch" not in sys.modules
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
+
+
+def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Moves a model and inputs without values to the GPU, within a mode of tensors that have none."""
+    import torch
+
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            for name, t in group.items():
+                if t is not None and id(t) not in moved:
+                    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                    moved[id(t)] = torch.nn.Parameter(made) if isinstance(t, torch.nn.Parameter) else made
+                if t is not None:
+                    group[name] = moved[id(t)]
+    return model, tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in inputs)
+
+
+def built(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a model of a kind and its inputs, on the device that is the default."""
+    import torch
+    from torch import nn
+
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 256)), (
+            torch.empty(128, 512),
+        )
+    import transformers
+
+    tokens = torch.zeros(8, 64, dtype=torch.int64)
+    if name == "resnet":
+        small = transformers.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic")
+        return transformers.ResNetForImageClassification(small), (torch.empty(16, 3, 64, 64),)
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+        "vocab_size": 512,
+    }
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="sdpa")), (tokens,)
+    gpt2 = transformers.GPT2Config(
+        n_embd=256, n_layer=2, n_head=4, vocab_size=512, use_cache=False, attn_implementation="sdpa"
+    )
+    return transformers.GPT2Model(gpt2), (tokens,)
+
+
+def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
+    """Compiles and returns kernels with what they take, calls of ours in the code, and how many the plan has."""
+    import absent_gpu
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from qsync_fx.backend import compile as compiling
+    from qsync_fx.backend.cuda.kernel.hardware import target
+    from qsync_fx.backend.cuda.libraries import kernels as libraries
+    from qsync_fx.backend.cuda.run.device import assumed
+
+    libraries.prepare = lambda units: []  # type: ignore[assignment]  # what nvcc makes of ours is tested elsewhere
+    planned: list[int] = []
+    rewrite = compiling.rewrite
+
+    def watched(*given: Any, **named: Any) -> Any:
+        graph = rewrite(*given, **named)
+        notes = [operator.note for operator in graph.operators()]
+        planned.append(
+            sum(p.decision.config is not None for n in notes if n.computed is not None for p in n.computed.products)
+        )
+        lost.extend(f"{n.id}: {n.reason}" for n in notes if "cannot be re-traced" in n.reason)
+        return graph
+
+    lost: list[str] = []
+    compiling.rewrite = watched
+    at = absent_gpu.GPUS[gpu]
+    with (
+        absent_gpu.standing_in(at) as found,
+        assumed(target(at.capability) if kernels else None),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            made, inputs = built(model)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            made, inputs = on_gpu(made, inputs)
+        ended = False
+        try:
+            torch.compile(made.train(), backend="qsync", options={"precision": precision})(*inputs)
+        except absent_gpu.EndedError:
+            ended = True
+    code = "\n".join(found.code)
+    return {
+        "ended": ended,
+        "lost": lost,
+        "planned": sum(planned),
+        "products": code.count("torch.ops.qsync.gemm.default(") + code.count("torch.ops.qsync.conv2d_product.default("),
+        "quantizers": code.count("torch.ops.qsync.quantize.default(")
+        + code.count("torch.ops.qsync.quantize_transposed.default("),
+        "bf16": sorted(
+            {k.name for k in found.kernels if "bf16" in k.source or "bfloat16" in k.source}
+            | ({"code"} if "bfloat16" in code else set())
+        ),
+        "kernels": [
+            {"name": k.name, "registers": k.registers, "spills": k.spills, "shared": k.shared, "why_not": k.why_not}
+            for k in found.kernels
+        ],
+    }
+
+
+def _main() -> None:
+    gpu, model, precision, how, library = sys.argv[1:]
+    preload(Path(library))
+    sys.path.insert(0, str(HERE))
+    print(json.dumps(generated(gpu, model, precision, how == "kernels")))
+
+
+if __name__ == "__main__":
+    _main()
