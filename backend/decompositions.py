@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from qsync_fx.backend import fusing
 from qsync_fx.backend.dropout import decomposition, in_bits
+from qsync_fx.backend.operators.gradients.embedding import embedding_gradient
 from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
 from qsync_fx.backend.relu import threshold_backward
 
@@ -34,16 +35,6 @@ def _max_pool2d_backward(
 ) -> Tensor:
     """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
     return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
-
-
-def _embedding_dense_backward(gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool) -> Any:
-    """torch's kernel, as in eager mode: Inductor's scatter adds one value at a time, and was a sixth of the step of four layers of BERT."""
-    if gradient.dtype in (torch.float32, torch.float64):
-        return NotImplemented
-    # Sums are in FP32, as Inductor's are.
-    return aten.embedding_dense_backward.default(gradient.float(), indices, rows, padding, by_frequency).to(
-        gradient.dtype
-    )
 
 
 def for_inductor(
@@ -65,5 +56,5 @@ def for_inductor(
         **table,
         aten.threshold_backward.default: threshold_backward,
         aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
-        aten.embedding_dense_backward.default: _embedding_dense_backward,
+        aten.embedding_dense_backward.default: embedding_gradient,
     }

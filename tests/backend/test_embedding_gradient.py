@@ -8,7 +8,7 @@ import pytest
 import tiers
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import embedding
 
@@ -48,5 +48,26 @@ def test_it_is_the_kernel_of_eager_mode(dtype: torch.dtype, padding: int | None,
     (wanted,) = torch.autograd.grad(loss(wide), wide)
     assert torch.equal(found, wanted.to(dtype))
     called = [node.target for node in graphs[-1].graph.nodes]
-    assert called.count(torch.ops.aten.embedding_dense_backward.default) == 1
+    assert called.count(torch.ops.qsync.embedding_gradient.default) == 1
     assert not any("index_put" in str(target) for target in called)
+
+
+def test_the_operator_is_what_tracing_takes_it_for() -> None:
+    gradient, indices = torch.randn(2, 3, 5), torch.tensor([[0, 1, 1], [6, 0, 2]])
+    torch.library.opcheck(torch.ops.qsync.embedding_gradient.default, (gradient, indices, 7, -1, False))
+
+
+@tiers.ALL
+def test_inductor_trains_a_table() -> None:
+    torch.manual_seed(0)
+    indices = torch.tensor([[0, 3, 3, 10], [3, 0, 5, 5]])
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Embedding(11, 16, padding_idx=3), nn.Linear(16, 4))
+        run = torch.compile(model, backend="qsync", options={"precision": "fp32"}) if compiled else model
+        run(indices).square().sum().backward()
+        gradients.append(model[0].weight.grad)
+    torch._dynamo.reset()
+    torch.testing.assert_close(*gradients)
+    assert not gradients[1][3].any()
