@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
+import tiers
 
 import qsync_fx
 from qsync_fx.backend.cuda.tools.toolchain import toolchain
@@ -79,6 +80,7 @@ def distribution(target: Path) -> Distribution:
     return found
 
 
+@tiers.ALL
 def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"qsync_fx", f"qsync_fx-{qsync_fx.__version__}.dist-info"}
@@ -97,6 +99,7 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
     assert not [name for name in names - templates if name.endswith((".cpp", ".h", ".pyc"))]
 
 
+@tiers.ALL
 def test_the_wheel_says_what_it_is(installed: Path) -> None:
     package = distribution(installed)
     assert package.name == "qsync-fx"
@@ -120,6 +123,7 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     }
 
 
+@tiers.ALL
 def test_the_wheel_imports(installed: Path) -> None:
     code = (
         "import qsync_fx, qsync_fx.passes, qsync_fx.backend, qsync_fx._C as native; "
@@ -134,6 +138,7 @@ def test_the_wheel_imports(installed: Path) -> None:
     assert last.endswith("True")
 
 
+@tiers.ALL
 def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The headers come along, and spaces in their path and that of the cache do not matter."""
     try:
@@ -154,6 +159,7 @@ def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkey
     assert memory == "4096"
 
 
+@tiers.ALL
 def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
     # The hook that `pip install -e` calls; what pip does beyond it is to unpack the result. After `wheel`, whose build it shares.
     target = tree.parent / "editable place"

@@ -79,7 +79,10 @@ def test_fp32_trains_as_torch_does_with_every_optimizer(optimizer: Callable[[Any
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize(("precision", "inner"), [("int8", "aot_eager"), ("fp8", "aot_eager"), ("int8", "inductor")])
+@pytest.mark.parametrize(
+    ("precision", "inner"),
+    [("int8", "aot_eager"), ("fp8", "aot_eager"), pytest.param("int8", "inductor", marks=tiers.ALL)],
+)
 def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner: str) -> None:
     def run(seed: int) -> tuple[list[float], dict[str, Tensor]]:
         model = build(Convolutional)
