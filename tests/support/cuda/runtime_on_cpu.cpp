@@ -66,7 +66,7 @@ Kernel &kernel_of(const void *function) {
 
 cudaError_t launched(const void *function, dim3 grid, dim3 block, std::size_t shared, void *stream, dim3 cluster) {
     Kernel const &kernel = kernel_of(function);
-    say("launch %s grid %u %u %u block %u %u %u shared %zu cluster %u %u %u stream %zu", kernel.name.c_str(), grid.x, grid.y, grid.z, block.x,
+    say("launch %.200s grid %u %u %u block %u %u %u shared %zu cluster %u %u %u stream %zu", kernel.name.c_str(), grid.x, grid.y, grid.z, block.x,
         block.y, block.z, shared, cluster.x, cluster.y, cluster.z, reinterpret_cast<std::size_t>(stream));
     std::uint64_t const threads = std::uint64_t(block.x) * block.y * block.z;
     std::uint64_t const blocks = std::uint64_t(cluster.x) * cluster.y * cluster.z;
