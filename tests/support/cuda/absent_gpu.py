@@ -51,6 +51,16 @@ GPUS = {
 }
 
 
+SETTINGS = {
+    "compile_threads": 1,
+    "force_disable_caches": True,
+    # What would be computed, or timed, on the GPU while code is generated.
+    "joint_graph_constant_folding": False,
+    "shape_padding": False,
+    "use_static_cuda_launcher": False,
+}
+
+
 @dataclass
 class Kernel:
     """One that Triton has compiled: what its machine code takes. `formats` are the types of its arguments and of what it computes in."""
@@ -127,14 +137,7 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
             initialize = passes.lazy_init
             patterns = functools.partial(initialize, torch.device("cpu"))
             stack.enter_context(mock.patch.object(passes, "lazy_init", lambda *device, patterns=patterns: patterns()))
-        stack.enter_context(
-            config.patch(
-                compile_threads=1,
-                force_disable_caches=True,
-                joint_graph_constant_folding=False,
-                use_static_cuda_launcher=False,
-            )
-        )
+        stack.enter_context(config.patch(SETTINGS))
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         hints.DeviceProperties.create.cache_clear()
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(gpu)))
