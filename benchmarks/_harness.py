@@ -29,7 +29,8 @@ import torch
 import qsync_fx
 from qsync_fx import _C
 from qsync_fx.devices.processor import cpu
-from qsync_fx.files import write_text
+from qsync_fx.errors import QSyncError
+from qsync_fx.files import check_writable, write_text
 
 Row = Mapping[str, Any]
 Case = TypeVar("Case")
@@ -88,13 +89,34 @@ def arguments(description: str | None, argv: Sequence[str] | None = None, **more
     parser.add_argument(
         "--quick", action="store_true", help="fewer cases and repeats: shows that it works, measures nothing"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there")
+    parser.add_argument("--json", type=to_write, metavar="PATH", help="write the rows there")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch (%(default)s)")
     for name, keywords in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     return options
+
+
+def to_write(path: str | Path) -> Path:
+    """Returns a path that a file can be written to, and makes its folder; for `type=`, so that it is known before anything is measured.
+
+    Raises:
+        QSyncError: no file can be written there.
+    """
+    found = Path(path)
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the folder cannot be made: {error.strerror or error}"
+        raise QSyncError(what, where=str(found.parent), do="give another path") from error
+    check_writable(found)
+    return found
+
+
+def folder(path: str | Path) -> Path:
+    """Returns a folder that files can be written to, which it makes; see `to_write`."""
+    return to_write(Path(path) / "file").parent
 
 
 def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str, Case]:
@@ -154,8 +176,7 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
     }
     others = [run for run in _runs(path) if _machine(run) != _machine(content)]
     content |= {"others": others} if others else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text(to_write(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _runs(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Row, arguments, finish, selected, write_json
+from _harness import Row, arguments, finish, folder, selected, write_json
 from _models import vgg_layers
 from torch import nn
 
@@ -238,7 +238,7 @@ def main() -> None:
         only={"help": "one case: bert, resnet, vgg"},
         plans={"type": int, "default": 20, "help": "mixed plans a model (%(default)s)"},
         rounds={"type": int, "default": 9, "help": "turns a plan (%(default)s)"},
-        partial={"type": Path, "help": "folder that keeps measurements that are interrupted, to go on from"},
+        partial={"type": folder, "help": "folder that keeps measurements that are interrupted, to go on from"},
     )
     # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile.
     torch.set_num_threads(1)

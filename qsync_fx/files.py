@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
@@ -24,8 +25,33 @@ def caches() -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces the file at `path` by `text`; raises `QSyncError` and leaves what was there where that fails."""
-    try:
+    with _told(path):
         _replace(path, text)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises `QSyncError` where no file can be written at `path`, for whoever writes there after long work; leaves what is there.
+
+    That a file can be made beside it is tried, since no permission says it of all file systems.
+    """
+    with _told(Path(path)):
+        beside = _temporary(target_of(path))
+        open(beside, "x").close()
+        beside.unlink()
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Returns where a path leads to, through links; raises `QSyncError` where something lies there that is no file."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise QSyncError("a file would replace something that is no file", where=str(path), do="give a new path")
+    return target
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise QSyncError(
             f"the file cannot be written: {error.strerror or error}",
@@ -34,8 +60,12 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = _temporary(path)
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)

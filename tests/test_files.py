@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from qsync_fx.errors import QSyncError
-from qsync_fx.files import write_text
+from qsync_fx.files import check_writable, write_text
+from qsync_fx.plan.plan import PLAN
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -63,3 +64,24 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(QSyncError, match="cannot be written") as caught:
         write_text(tmp_path / "nowhere" / "table.json", "text")
     assert caught.value.where == str(tmp_path / "nowhere" / "table.json")
+
+
+@pytest.mark.parametrize("there", [None, "old"])
+def test_what_is_checked_for_writing_is_left_as_it_was(there: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    if there is not None:
+        path.write_text(there)
+    check_writable(path)
+    assert [one.read_text() for one in tmp_path.iterdir()] == ([] if there is None else [there])
+
+
+def test_what_cannot_be_written_is_known_before_there_is_anything_to_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "table.json")
+    for name in ("missing/table.json", "file/table.json", "folder", "link"):
+        with pytest.raises(QSyncError) as caught:
+            check_writable(tmp_path / name)
+        assert caught.value.where == str(tmp_path / name)
+        with pytest.raises(QSyncError):
+            PLAN.write(tmp_path / name, "{}")

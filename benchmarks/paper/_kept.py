@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from _harness import to_write
+
 from qsync_fx.files import write_text
 
 
@@ -21,7 +23,7 @@ class Kept:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._path = None if path is None else to_write(path)
         self._known: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
@@ -30,6 +32,5 @@ class Kept:
         if key not in self._known:
             self._known[key] = {"settings": settings, "found": run()}
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(self._path, json.dumps(self._known) + "\n")
         return self._known[key]["found"]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from _curves import picture
-from _harness import arguments, selected, show, write_json
+from _harness import arguments, selected, show, to_write, write_json
 from _kept import Kept
 from _ranks import found_by
 from _studied import TASKS, Training
@@ -51,7 +51,7 @@ def main() -> None:
             "default": Path("runs/paper"),
             "help": "folder that keeps what was trained (%(default)s)",
         },
-        picture={"type": Path, "help": "where DUO's curves of loss are drawn (SVG)"},
+        picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)
     kept = Kept(None if options.quick else options.partial / "codec_accuracy.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _harness import Row, arguments, finish
+from _harness import Row, arguments, finish, folder, to_write
 from _timelines import picture
 from fleets import CASES, COUNTS, QUICK, narrow, problem, traced
 
@@ -26,17 +26,16 @@ def main() -> None:
     options = arguments(
         __doc__,
         folder={
-            "type": Path,
-            "default": Path("runs/paper"),
+            "type": folder,
+            "default": "runs/paper",
             "help": "where timelines for ui.perfetto.dev are written (%(default)s)",
         },
-        picture={"type": Path, "help": "where the picture is written (SVG)"},
+        picture={"type": to_write, "help": "where the picture is written (SVG)"},
     )
     model = "resnet" if options.quick else "vgg16bn"
     case = (QUICK if options.quick else CASES)[model]
     graphs, sensitivity = traced(case)
     asked = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
-    options.folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     timelines: dict[str, Timeline] = {}
     for name, answer in {"uniform": narrow(asked), "ours": Exact().allocate(asked)}.items():

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import links
 import torch
 from _curves import picture
-from _harness import arguments, show, write_json
+from _harness import arguments, show, to_write, write_json
 from _images import QUICK, Images, Size, evaluated
 from _kept import Kept
 from _ranks import found_by
@@ -53,7 +53,7 @@ def main() -> None:
             "default": Path("runs/paper"),
             "help": "folder that keeps what was trained (%(default)s)",
         },
-        picture={"type": Path, "help": "where accuracy against time is drawn (SVG)"},
+        picture={"type": to_write, "help": "where accuracy against time is drawn (SVG)"},
     )
     torch.set_num_threads(1)
     reason = links.told_missing("loopback")

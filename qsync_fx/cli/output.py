@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from qsync_fx.errors import QSyncError
+from qsync_fx.files import check_writable
 from qsync_fx.profiling.progress import progress as progress
 
 if TYPE_CHECKING:
@@ -55,6 +57,17 @@ def status_of(run: Callable[[], None]) -> int:
 def note(what: object) -> None:
     """Says on standard error what is no result: that a file was written, what could not be done."""
     print(f"qsync: {what}", file=sys.stderr)
+
+
+def to_write(path: str) -> Path:
+    """Returns the path that an option names, where a file can be written; made for `add_argument(type=...)`, so that it is known before
+    any work is done.
+
+    Raises:
+        QSyncError: none can be written there.
+    """
+    check_writable(path)
+    return pathlib.Path(path)
 
 
 def wrote(path: str | Path) -> None:

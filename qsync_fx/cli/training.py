@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model
+from qsync_fx.cli.output import to_write
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser, title: str, precisions: str, needed: bo
 def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
     """Adds --output and --json, whose help is given."""
     kept = parser.add_argument_group("what to write")
-    kept.add_argument("--output", metavar="FILE", type=Path, help=output)
+    kept.add_argument("--output", metavar="FILE", type=to_write, help=output)
     kept.add_argument("--json", action="store_true", help=json)
 
 

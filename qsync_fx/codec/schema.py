@@ -7,11 +7,12 @@ that held a file before a failed write holds it afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,7 @@ from cattrs import Converter
 from qsync_fx.codec.structure import Check, converter, structured
 from qsync_fx.codec.text import Malformed, Number, Parsed, kind, parse, written_twice
 from qsync_fx.errors import QSyncError, nearest, shown
-from qsync_fx.files import write_text
+from qsync_fx.files import check_writable, target_of, write_text
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -128,12 +129,19 @@ class Schema(Generic[T]):
         name = self._name(path)
         if len(text.encode()) > self.largest:
             raise self.error(f"the {self.noun} is larger than {self.largest} bytes", where=shown(name), do=self.smaller)
+        with self._saving(name):
+            write_text(target_of(name), text)
+
+    def check_writable(self, path: Path) -> None:
+        """Raises `error` where `write` would whatever the text, before there is one."""
+        name = self._name(path)
+        with self._saving(name):
+            check_writable(name)
+
+    @contextlib.contextmanager
+    def _saving(self, name: str) -> Iterator[None]:
         try:
-            target = os.path.realpath(name)
-            if os.path.exists(target) and not os.path.isfile(target):
-                what = f"the {self.noun} would replace something that is no file"
-                raise self.error(what, where=shown(name), do="give a new path")
-            write_text(pathlib.Path(target), text)
+            yield
         except (QSyncError, ValueError) as error:
             if isinstance(error, self.error):
                 raise

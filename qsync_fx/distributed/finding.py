@@ -24,7 +24,7 @@ from qsync_fx.distributed.averaging import samples_in
 from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
-from qsync_fx.plan.cluster_plan import is_called
+from qsync_fx.plan.cluster_plan import CLUSTER_PLAN, is_called
 from qsync_fx.precision import Precision
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure
@@ -86,6 +86,8 @@ def find_plan(
         "codecs": codecs,
     }
     if not several_ranks():
+        if save is not None:
+            CLUSTER_PLAN.check_writable(save)
         first, batches = first_batch(batches)
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
         alone = _Choosing([mine], [profile], wishes, [samples_in(first)], corrections)
@@ -95,6 +97,8 @@ def find_plan(
             alone.learn([profile])
         return alone.taken(save)
     with Meeting(compiling, silence, collectives=False) as meeting:
+        if save is not None and meeting.rank == 0:
+            CLUSTER_PLAN.check_writable(save)
 
         def watched(module: Any, batch: Any) -> Tensor:
             meeting.check()

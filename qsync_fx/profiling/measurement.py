@@ -40,7 +40,7 @@ from qsync_fx.profiling.lines import timing_lines
 from qsync_fx.profiling.observed import Observed, observed
 from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.peak import measured_peak
-from qsync_fx.profiling.profile import Profile
+from qsync_fx.profiling.profile import PROFILE, Profile
 from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
@@ -95,9 +95,11 @@ def measure(
 
     Raises:
         ProfileError: the step does not train the model, the profile is of something else, or an interrupted measurement of something
-            else is at `path`.
+            else is at `path`, or nothing can be written there.
         QSyncError: an option, a precision or the plan does not fit.
     """
+    if path is not None:
+        PROFILE.check_writable(path)
     module = _checked(model, rounds, options or {})
     first, batches = first_batch(batches)
     asked = [plan] if isinstance(plan, Plan) else list(plan)

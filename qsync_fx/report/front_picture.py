@@ -62,12 +62,17 @@ class _Axis:
 
 def save_front(front: Front, path: Path) -> None:
     """Writes the picture to a file, SVG or HTML by its name; raises `QSyncError` if it cannot."""
+    kind = check_picture(path)
+    write_text(pathlib.Path(path), front_svg(front) if kind == ".svg" else _page(front))
+
+
+def check_picture(path: Path) -> str:
+    """Returns which picture a file is to hold, by its name: ".svg" or ".html"; raises `OptionError` for any other."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".svg", ".html"):
-        raise OptionError(
-            f"no picture is called {os.fspath(path)!r}", where="the file", do="name it FILE.svg or FILE.html"
-        )
-    write_text(pathlib.Path(path), front_svg(front) if suffix == ".svg" else _page(front))
+        what = f"no picture is called {os.fspath(path)!r}"
+        raise OptionError(what, where="the file", do="name it FILE.svg or FILE.html")
+    return suffix
 
 
 def front_svg(front: Front) -> str:

@@ -117,12 +117,26 @@ def test_errors_are_told_in_three_lines(
     assert lines[-1].startswith(f"  do:    {do}")
 
 
-def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("inspect", "models_of_test:small", "--plan-out", "no folder/plan.json") == 2
-    captured = capsys.readouterr()
-    assert "body/linear" in captured.out
-    assert captured.err.startswith("qsync: the plan is not saved: ")
-
-
 def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(capsys, "inspect", "models_of_test:nothing")[0] == "qsync: the model made no graph"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["measure", "missing:model", "--output"],
+        ["sensitivity", "missing:model", "--output"],
+        ["plan", "missing:model", "-o"],
+        ["plan", "missing:model", "--pareto"],
+        ["replay", "missing.json", "--perfetto"],
+        ["inspect", "missing:model", "--plan-out"],
+        ["inspect", "missing:model", "--dot"],
+        ["tune", "missing:model", "--record"],
+    ],
+)
+def test_what_cannot_be_written_is_told_before_any_work(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "missing" / "front.svg"
+    said = "\n".join(fails(capsys, *arguments, str(path)))
+    assert "cannot be written: No such file or directory" in said and str(path) in said

@@ -100,11 +100,15 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
         quick(layer(), Counted(), path=path)
 
 
-def test_what_cannot_be_measured_is_said_before_anything_is_compiled() -> None:
+def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
         quick(layer(), lambda model, batch: batch[0].clone().requires_grad_().sum())
     with pytest.raises(OptionError, match="0 times"):
         quick(layer(), Counted(), rounds=0)
+    step = Counted()
+    with pytest.raises(ProfileError, match="No such file or directory"):
+        quick(layer(), step, path=tmp_path / "missing" / "layer.json")
+    assert not step.calls
     with pytest.raises(OptionError, match="takes a module"):
         quick(torch.relu, Counted())  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="no batch"):

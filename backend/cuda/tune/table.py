@@ -19,9 +19,10 @@ A file (cost models read these):
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -103,12 +104,25 @@ def save(path: Path, environment: Environment, choices: Iterable[Choice]) -> Tab
     Raises:
         QSyncError: the folder cannot be written to, or another process holds the table for a minute.
     """
-    try:
+    with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_PATIENCE):
             table = _present(path, environment).updated(choices)
             TABLE.write(path, TABLE.encode(_Rows(environment, [_short(choice) for choice in table.choices.values()])))
             return table
+
+
+def check_writable(path: Path) -> None:
+    """Makes the folder of the table at `path`; raises `TuningError` where no table can be written, before anything is measured for it."""
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TABLE.check_writable(path)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Timeout:
         raise TuningError(
             "another process has been writing the tuning table for a minute",

@@ -42,10 +42,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("--json", action="store_true", help="everything in the table and more, as one JSON object")
     write = parser.add_argument_group("files to write")
-    write.add_argument("--dot", metavar="FILE", help="the operators and what flows between them, for Graphviz")
+    write.add_argument(
+        "--dot", metavar="FILE", type=output.to_write, help="the operators and what flows between them, for Graphviz"
+    )
     write.add_argument(
         "--plan-out",
         metavar="FILE",
+        type=output.to_write,
         help="a plan that names every adjustable operator in the precision it got: a start for edits",
     )
 

@@ -49,7 +49,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--operators", metavar="N", type=int, default=15, help="how many operators to show; %(default)s"
     )
     printed.add_argument("--json", action="store_true", help="the step, devices and operators as one JSON object")
-    printed.add_argument("--perfetto", metavar="FILE", help="also write the timeline for ui.perfetto.dev")
+    printed.add_argument(
+        "--perfetto", metavar="FILE", type=output.to_write, help="also write the timeline for ui.perfetto.dev"
+    )
 
 
 def _replay(arguments: argparse.Namespace) -> None:

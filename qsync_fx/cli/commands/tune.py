@@ -51,7 +51,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU"
     )
     kept = parser.add_argument_group("what to write")
-    kept.add_argument("--record", metavar="FILE", type=Path, help="also write every timing to this file")
+    kept.add_argument("--record", metavar="FILE", type=output.to_write, help="also write every timing to this file")
     kept.add_argument(
         "--output", metavar="FILE", type=Path, help="table to keep results in, in place of the user's own"
     )
@@ -70,6 +70,8 @@ def _tune(arguments: argparse.Namespace) -> None:
         raise OptionError(f"a candidate cannot be measured {rounds} times", where="--rounds", do="give 1 or more")
     if arguments.recorded and arguments.record:
         raise OptionError("timings are read or written", where="--recorded, --record", do="give one of them")
+    if arguments.output is not None:
+        table.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
     keepers: dict[Problem, Keeper] = {}
     if arguments.recorded is not None:

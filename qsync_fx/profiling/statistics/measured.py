@@ -23,11 +23,12 @@ from qsync_fx.errors import ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, Precision, precision
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.captured import Captured, as_it_is
 from qsync_fx.profiling.statistics.coding import of_gradients
+from qsync_fx.profiling.statistics.interrupted import INTERRUPTED
 from qsync_fx.profiling.statistics.kept import Kept
 from qsync_fx.profiling.statistics.methods import method as method_called
 from qsync_fx.profiling.statistics.roundings import Change, changes
@@ -73,8 +74,10 @@ def sensitivity(
 
     Raises:
         ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, there is no batch, or
-            something else was interrupted at `path`.
+            something else was interrupted at `path`, or nothing can be written there.
     """
+    if path is not None:
+        SENSITIVITY.check_writable(path)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     (found,) = several(
         model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say, partial
@@ -110,6 +113,8 @@ def several(
     about = ", ".join(
         filter(None, (about, captured.options.beside_plan, "" if optimizer is None else "trained between"))
     )
+    if partial is not None:
+        INTERRUPTED.check_writable(partial)
     kept = Kept(partial, made, about, root)
     with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qsync_fx.cli import training
+from qsync_fx.cli import output, training
 from qsync_fx.cli.command import Command
 
 _ABOUT = f"""\
@@ -117,14 +117,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         const="",
+        type=_picture,
         help="time against variance; FILE.svg or FILE.html gets a picture",
     )
     looked.add_argument("--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default")
     kept = parser.add_argument_group("what to write")
     kept.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="the plan, for all ranks; with --set as changed"
+        "-o", "--output", metavar="FILE", type=output.to_write, help="the plan, for all ranks; with --set as changed"
     )
     kept.add_argument("--json", action="store_true", help="all of it as one JSON object")
+
+
+def _picture(path: str) -> Path:
+    from qsync_fx.report.front_picture import check_picture
+
+    check_picture(path)
+    return output.to_write(path)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
