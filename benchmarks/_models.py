@@ -96,10 +96,9 @@ def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: i
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
 
 
-def vgg_layers(*widths: int) -> list[nn.Module]:
+def vgg_layers(*widths: int, channels: int = 3) -> list[nn.Module]:
     """Returns the convolutions of a VGG with batch norms, by their channels; 0 is a pooling."""
     layers: list[nn.Module] = []
-    channels = 3
     for width in widths:
         if width == 0:
             layers.append(nn.MaxPool2d(2))

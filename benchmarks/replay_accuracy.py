@@ -24,6 +24,7 @@ import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.profiling.measurement import label_of
+from qsync_fx.profiling.runs import Run
 
 PRECISIONS = ("fp32", "bf16", "int8")
 KINDS = ("singly", "skewed", "by block")
@@ -177,11 +178,8 @@ def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float
     return statistics.mean(off), max(off)
 
 
-def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
-    explanation = qsync_fx.explain(case.model, case.batch[0])
-    ids = [str(op_id) for op_id in explanation.plan().operators]
-    asked = {label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()}
-    plans = [plan for _, plan in asked.values()]
+def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None) -> tuple[Profile, list[Run]]:
+    """Measures a model and plans in turns; returns the profile without these, and what was measured of each, in their order."""
     whole = qsync_fx.measure(
         case.model,
         case.step,
@@ -193,8 +191,18 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         sensitivity=None,
         path=partial,
     )
-    targets = {run.label: run for run in whole.runs if run.planned}
+    runs = {run.label: run for run in whole.runs if run.planned}
     profile = replace(whole, runs=[run for run in whole.runs if not run.planned])
+    return profile, [runs[label_of(plan)] for plan in plans]
+
+
+def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
+    explanation = qsync_fx.explain(case.model, case.batch[0])
+    ids = [str(op_id) for op_id in explanation.plan().operators]
+    asked = {label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()}
+    plans = [plan for _, plan in asked.values()]
+    profile, runs = measured(case, plans, rounds, partial)
+    targets = {run.label: run for run in runs}
     real = {label: run.passes for label, run in targets.items()}
     steps = {label: statistics.median(map(sum, run.steps)) for label, run in targets.items()}
     halves = [{label: _passes(run.steps[start::2]) for label, run in targets.items()} for start in (0, 1)]

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+from _models import vgg_layers
 from _pair import Inputs, Pair
 from data import Data, load
 from models import ResNet
@@ -58,8 +59,16 @@ class Size:
 QUICK = Size(256, 128, 1, 32)
 
 
+def vgg_bn(classes: int, width: int = 8) -> nn.Module:
+    """A VGG with batch norms (Simonyan and Zisserman) of six convolutions, for images of one channel: three poolings, one linear layer."""
+    first, second, third = width, 2 * width, 4 * width
+    layers = vgg_layers(first, first, 0, second, second, 0, third, third, 0, channels=1)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, classes))
+
+
 NETWORKS = {
     "ResNet-8": Network(lambda classes: ResNet(classes, width=8), 0.2),
+    "VGG-6-BN": Network(vgg_bn, 0.1),
 }
 
 

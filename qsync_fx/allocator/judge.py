@@ -1,7 +1,7 @@
 """What plans cost: seconds of a step of the cluster, waiting and peak of each class, variance of the mean gradient.
 
-Invariant: says what `qsync_fx.replay` says of the same plans. After any number of changes, and of changes undone, it says what a new judge
-would.
+Invariant: says what `qsync_fx.replay` says of the same plans, but for peaks: those suffice in either order that a compiler may take
+(`memories`). After any number of changes, and of changes undone, it says what a new judge would.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qsync_fx.allocator.coding import Codecs, options_of
-from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
-from qsync_fx.graph.reads import State
+from qsync_fx.allocator.memories import Memories
+from qsync_fx.allocator.problem import Plans, Problem
+from qsync_fx.allocator.remembered import remembered
 from qsync_fx.predictor.mapper import CostMapper, States, scheduled, states
-from qsync_fx.predictor.memory import anchored_bytes, step_memory
-from qsync_fx.predictor.memory.buffers import Task
-from qsync_fx.predictor.memory.step import Memory, step_tasks
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
-from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.timeline.timeline import Timeline
 
 TOLERANCE = 1e-9
@@ -35,7 +32,7 @@ class Figures:
         computing: seconds of both passes and the optimizer.
         waiting: seconds in which it does nothing because others are not ready to send.
         sending: seconds in which it does nothing because gradients travel.
-        peak_bytes: what a step holds at most; None where that is not known.
+        peak_bytes: what a step holds at most, in whichever order a compiler runs it; None where that is not known.
         variance: what its plan adds to that of its own gradients.
     """
 
@@ -102,15 +99,13 @@ class Judge:
 
     def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
         self.problem = problem
-        self._times = {name: _remembered(found.times) for name, found in problem.classes.items()}
+        self._times = {name: remembered(found.times) for name, found in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
-        self._tasks: dict[str, Sequence[Task]] = {}
-        self._memories: dict[str, Memory | None] = {}
-        self._peaks: dict[str, int | None] = {}
+        self._memories: dict[str, Memories] = {}
         self._timeline: Timeline | None = None
         fleet = played(self.schedules(), problem.cluster)
         parameters = next(iter(self._schedules.values())).parameters
@@ -185,26 +180,17 @@ class Judge:
                 self._schedules[name] = scheduled(self.states(name), self._times[name], whole)
         return self._schedules
 
-    def tasks(self, name: str) -> Sequence[Task]:
-        """Returns what a step of a class does with memory, in order."""
-        if name not in self._tasks:
-            self._tasks[name] = step_tasks(self.states(name))
-        return self._tasks[name]
-
-    def memory(self, name: str) -> Memory | None:
-        """Returns what a step of a class holds at each moment, uncorrected; None where that is not known."""
-        if name not in self._memories:
-            training = self.problem.classes[name].training
-            self._memories[name] = (
-                None if training is None else step_memory(self.states(name), training, self.tasks(name))
-            )
-        return self._memories[name]
+    def memory(self, name: str) -> Memories | None:
+        """Returns what a step of a class holds; None where that is not known."""
+        part = self.problem.classes[name]
+        if name not in self._memories and part.training is not None:
+            self._memories[name] = Memories(part, self.states(name))
+        return self._memories.get(name)
 
     def peak(self, name: str) -> int | None:
         """Returns what a step of a class holds at most; None where that is not known."""
-        if name not in self._peaks:
-            self._peaks[name] = self._peak(name, self.problem.classes[name])
-        return self._peaks[name]
+        memory = self.memory(name)
+        return None if memory is None else memory.peak_bytes
 
     def fits(self) -> bool:
         """Whether all limits are kept; asks for what is quick to know first."""
@@ -239,7 +225,7 @@ class Judge:
     def timeline(self) -> Timeline:
         """The step of the cluster, as `replay` shows it."""
         if self._timeline is None:
-            peaks = {name: peak for name in self._peaks if (peak := self._peaks[name]) is not None}
+            peaks = {name: memory.expected_bytes for name, memory in self._memories.items()}
             how = self.options.compression(self.codecs)
             fleet = played(self.schedules(), self.problem.cluster, how, indices=self.buckets, transfer=self.transfer)
             self._timeline = Timeline(fleet, peaks)
@@ -259,52 +245,10 @@ class Judge:
     def _forget(self, name: str) -> None:
         """Lets go what is known of a class, whose plan is another now."""
         self._timeline = None
-        for known in (self._states, self._schedules, self._tasks, self._memories, self._peaks):
+        for known in (self._states, self._schedules, self._memories):
             known.pop(name, None)
-
-    def _peak(self, name: str, found: DeviceClass) -> int | None:
-        memory = self.memory(name)
-        if memory is None:
-            return None
-        if found.anchors:
-            return memory.held_bytes + anchored_bytes(self.states(name), found.anchors, found.training, memory)
-        return memory.peak.bytes
 
 
 def judged(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Judged:
     """Returns what plans of all classes cost, with all gradients in FP32 or in the codecs that are given for buckets."""
     return Judge(problem, plans, codecs).judged()
-
-
-def _remembered(times: Times) -> Times:
-    return times if isinstance(times, Remembered) else Remembered(times)
-
-
-class Remembered:
-    """Times that are asked once for each question."""
-
-    def __init__(self, times: Times) -> None:
-        self._times = times
-        self._operators: dict[tuple[str, object, tuple[object, ...]], Seconds] = {}
-        self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
-
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
-        key = operator, state.names, tuple(None if one is None else one.names for one in around)
-        if key not in self._operators:
-            self._operators[key] = self._times.operator(operator, state, around)
-        return self._operators[key]
-
-    def least(self, operator: str, state: State) -> Seconds:
-        return self._times.least(operator, state)
-
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
-        key = operator, before, after, numel, differentiated
-        if key not in self._casts:
-            self._casts[key] = self._times.cast(operator, before, after, numel, differentiated)
-        return self._casts[key]
-
-    def outside(self) -> Seconds:
-        return self._times.outside()
-
-    def optimizer(self) -> float:
-        return self._times.optimizer()

@@ -24,7 +24,8 @@ from qsync_fx.distributed.averaging import samples_in
 from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
-from qsync_fx.plan.cluster_plan import CLUSTER_PLAN, is_called
+from qsync_fx.plan.cluster_plan import is_called
+from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.precision import Precision
 from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure

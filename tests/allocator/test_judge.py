@@ -12,7 +12,7 @@ import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.allocator import Judge, Problem, judged
 from qsync_fx.predictor.mapper import states
-from qsync_fx.predictor.memory import anchored_bytes, peak_bytes, step_memory
+from qsync_fx.predictor.memory import anchored_bytes, most_bytes, step_memory
 from qsync_fx.predictor.memory.anchors import Anchor
 from qsync_fx.timeline.known import Profiled
 
@@ -46,7 +46,7 @@ def test_it_says_what_replay_says(name: str) -> None:
         part = problem.classes[name]
         assert figures.waiting == timeline.waiting[name]
         assert figures.sending == timeline.sending[name]
-        assert figures.peak_bytes == peak_bytes(states(part.graph, plans[name]), part.training)
+        assert figures.peak_bytes == most_bytes(states(part.graph, plans[name]), part.training)
         assert figures.variance == pytest.approx(
             sum(part.sensitivity.of(op, part.runs(op, fmt)) for op, fmt in plans[name].items())
         )

@@ -7,23 +7,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from qsync_fx.allocator.exact.during import During
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.kept import Kept
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
 from qsync_fx.allocator.exact.returning import Returning
+from qsync_fx.allocator.exact.waiting import Moment
+from qsync_fx.allocator.judge import beyond
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
 from qsync_fx.predictor.model.value import StateNames
 
+_MORE: Final = 4
+"""Moments that are added at a time."""
 _BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
 
 class Holds(Protocol):
     """What a program takes a step to hold."""
+
+    def add_above(self, names: Sequence[StateNames], limit: float) -> bool:
+        """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are any."""
+        found = {moment: self._before + self.during.of(names, moment) for moment in self.during.moments}
+        above = [moment for moment, held in found.items() if beyond(held, limit) and moment not in self.moments]
+        new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
+        self.moments += sorted(new)
+        return bool(new)
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         """Returns what is held, in bytes, at each moment at which it may be most."""
@@ -36,7 +48,7 @@ class Certain:
         memory: what it holds under some plan.
 
     Attributes:
-        moments: places of products while whose gradients are computed it is reckoned, beside the begin of the backward pass.
+        moments: gradients while which are computed it is reckoned, beside the begin of the backward pass.
     """
 
     def __init__(self, part: DeviceClass, memory: Memory) -> None:
@@ -45,13 +57,15 @@ class Certain:
         self.kept = Kept(part)
         self.during = During(self.kept)
         self.returning = Returning(self.kept)
-        self.moments: list[int] = []
+        self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
         """Adds the products beside operators while whose gradients most may be held; returns whether any are new."""
-        products = self.during.moments
+        known = self.during.moments
+        products = sorted({place for place, _ in known})
         ends = [bisect_right(products, at) for at in places]
-        near = {products[at] for end in ends for at in (end - 1, end) if 0 <= at < len(products)}
+        beside = {products[at] for end in ends for at in (end - 1, end) if 0 <= at < len(products)}
+        near = {moment for moment in known if moment[0] in beside}
         new = sorted(near - set(self.moments))
         self.moments += new
         return bool(new)

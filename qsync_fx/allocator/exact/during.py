@@ -1,25 +1,24 @@
-"""What a step certainly holds while it computes the first gradient of a product's factors, as a linear expression of states.
+"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, as a linear expression of states.
 
-What the product is computed from then waits for that gradient, in whatever order a compiler has the pass run: all that their backward
-passes read is there, and of the product itself its factors, the gradient that it is given, and the one that is written. Of a product
-behind it the weight's gradient is there, or else what that is computed from.
+That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
+(`qsync_fx.allocator.memories`). All that the backward passes before it read is there, and of the product itself its factors, the gradient
+that it is given, and those that are written; and the gradients of all parameters that operators behind it read.
 
 Invariant: `of` and `expression` count the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.kept import Kept, add
-from qsync_fx.allocator.exact.program import Expression
-from qsync_fx.allocator.exact.waiting import Waiting
+from qsync_fx.allocator.exact.kept import Kept, add, factors
+from qsync_fx.allocator.exact.program import CONSTANT, Expression
+from qsync_fx.allocator.exact.waiting import Moment, Waiting, at_once, gradients
 from qsync_fx.precision import FORMATS
-from qsync_fx.predictor.memory.backward import computed_in
-from qsync_fx.predictor.memory.telling import convolves
+from qsync_fx.predictor.memory.backward import INDEX, computed_in
+from qsync_fx.predictor.memory.telling import convolves, pools, whole
 from qsync_fx.predictor.model.value import Name, Read, StateNames
 
 Sizes = Mapping[Name, int]
@@ -37,49 +36,53 @@ class During:
         self._waiting = Waiting(kept)
 
     @cached_property
-    def moments(self) -> Sequence[int]:
-        """The places of products whose gradients can be such a moment."""
-        return [
-            at
-            for at, operator in enumerate(self.graph.operators)
-            if self._forward.multiplies(operator)
-            and not operator.repeated
-            and self._waiting.arrives(operator.result)
-            and any(read.gradient for read in operator.reads[:2])
-        ]
-
-    def of(self, names: Sequence[StateNames], moment: int) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into."""
-        parts = self._beside(moment).items()
-        return self._kept.of(names, self._waiting.of(moment)) + sum(sizes[names[at][0]] for at, sizes in parts)
-
-    def expression(self, formats: Formats, moment: int) -> Expression:
-        """Returns the bytes."""
-        found = dict(self._kept.expression(formats, self._waiting.of(moment)))
-        for at, sizes in self._beside(moment).items():
-            for name, where in formats.precisions[at].items():
-                add(found, where, sizes[name])
+    def moments(self) -> Sequence[Moment]:
+        """All such moments, in the order of operators."""
+        found: list[Moment] = []
+        for at, operator in enumerate(self.graph.operators):
+            if operator.repeated or not self._waiting.arrives(operator.result):
+                continue
+            if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
+                found += [(at, 0)] if gradients(operator) else []
+            elif self._forward.multiplies(operator):
+                found += [(at, which) for which, _ in enumerate(gradients(operator))]
         return found
 
-    def _beside(self, moment: int) -> Mapping[int, Sizes]:
-        """What is there beside what was kept: gradients, by the products that they are of."""
-        behind = {at: sizes for at, sizes in self._weights.items() if self._waiting.before[at] >> moment & 1}
-        return {**behind, moment: self._own(moment)}
+    def of(self, names: Sequence[StateNames], moment: Moment) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into."""
+        kept = self._kept.of(names, self._waiting.of(moment))
+        return kept + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
 
-    def _own(self, moment: int) -> Sizes:
-        """The gradient that a product is given, and the least that it writes, with what it reads for that: of a factor in a scaled format a
-        copy in the carrier. A convolution writes both gradients at once."""
-        operator, found = self.graph.operators[moment], dict[Name, int]()
-        places = [place for place in (0, 1) if operator.reads[place].gradient]
+    def expression(self, formats: Formats, moment: Moment) -> Expression:
+        """Returns the bytes."""
+        found = dict(self._kept.expression(formats, self._waiting.of(moment)))
+        found[CONSTANT] = found.get(CONSTANT, 0.0) + self._gradients(moment)
+        for name, where in formats.precisions[moment[0]].items():
+            add(found, where, self._own(moment)[name])
+        return found
+
+    def _own(self, moment: Moment) -> Sizes:
+        """The gradient that a product is given, and those that it has written, with what it reads for that: of a factor in a scaled format
+        a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
+        operator, found = self.graph.operators[moment[0]], dict[Name, int]()
+        if pools(operator):
+            places = INDEX * whole(self.graph.values[operator.result].numel)
+            values = operator.result, operator.reads[0].value
+            for name, _ in operator.costs:
+                found[name] = places + sum(self._forward.bytes(value, name) for value in values)
+            return found
+        places = gradients(operator)
         for name, _ in operator.costs:
             narrow, carrier = computed_in(name)
             written = {place: self._forward.bytes(operator.reads[place].value, carrier) for place in places}
-            copied = [self._copied(read, name, carrier) for read in operator.reads[:2]]
-            if convolves(operator):
-                workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier)
+            copied = [self._copied(read, name, carrier) for read in factors(operator)]
+            if at_once(operator):
+                workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
                 more = sum(written.values()) + sum(copied) + workspace
             else:
-                more = min(written[place] + copied[1 - place] for place in places)
+                now = places[moment[1]]
+                before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
+                more = sum(written[place] for place in (*before, now)) + copied[1 - now]
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
 
@@ -87,46 +90,18 @@ class During:
         wanted = read.wanted.get(computes or "")
         return self._forward.bytes(read.value, carrier) if wanted is not None and FORMATS[wanted].scaled else 0
 
-    @cached_property
-    def _weights(self) -> Mapping[int, Sizes]:
-        """By product, the least that its weight's gradient takes, or what that is computed from."""
-        found: dict[int, Sizes] = {}
-        for at in self.moments:
-            operator = self.graph.operators[at]
-            weights = [
-                read.value
-                for read in operator.reads[:2]
-                if read.gradient and self.graph.values[self._forward.root(read.value)].source == "parameter"
-            ]
-            if len(weights) != 1 or at in self._together or self._readers[self._forward.root(weights[0])] > 1:
-                continue
-            own = self.graph.values[self._forward.root(weights[0])].own
-            sizes: dict[Name, int] = {}
-            for name, _ in operator.costs:
-                narrow, carrier = computed_in(name)
-                ways = [self._forward.bytes(weights[0], fmt) for fmt in (carrier, own)]
-                sizes[name] = min(*ways, self._forward.bytes(operator.result, narrow))
-            found[at] = sizes
-        return found
+    def _gradients(self, moment: Moment) -> int:
+        """The bytes of the gradients of parameters that the operators behind a moment have left there."""
+        return sum(size for at, size in self._left if at > moment[0])
 
     @cached_property
-    def _readers(self) -> Mapping[int, int]:
-        """By value, how many operators read it."""
-        return Counter(
-            root
-            for operator in self.graph.operators
-            for root in {self._forward.root(read.value) for read in operator.reads}
-        )
-
-    @cached_property
-    def _together(self) -> Set[int]:
-        """The products that are given one gradient with others, under some uniform plan."""
-        found: set[int] = set()
+    def _left(self) -> Sequence[tuple[int, int]]:
+        """The places of operators that leave gradients of parameters behind, and their bytes; the first of all plans to be there count."""
+        found: dict[str, tuple[int, int]] = {}
         for one in self._kept.passes:
-            of: dict[object, set[int]] = {}
             for task in one.backward.tasks:
-                if task.library and task.operator:
-                    for buffer in task.reads - one.made:
-                        of.setdefault(buffer, set()).add(self.graph.places[task.operator])
-            found |= set().union(*(places for places in of.values() if len(places) > 1))
-        return found
+                for buffer in task.writes:
+                    if buffer.stays and task.operator:
+                        at = self.graph.places[task.operator]
+                        found[buffer.name] = min(found.get(buffer.name, (at, buffer.bytes)), (at, buffer.bytes))
+        return list(found.values())

@@ -40,9 +40,9 @@ def why_not(search: Search) -> PlanError:
     fastest = _judged(search, free, "seconds")
     where = f"seconds of a step, {milliseconds(problem.seconds or 0.0)}"
     if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
-        slowest = [name for name in search.fixed if beyond(search.alone(name), problem.seconds)]
+        slowest = [name for name in _kept(search) if beyond(_alone(search, name), problem.seconds)]
         who = (
-            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(search.alone(slowest[0]))}"
+            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(_alone(search, slowest[0]))}"
             if slowest
             else ""
         )
@@ -80,6 +80,22 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
         search.seconds,
     )
     return search.look({**search.judge.plans, **(found.plans or {})}, found.codecs)
+
+
+def _kept(search: Search) -> list[str]:
+    """Returns the classes that are not open to choice."""
+    return [name for name, part in search.problem.classes.items() if part.kept is not None]
+
+
+def _alone(search: Search, name: str) -> float:
+    """Returns the seconds of a step if all other classes were as quick as can be."""
+    played, transfer = search.judge.timeline.played, search.judge.transfer
+    device, rest = played.devices[name], sum(transfer)
+    arrived = [0.0]
+    for ready, travels in zip(device.ready.tolist(), transfer, strict=True):
+        arrived.append(ready + rest)
+        rest -= travels
+    return max(device.computed, *arrived) + device.optimizer + search.problem.cluster.devices[name].delay
 
 
 def _peak(judged: Judged, name: str) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from qsync_fx.allocator.exact.formats import Formats, Spread
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
@@ -23,8 +22,8 @@ from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.forward import Forward
-from qsync_fx.predictor.memory.telling import GATES, GATHERS, whole
-from qsync_fx.predictor.model.value import Name, Operator, StateNames
+from qsync_fx.predictor.memory.telling import GATES, GATHERS, attends, whole
+from qsync_fx.predictor.model.value import Name, Operator, Read, StateNames
 
 Key = tuple[int, Name]
 """A value, by its place, and the format that it is kept in."""
@@ -35,6 +34,7 @@ class _Factor:
     """A factor of a product: by what that computes in, the format that it is read in; `own` is what is there before the step."""
 
     at: int
+    place: int
     value: int
     wanted: Mapping[Name, Name]
     own: Name
@@ -57,10 +57,26 @@ class Readers:
     Attributes:
         wholly: the places of those of which it is all.
         passed: of those of which it is what they keep of values, and masks: statistics may have been used.
+        factors: of a product, which of its factors it is.
+        unscaled: of a product, which of its factors it is unless they are in a scaled format, of which a copy has been made.
     """
 
     wholly: Set[int]
     passed: Set[int]
+    factors: Set[tuple[int, int]] = frozenset()
+    unscaled: Set[tuple[int, int]] = frozenset()
+
+    def reads(self, factor: _Factor, fmt: Name) -> bool:
+        """Whether a factor is there, in a format."""
+        key = factor.at, factor.place
+        if factor.at in self.wholly or key in self.factors:
+            return True
+        return key in self.unscaled and not (fmt is not None and FORMATS[fmt].scaled)
+
+
+def factors(product: Operator) -> Sequence[Read]:
+    """Returns what a product multiplies: of attention query, key and value."""
+    return product.reads[: 3 if attends(product) else 2]
 
 
 class Kept:
@@ -76,13 +92,13 @@ class Kept:
         if any(operator.repeated for operator in self.graph.operators):
             return
         for at, operator in enumerate(self.graph.operators):
-            for place, read in enumerate(operator.reads[:2] if forward.multiplies(operator) else ()):
+            for place, read in enumerate(factors(operator) if forward.multiplies(operator) else ()):
                 known = {name: read.wanted.get(name or "") for name, _ in operator.costs}
                 if all(known.values()) and all(one.reads_factor(at, place) for one in passes):
                     root = forward.root(read.value)
                     value = read.value if forward.is_part(read.value) else root
                     own = self.graph.values[root].own if forward.given(read.value) else None
-                    self._factors.append(_Factor(at, value, known, own))
+                    self._factors.append(_Factor(at, place, value, known, own))
             if forward.multiplies(operator):
                 continue
             self.extras[at] = _extras(passes, at)
@@ -94,11 +110,11 @@ class Kept:
     def of(self, names: Sequence[StateNames], readers: Readers | None = None) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read."""
         found: set[Key] = set()
-        for factor in _of(readers, self._factors):
+        for factor in self._factors:
             fmt = factor.wanted[names[factor.at][0]]
-            if fmt != factor.own:
+            if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                 found.add((factor.value, fmt))
-        for result in _of(readers, self._results, True):
+        for result in _of(readers, self._results):
             fmt = result.kept[names[result.at]]
             held = fmt if result.maker is None else names[result.maker][1]
             found.add((result.value, min((fmt, held), key=_width)))
@@ -109,15 +125,15 @@ class Kept:
         """Returns the bytes; with `readers` those of what their backward passes read."""
         wants: dict[Key, list[Expression]] = {}
         found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
-        for factor in _of(readers, self._factors):
+        for factor in self._factors:
             by_format: dict[Name, Expression] = {}
             for name, where in formats.precisions[factor.at].items():
                 fmt = factor.wanted[name]
                 by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
             for fmt, where in by_format.items():
-                if fmt != factor.own:
+                if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result in _of(readers, self._results, True):
+        for result in _of(readers, self._results):
             for fmt, where in self._result(formats, result):
                 wants.setdefault((result.value, fmt), []).append(where)
         for at, sizes in self.extras.items():
@@ -241,13 +257,8 @@ def _extras(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
     return dict.fromkeys(passes[0].forward.graph.operators[at].costs, least)
 
 
-T = TypeVar("T", _Factor, _Result)
-
-
-def _of(readers: Readers | None, found: Sequence[T], values: bool = False) -> Iterator[T]:
-    return (
-        one for one in found if readers is None or one.at in readers.wholly or (values and one.at in readers.passed)
-    )
+def _of(readers: Readers | None, found: Sequence[_Result]) -> Iterator[_Result]:
+    return (one for one in found if readers is None or one.at in readers.wholly or one.at in readers.passed)
 
 
 def norms(operator: Operator) -> bool:

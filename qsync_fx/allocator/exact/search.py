@@ -20,12 +20,15 @@ from qsync_fx.allocator.exact.certain import Certain, Holds
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Least, Priced, Prices
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
-from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, Remembered, beyond
+from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, beyond
 from qsync_fx.allocator.problem import Plans, Problem
+from qsync_fx.allocator.remembered import Remembered
 from qsync_fx.allocator.uniforms import uniforms
 
 NEAR: Final = 2e-3
 """How far off, of it, memory may be reckoned before that is worth another round."""
+_MOMENTS: Final = 8
+"""How often at most what is certain is reckoned at more moments, as plans are found that hold too much at them."""
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 
@@ -128,16 +131,28 @@ class Search:
         for name, held in self.held.items():
             part, memory = self.problem.classes[name], self.judge.memory(name)
             if name not in self._certain and memory is not None:
-                self._certain[name] = Certain(part, memory)
+                self._certain[name] = Certain(part, memory.expected)
             new |= self._certain[name].add(held.places(part.graph))
-        if not new:
+        if not (self._above() or new):
             return self.proved
-        found = self._found(self.judge.plans, prices, self._certain, self._asked)
-        if found.plans is not None:
+        for _ in range(_MOMENTS):
+            found = self._found(self.judge.plans, prices, self._certain, self._asked)
+            if found.plans is None:
+                break
             self.proved = max(found.bound, self.proved or 0.0)
             self.look(self.problem.completed(found.plans), found.codecs)
             self.learn()
+            if self.near or not self._above():
+                break
         return self.proved
+
+    def _above(self) -> bool:
+        """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
+        found = [
+            certain.add_above(self.judge.states(name).names, self._asked.memory[name])
+            for name, certain in self._certain.items()
+        ]
+        return any(found)
 
     def lean(self, rounds: int) -> bool:
         """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.
@@ -215,7 +230,9 @@ class Search:
                 # Proved of times that were taken to follow no neighbours.
                 self.proved = None
             if self.problem.classes[name].memory is not None:
-                off = self.held[name].learn(states, self._passes(name), self.judge.tasks(name))
+                memory = self.judge.memory(name)
+                assert memory is not None
+                off = self.held[name].learn(states, self._passes(name), memory.tasks)
                 new |= off > NEAR
         return new
 
@@ -270,25 +287,10 @@ class Search:
 
     def _passes(self, name: str) -> float:
         """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
-        memory, peak = self.judge.memory(name), self.judge.peak(name)
-        assert memory is not None and peak is not None
-        passes = max(moment.bytes for moment in memory.moments if moment.place != "optimizer")
-        return passes + peak - memory.peak.bytes
-
-    @property
-    def fixed(self) -> list[str]:
-        """The classes that are not open to choice."""
-        return [name for name, part in self.problem.classes.items() if part.kept is not None]
-
-    def alone(self, name: str) -> float:
-        """Returns the seconds of a step if all other classes were as quick as can be."""
-        played = self.judge.timeline.played
-        device, rest = played.devices[name], sum(self.judge.transfer)
-        arrived = [0.0]
-        for ready, travels in zip(device.ready.tolist(), self.judge.transfer, strict=True):
-            arrived.append(ready + rest)
-            rest -= travels
-        return max(device.computed, *arrived) + device.optimizer + self.problem.cluster.devices[name].delay
+        memory = self.judge.memory(name)
+        assert memory is not None
+        passes = max(moment.bytes for moment in memory.worst.moments if moment.place != "optimizer")
+        return passes + memory.peak_bytes - memory.worst.peak.bytes
 
     def _tighten(self, excess: dict[str, float]) -> None:
         """Holds programs to less, by what their plans exceeded limits by though nothing of them was unknown."""

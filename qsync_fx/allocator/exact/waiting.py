@@ -1,9 +1,9 @@
-"""What of the backward pass waits for the first gradient of a product, in whatever order a compiler has the pass run.
+"""What of the backward pass has yet to be read when a product's gradients are computed, in the order in which the pass is written.
 
-Operators whose own gradients follow from it wait. Others do not, and have no kernel: the gradient of an elementwise operator is computed
-where it is read, and until then what it is computed from stays. Where what reads it waits, as behind the other side of a residual, what it
-keeps is there, too. A compiler that had too much to read there would write that gradient sooner. So what gradients are computed from is
-counted, at most, under any plan, and nothing is said of those that may be too much.
+All operators before the product have yet to run. Those behind it have, but some of them have no kernel: the gradient of an elementwise
+operator is computed where it is read, and until then what it is computed from stays. Where what reads it waits, as behind the other side of
+a residual, what it keeps is there, too. A compiler that had too much to read there would write that gradient sooner. So what gradients are
+computed from is counted, at most, under any plan, and nothing is said of those that may be too much.
 
 Invariant: what is said to be there is so under all plans.
 """
@@ -14,44 +14,68 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from qsync_fx.allocator.exact.kept import Kept, Readers, norms
+from qsync_fx.allocator.exact.kept import Kept, Readers, factors, norms
 from qsync_fx.predictor.memory.backward import READS, SPREADS
-from qsync_fx.predictor.memory.telling import pools, whole
+from qsync_fx.predictor.memory.telling import attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Operator, Read
+
+Moment = tuple[int, int]
+"""The place of an operator, and which of the gradients that it computes one after the other."""
+
+
+def gradients(product: Operator) -> Sequence[int]:
+    """Returns the places of the factors of a product that have gradients, in the order in which these are computed."""
+    return [place for place, read in enumerate(factors(product)) if read.gradient]
+
+
+def at_once(product: Operator) -> bool:
+    """Whether one kernel computes the gradients of all factors of a product."""
+    return convolves(product) or attends(product)
 
 
 class Waiting:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
-
-    Attributes:
-        before: by operator, those that its own gradients lead to, a bit each: of thousands of operators sets would be gigabytes.
     """
 
     def __init__(self, kept: Kept) -> None:
         self.graph, self._kept, self._forward = kept.graph, kept, kept.passes[0].forward
-        self._known: dict[int, Readers] = {}
+        self._known: dict[Moment, Readers] = {}
 
-    def of(self, moment: int) -> Readers:
-        """Returns what waits for the first gradient of a product's factors."""
+    def of(self, moment: Moment) -> Readers:
+        """Returns what has yet to be read."""
         if moment not in self._known:
             self._known[moment] = self._of(moment)
         return self._known[moment]
 
-    def _of(self, moment: int) -> Readers:
-        wholly = self.before[moment] | 1 << moment
+    def _of(self, moment: Moment) -> Readers:
+        place, which = moment
         passed: set[int] = set()
-        for at, operator in enumerate(self.graph.operators):
-            if not wholly >> at & 1 and any(self._passes(operator, read, wholly, passed) for read in operator.reads):
+        for at in range(place + 1, len(self.graph.operators)):
+            operator = self.graph.operators[at]
+            if any(self._passes(operator, read, place, passed) for read in operator.reads):
                 passed.add(at)
-        return Readers(frozenset(at for at in range(moment + 1) if wholly >> at & 1), frozenset(passed))
+        own = self.graph.operators[place]
+        before, rest = frozenset(range(place)), frozenset(passed)
+        if pools(own):
+            return Readers(before, rest)  # it has read what it keeps
+        if at_once(own):
+            return Readers(before, rest, unscaled=frozenset((place, which) for which, _ in enumerate(factors(own))))
+        # A gradient is computed with the other factor.
+        later = frozenset((place, 1 - other) for other in gradients(own)[which + 1 :])
+        return Readers(before, rest, later, frozenset({(place, 1 - gradients(own)[which])}))
 
     def arrives(self, value: int) -> bool:
         """Whether a gradient of a value is computed at all."""
         return bool(self._arriving.get(self._forward.root(value)))
 
-    def _passes(self, operator: Operator, read: Read, wholly: int, passed: set[int]) -> bool:
+    def uses(self, value: int) -> bool:
+        """Whether some kernel reads the gradient of a value."""
+        maker = self._forward.made_by(value)
+        return maker is not None and self._used[self.graph.places[maker.id]]
+
+    def _passes(self, operator: Operator, read: Read, moment: int, passed: set[int]) -> bool:
         """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
         maker = self._forward.made_by(read.value)
         if not read.gradient or maker is None or self._writes(operator) or self._summed(operator, read):
@@ -59,23 +83,11 @@ class Waiting:
         if self._leaving[self.graph.places[operator.id]] > READS:
             return False
         arriving = self._arriving.get(self._forward.root(read.value), {}).items()
-        if sum(many for at, many in arriving if at < 0 or not wholly >> at & 1) > READS:
+        if sum(many for at, many in arriving if not 0 <= at <= moment) > READS:
             return False
         place = self.graph.places[maker.id]
-        return self._used[place] if wholly >> place & 1 else place in passed
-
-    @cached_property
-    def before(self) -> Sequence[int]:
-        found: list[int] = []
-        for operator in self.graph.operators:
-            leads = 0
-            factors = operator.reads[:2] if self._forward.multiplies(operator) else operator.reads
-            for read in factors:
-                if read.gradient and (maker := self._forward.made_by(read.value)) is not None:
-                    at = self.graph.places[maker.id]
-                    leads |= found[at] | 1 << at
-            found.append(leads)
-        return found
+        # What the product itself is given has been computed.
+        return place != moment and (self._used[place] if place < moment else place in passed)
 
     @cached_property
     def _used(self) -> Sequence[bool]:

@@ -11,10 +11,10 @@ import dataclasses
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
 from qsync_fx.predictor.memory.forward import Forward, Sources
-from qsync_fx.predictor.memory.telling import GATHERS, convolves, pools, whole
+from qsync_fx.predictor.memory.telling import GATHERS, attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
-_INDEX = 8
+INDEX = 8
 """Bytes of an index."""
 SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
 _TURNS = ("transpose", "permute", "t", "mT", "swapaxes", "movedim")
@@ -161,9 +161,7 @@ class Backward:
     def _pooled(self, at: int, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
         fmt, value = self.forward.states.names[at][1], operator.reads[0].value
         gradient = self._lying(operator, incoming, fmt)
-        places = Buffer(
-            f"places of {self._name(value)}", None, _INDEX * whole(self.graph.values[operator.result].numel)
-        )
+        places = Buffer(f"places of {self._name(value)}", None, INDEX * whole(self.graph.values[operator.result].numel))
         self._task(operator.id, False, kept, places)
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
         self._task(operator.id, True, frozenset({gradient, places}), buffer)
@@ -184,20 +182,21 @@ class Backward:
     def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
         narrow, carrier = computed_in(self.forward.states.names[at][0])
         gradient = self._lying(operator, incoming, narrow)
-        last = 3 if convolves(operator) else 2  # a convolution's kernel gives the gradient of the bias, too
+        at_once = convolves(operator) or attends(operator)
+        last = 3 if at_once else 2  # a convolution's kernel gives the gradient of the bias, too
         places = [place for place, read in enumerate(operator.reads) if place < last and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
-        if convolves(operator):
-            factors = [self._factor(at, operator, place, carrier) for place in (0, 1)]
+        if at_once:
+            factors = [self._factor(at, operator, place, carrier) for place in range(last if attends(operator) else 2)]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
             # oneDNN lays weights out anew, and sums their gradient in FP32.
-            workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
+            workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
             self._task(operator.id, True, reads, *made.values(), workspace=workspace)
             results = tuple(made.values())
             # What it gives is several results, each taken out by a task of its own; until the last is, all are held.
             self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
         for place, buffer in made.items():
-            if not convolves(operator):
+            if not at_once:
                 other = self._factor(at, operator, 1 - place, carrier)
                 self._task(operator.id, True, frozenset({gradient} if other is None else {gradient, other}), buffer)
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:

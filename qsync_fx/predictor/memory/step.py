@@ -103,15 +103,39 @@ def step_memory(states: States, training: Training | None = None, tasks: Sequenc
 
 def step_tasks(states: States) -> list[Task]:
     """Returns the tasks of both passes of a step, in the order in which they run."""
-    forward = Forward(states)
-    backward = Backward(forward)
-    there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
-    kept, found = set[Buffer](), list[Task]()
-    made = {buffer for part in there for task in part for buffer in task.writes}
-    for part in reversed([*there, backward.incoming, *back]):
-        found = [*_held_throughout(ordered(part, kept | forward.outputs), made), *found]
-        kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
-    return found
+    return Orders.of(states).expected
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The tasks of both passes of a step in the two orders in which a compiler may have them run.
+
+    Attributes:
+        written: as the model is written.
+        expected: as a compiler is expected to sort them, by what it expects of their memory.
+    """
+
+    written: list[Task]
+    expected: list[Task]
+
+    @classmethod
+    def of(cls, states: States) -> Orders:
+        forward = Forward(states)
+        backward = Backward(forward)
+        there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
+        kept, written, expected = set[Buffer](), list[Task](), list[Task]()
+        made = {buffer for part in there for task in part for buffer in task.writes}
+        for part in reversed([*there, backward.incoming, *back]):
+            written = [*_held_throughout(list(part), made), *written]
+            expected = [*_held_throughout(ordered(part, kept | forward.outputs), made), *expected]
+            kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
+        return cls(written, expected)
+
+
+def most_bytes(states: States, training: Training | None = None) -> int:
+    """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
+    orders = Orders.of(states)
+    return max(step_memory(states, training, tasks).peak.bytes for tasks in (orders.expected, orders.written))
 
 
 def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:

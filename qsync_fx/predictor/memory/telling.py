@@ -16,6 +16,11 @@ def convolves(operator: Operator) -> bool:
     return "conv" in operator.row
 
 
+def attends(operator: Operator) -> bool:
+    """Whether it is attention as one product of query, key and value, all of whose gradients one kernel computes."""
+    return "attention" in operator.row
+
+
 def pools(operator: Operator) -> bool:
     """Whether it gives the largest of each window."""
     return operator.row.startswith("max_pool")

@@ -21,7 +21,7 @@ from qsync_fx.allocator.exact.sending import sending
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.explanation import Explanation
 from qsync_fx.predictor.mapper import States, states
-from qsync_fx.predictor.memory import Training, step_memory
+from qsync_fx.predictor.memory import Orders, Training, step_memory
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
 
@@ -177,4 +177,7 @@ def drawn_as(problem: Problem, known: States) -> dict[str, str]:
 
 
 def passes(known: States, training: Training | None = None) -> float:
-    return max(moment.bytes for moment in step_memory(known, training).moments if moment.place != "optimizer")
+    """The most that both passes hold, in whichever of both orders."""
+    orders = Orders.of(known)
+    memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
+    return max(moment.bytes for memory in memories for moment in memory.moments if moment.place != "optimizer")

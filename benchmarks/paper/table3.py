@@ -1,0 +1,137 @@
+"""QSync's Table III: how near steps come that are foreseen with the cost mapper, and as dPRO sees them: without casts and cascades.
+
+BERT with all linear layers in BF16, the paper's FP16, or in INT8, or with three of its layers in BF16, on this machine. None of the plans
+is among those that the profile was made from. Each repeat is a measurement of its own, of profile and plans in turns; errors are of the
+whole step, the mean over repeats.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from _harness import Row, arguments, finish, folder, write_json
+from replay_accuracy import Case, additive, bert, foreseen, measured
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan
+
+REPEATS = 5
+ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    Attributes:
+        build: makes the model, and what trains it.
+        part: a pattern of the operators of the layers that are in BF16 in the last of the plans.
+    """
+
+    build: Callable[[], Case]
+    part: str
+
+
+class Small(nn.Module):
+    """Two linear layers, and a product between them that no linear layer is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x))
+        found: torch.Tensor = self.second(y @ y.transpose(0, 1))
+        return found
+
+
+def small() -> Case:
+    model, batch = Small(), (torch.randn(8, 64), torch.randn(8, 64))
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+    return Case(model, batch, step, torch.optim.SGD(model.parameters(), lr=1e-6))
+
+
+SETTING = Setting(lambda: bert(4, 4, 128), r"encoder\.layer\.[0-2]\.")
+QUICK = Setting(small, r"first/")
+
+
+def plans_of(ids: Mapping[str, str], part: str) -> dict[str, Plan]:
+    """Returns the paper's plans; `ids` are operators and what they are."""
+
+    def plan(fmt: str, chosen: Callable[[str], bool]) -> Plan:
+        return Plan(operators={name: fmt if chosen(name) else "fp32" for name in ids})
+
+    def linear(name: str) -> bool:
+        return ids[name] == "linear"
+
+    return {
+        "linear layers in BF16": plan("bf16", linear),
+        "linear layers in INT8": plan("int8", linear),
+        "some layers in BF16": plan("bf16", lambda name: re.match(part, name) is not None),
+    }
+
+
+def repeats(setting: Setting, count: int, rounds: int, partial: Path | None) -> Iterator[dict[str, dict[str, float]]]:
+    """Yields what each measurement says of each plan: seconds measured, and by how many percent what was foreseen was off."""
+    for repeat in range(count):
+        torch.manual_seed(repeat)
+        torch._dynamo.reset()
+        case = setting.build()
+        explanation = qsync_fx.explain(case.model, case.batch[0])
+        planned = {str(operator) for operator in explanation.plan().operators}
+        adjustable = {str(one.id): one.row.name for one in explanation.operators if str(one.id) in planned}
+        plans = plans_of(adjustable, setting.part)
+        kept = partial and partial / f"table3-{repeat}.json"
+        profile, runs = measured(case, list(plans.values()), rounds, kept)
+        found: dict[str, dict[str, float]] = {}
+        for (name, plan), run in zip(plans.items(), runs, strict=True):
+            real = statistics.median(map(sum, run.steps))
+            views = {"cost mapper": foreseen(profile, plan), "dPRO's view": additive(profile, plan)}
+            off = {view: 100 * (seconds + profile.optimizer_seconds) / real - 100 for view, seconds in views.items()}
+            found[name] = {"seconds": real, **off}
+        yield found
+
+
+def rows(found: list[dict[str, dict[str, float]]]) -> Iterator[Row]:
+    """Yields a row a plan, over all repeats."""
+    for name in found[0]:
+        seen = [one[name] for one in found]
+        row: dict[str, object] = {"plan": name, "step_ms": 1e3 * statistics.fmean(one["seconds"] for one in seen)}
+        for view in ("cost mapper", "dPRO's view"):
+            row[f"{view}, error_%"] = statistics.fmean(abs(one[view]) for one in seen)
+            row[f"{view}, each_%"] = [round(one[view], 2) for one in seen]
+        yield row
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        repeats={"type": int, "default": REPEATS, "help": "measurements (%(default)s)"},
+        rounds={"type": int, "default": ROUNDS, "help": "turns a plan in each (%(default)s)"},
+        partial={"type": folder, "help": "folder that keeps measurements that are interrupted, to go on from"},
+    )
+    # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile.
+    torch.set_num_threads(1)
+    count, rounds = (1, 2) if options.quick else (options.repeats, options.rounds)
+    found: list[dict[str, dict[str, float]]] = []
+    for one in repeats(QUICK if options.quick else SETTING, count, rounds, None if options.quick else options.partial):
+        found.append(one)
+        if options.json:
+            write_json(options.json, list(rows(found)), quick=options.quick)
+    finish(options, list(rows(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Small graphs that are drawn, as classes of devices, and what the judge says of all of their plans.
+
+Invariant: a seed gives one graph, and one class with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import torch
+from allocation_problems import PlainTimes, drawn_sensitivity
+from predicted_models import DrawnTimes
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
+from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.model import ModelGraph, model_graph
+
+
+class Drawn(nn.Module):
+    """A graph of a few layers, with residuals, joins, norms and gates."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4 if seed % 2 else 3))
+        self.norm = nn.LayerNorm(8)
+        self.steps = []
+        for at in range(len(self.layers)):
+            self.steps.append((at, draw.randrange(at + 1), draw.choice(["add", "mul", "none", "relu", "cat", "norm"])))
+        self.normed = any(join == "norm" for _, _, join in self.steps)
+        if not self.normed:
+            del self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = [x]
+        for at, source, join in self.steps:
+            y = self.layers[at](known[source])
+            if join == "add":
+                y = y + known[-1]
+            elif join == "mul":
+                y = y * known[source]
+            elif join == "relu":
+                y = torch.relu(y)
+            elif join == "cat":
+                y = torch.cat([y, known[-1]], -1)[:, ::2]
+            elif join == "norm":
+                y = self.norm(y)
+            known.append(y)
+        return sum(known[1:], x)
+
+
+@functools.cache
+def graph(seed: int) -> ModelGraph:
+    torch._dynamo.reset()
+    explanation = qsync_fx.explain(Drawn(seed).train(), torch.randn(4, 8), options={"precision": "int8"})
+    return model_graph(explanation, ("fp32", "bf16", "fp16", "int8"))
+
+
+def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:
+    found = graph(seed % 7)
+    return DeviceClass(found, times(seed), drawn_sensitivity(found, seed), formats, training=Training(ADAM))
+
+
+def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Judged]]:
+    choices = problem.classes[name].choices
+    judge = Judge(problem, problem.uniform())
+    plans = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
+    return [(plan, judge.become({name: plan})) for plan in plans]
