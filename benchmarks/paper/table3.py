@@ -91,7 +91,9 @@ def repeats(setting: Setting, count: int, rounds: int, partial: Path | None) -> 
         case = setting.build()
         explanation = qsync_fx.explain(case.model, case.batch[0])
         planned = {str(operator) for operator in explanation.plan().operators}
-        adjustable = {str(one.id): one.row.name for one in explanation.operators if str(one.id) in planned}
+        adjustable = {
+            str(one.id): one.row.name for one in explanation.operators if one.row is not None and str(one.id) in planned
+        }
         plans = plans_of(adjustable, setting.part)
         kept = partial and partial / f"table3-{repeat}.json"
         profile, runs = measured(case, list(plans.values()), rounds, kept)

@@ -66,10 +66,10 @@ class During:
         a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
         operator, found = self.graph.operators[moment[0]], dict[Name, int]()
         if pools(operator):
-            places = INDEX * whole(self.graph.values[operator.result].numel)
+            windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value
             for name, _ in operator.costs:
-                found[name] = places + sum(self._forward.bytes(value, name) for value in values)
+                found[name] = windows + sum(self._forward.bytes(value, name) for value in values)
             return found
         places = gradients(operator)
         for name, _ in operator.costs:

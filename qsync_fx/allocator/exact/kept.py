@@ -251,10 +251,14 @@ class Passes:
 
 
 def _extras(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
-    """By state, the bytes of masks and statistics that an operator keeps under all plans."""
+    """By state, the bytes of masks and statistics that an operator keeps: what it does in that state, or in all that were seen."""
     known = [one.extras(at) for one in passes]
     least = sum(min(one.get(name, 0) for one in known) for name in known[0])
-    return dict.fromkeys(passes[0].forward.graph.operators[at].costs, least)
+    seen: dict[StateNames, int] = {}
+    for one, sizes in zip(passes, known, strict=True):
+        state = one.forward.states.names[at]
+        seen[state] = min(seen.get(state, sum(sizes.values())), sum(sizes.values()))
+    return {state: seen.get(state, least) for state in passes[0].forward.graph.operators[at].costs}
 
 
 def _of(readers: Readers | None, found: Sequence[_Result]) -> Iterator[_Result]:

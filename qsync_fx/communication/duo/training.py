@@ -27,6 +27,7 @@ from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.compression import Compression
 from qsync_fx.communication.duo import pure, saving
+from qsync_fx.communication.duo.ending import Outstanding
 from qsync_fx.communication.duo.replica import Kept, Memory, Replica, Use, finite, versions
 from qsync_fx.communication.duo.told import Ahead, DuoReport
 from qsync_fx.communication.reduction import Bucket, Reducer
@@ -71,6 +72,7 @@ class LookingAhead(Compression):
         self._saved: dict[Any, Any] | None = None
         self._put_aside: list[Tensor | None] | None = None
         self._stepping = False
+        self._outstanding = Outstanding(self, rank)
 
     def follow(self) -> None:
         """Has the optimizer's steps committed and looked ahead; once, when all ranks agree."""
@@ -123,6 +125,7 @@ class LookingAhead(Compression):
         pending = self._pending
         if pending is None or pending.use is None:
             return {**found, _SAVED: None}
+        self._outstanding.step = None
         return {**found, _SAVED: saving.saved(pending, pending.use, self._kept, self.pieces)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,6 +135,7 @@ class LookingAhead(Compression):
         if state[_SAVED] is None or self._state.world == 1:
             return
         self._pending = saving.load(state[_SAVED], self._kept, self.pieces)
+        self._outstanding.step = self._pending.step
 
     def report(self) -> DuoReport:
         """Returns what this rank has sent so far on both ways, how long that took, and what became of steps."""
@@ -225,6 +229,7 @@ class LookingAhead(Compression):
         for kept, p in zip(self._kept, self._parameters, strict=True):
             kept.copy_(p.detach())
         fresh.use, self._fresh, self._pending = use, None, fresh
+        self._outstanding.step = fresh.step
         self._saved = pure.state(optimizer)
         if not self._looks_ahead:
             self._put_aside = [p.grad for p in self._parameters]
@@ -289,7 +294,7 @@ class LookingAhead(Compression):
         for p, gradient in zip(self._parameters, present, strict=True):
             p.grad = gradient
         self._memory.give(pending)
-        self._pending = None
+        self._pending, self._outstanding.step = None, None
 
     def _gradient(self, pending: Replica, place: int) -> Tensor:
         p, mean = self._parameters[place], pending.gradients[place]

@@ -1,0 +1,34 @@
+"""A training with DUO that ends before its last gradients were used in full says so; one that was flushed or saved says nothing."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+
+from qsync_fx.communication.duo.ending import Outstanding
+
+
+class Training:
+    pass
+
+
+def test_an_end_with_a_step_outstanding_is_told_with_what_to_do() -> None:
+    def ends() -> None:
+        Outstanding(Training(), 1).step = 3
+        gc.collect()
+
+    with pytest.warns(UserWarning, match=r"rank 1: .* step 3 .* one look ahead; call handle.flush\(\)"):
+        ends()
+
+
+def test_an_end_with_nothing_outstanding_is_quiet() -> None:
+    training = Training()
+    outstanding = Outstanding(training, 0)
+    outstanding.step = 3
+    outstanding.step = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del training
+        gc.collect()
