@@ -95,13 +95,13 @@ def rows_of(name: str, make: Callable[[int], Case], batch: int) -> list[Row]:
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"help": "one case: bert, gpt2, resnet, vit"})
+    options = arguments(__doc__, only={"help": "cases that begin so: bert, gpt-2, resnet, vit"})
     cases: dict[str, tuple[Callable[[int], Case], int]]
     if options.quick:
         cases = {"GPT-2 block, 2 x 32 tokens": (partial(gpt2_block, length=32), 2)}
     else:
         cases = {
-            "BERT 4 layers, 12 x 128 tokens": (partial(bert, 4), 12),
+            "BERT 2 layers, 4 x 128 tokens": (partial(bert, 2), 4),
             "GPT-2 block, 4 x 256 tokens": (gpt2_block, 4),
             "ViT 2 layers, 8 x 224 x 224": (partial(vit, 2), 8),
             "ResNet-18, 32 x 96 x 96": (partial(resnet, (2, 2, 2, 2), "basic"), 32),
