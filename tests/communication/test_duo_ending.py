@@ -16,7 +16,9 @@ class Training:
 
 def test_an_end_with_a_step_outstanding_is_told_with_what_to_do() -> None:
     def ends() -> None:
-        Outstanding(Training(), 1).step = 3
+        training = Training()
+        Outstanding(training, 1).step = 3
+        del training
         gc.collect()
 
     with pytest.warns(UserWarning, match=r"rank 1: .* step 3 .* one look ahead; call handle.flush\(\)"):
