@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_pr
 from qsync_fx.backend.cuda.run import launch, reasons
 from qsync_fx.backend.cuda.run.device import assumed, decision, stored, unobtainable
 from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.errors import KernelError, PlanWarning
 
 CPU = torch.device("cpu")
 OPERANDS = {"int8": "std::int8_t", "fp32": "float"}
@@ -270,9 +272,14 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
         problem = gemm_problem(a, b, None, None, None, "none", torch.bfloat16, False)
         found = decision(problem, CPU)
         assert found.config is not None
-        assert kernels.library(kernels.unit_of(found.config), wait=False) is None
-        y = through(a, b, out=torch.bfloat16)
-        assert kernels.library(kernels.unit_of(found.config), wait=False) is not None
+        unit = kernels.unit_of(found.config)
+        assert kernels.library(unit, wait=False) is None
+        with warnings.catch_warnings(action="ignore", category=PlanWarning):
+            y = through(a, b, out=torch.bfloat16)
+        # It was loaded, and is not tried again.
+        assert kernels.refused(unit)
+        with pytest.raises(KernelError, match=r"cannot be started|does not take"):
+            kernels.library(unit, wait=False)
     assert torch.equal(y, (a.double() @ b.double()).to(torch.float32).to(torch.bfloat16))
     assert any("cannot be started" in why or "does not take" in why for why in reasons.reasons().values())
 
