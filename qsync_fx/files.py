@@ -43,7 +43,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def target_of(path: str | os.PathLike[str]) -> Path:
     """Returns where a path leads to, through links; raises `QSyncError` where something lies there that is no file."""
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    # Not pathlib's, which raise for a name that is too long; writing says what is wrong with it.
+    if os.path.exists(target) and not os.path.isfile(target):
         raise QSyncError("a file would replace something that is no file", where=str(path), do="give a new path")
     return target
 

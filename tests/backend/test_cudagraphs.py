@@ -43,7 +43,7 @@ def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     inner = compiling.inner_compiler
 
-    def watched(name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False) -> Any:
+    def watched(name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, *others: bool) -> Any:
         asked.append(cudagraphs)
         return inner("eager", device)
 
