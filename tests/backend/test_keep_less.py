@@ -109,8 +109,9 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
     ("precision", "fast", "most"),
     [
         ("bf16", False, 0.75),
-        pytest.param("int8", False, 0.8, marks=tiers.ALL),
-        pytest.param("int8_grad", True, 0.8, marks=tiers.ALL),
+        # INT8 weights, a large part of so small a block, are kept as ever.
+        pytest.param("int8", False, 0.85, marks=tiers.ALL),
+        pytest.param("int8_grad", True, 0.85, marks=tiers.ALL),
         pytest.param("fp32", False, 0.75, marks=tiers.ALL),
     ],
 )
