@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from _curves import picture
+from _experiment import OPTIONS
 from _harness import arguments, selected, show, to_write, write_json
 from _kept import Kept
 from _ranks import found_by
@@ -44,13 +45,8 @@ def main() -> None:
         return
     options = arguments(
         __doc__,
-        only={"help": "networks whose names begin so", "default": None},
-        seeds={"type": int, "default": 3, "help": "how often each is trained (%(default)s)"},
-        partial={
-            "type": Path,
-            "default": Path("runs/paper"),
-            "help": "folder that keeps what was trained (%(default)s)",
-        },
+        None,
+        **OPTIONS,
         picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)

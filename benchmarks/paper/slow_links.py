@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import links
 import torch
 from _curves import picture
+from _experiment import OPTIONS
 from _harness import arguments, show, to_write, write_json
 from _images import QUICK, Images, Size, evaluated
 from _kept import Kept
@@ -47,12 +48,8 @@ def main() -> None:
         return
     options = arguments(
         __doc__,
-        seeds={"type": int, "default": 3, "help": "how often each is trained (%(default)s)"},
-        partial={
-            "type": Path,
-            "default": Path("runs/paper"),
-            "help": "folder that keeps what was trained (%(default)s)",
-        },
+        seeds=OPTIONS["seeds"],
+        partial=OPTIONS["partial"],
         picture={"type": to_write, "help": "where accuracy against time is drawn (SVG)"},
     )
     torch.set_num_threads(1)
