@@ -37,11 +37,10 @@ class Call:
     arguments: dict[str, int]
 
 
-def runtime(folder: Path) -> Path:
-    """Compiles the stand-in and returns it."""
+def runtime(folder: Path, name: str | None = None) -> Path:
+    """Compiles the stand-in and returns it; under another name than the runtime's no library that is loaded later takes it for that."""
     nvcc = toolchain.nvcc()
-    version = nvcc.version[0]
-    name = f"libcudart.so.{version}"
+    name = name or f"libcudart.so.{nvcc.version[0]}"
     (folder / "names").write_text(f"{name} {{ global: *; }};\n")
     includes = [f"-I{path.parent / 'include'}" for path in toolchain.library_folders(nvcc.path)]
     source = Path(__file__).with_name("runtime_on_cpu.cpp")
