@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from qsync_fx.backend.cuda.libraries import budget, nvcc, sass
-from qsync_fx.backend.cuda.libraries.progress import Watcher
+from qsync_fx.backend.cuda.libraries import sass
+from qsync_fx.backend.cuda.libraries.compiling import budget, nvcc
+from qsync_fx.backend.cuda.libraries.compiling.progress import Watcher
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools import toolchain
 

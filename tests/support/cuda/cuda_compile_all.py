@@ -28,8 +28,9 @@ from rich.text import Text
 
 from qsync_fx.backend.cuda.choose import candidates
 from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch
-from qsync_fx.backend.cuda.libraries import cache, compiler, kernels, nvcc, sass
-from qsync_fx.backend.cuda.libraries.progress import watch
+from qsync_fx.backend.cuda.libraries import cache, compiler, kernels, sass
+from qsync_fx.backend.cuda.libraries.compiling import nvcc
+from qsync_fx.backend.cuda.libraries.compiling.progress import watch
 from qsync_fx.backend.cuda.source import quantizer_source
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools import toolchain

@@ -12,7 +12,8 @@ import pytest
 from kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
 from small_units import small_unit
 
-from qsync_fx.backend.cuda.libraries import budget, compiler, nvcc
+from qsync_fx.backend.cuda.libraries import compiler
+from qsync_fx.backend.cuda.libraries.compiling import budget, nvcc
 
 pytest_plugins = ["kernel_caches"]
 tools_or_skip()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from qsync_fx.backend.cuda.libraries import budget, progress, sass
+from qsync_fx.backend.cuda.libraries import sass
+from qsync_fx.backend.cuda.libraries.compiling import budget, progress
 from qsync_fx.backend.cuda.libraries.manifest import Resources
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.errors import OptionError
@@ -94,7 +95,7 @@ def test_lines_are_said_after_a_second_and_by_the_first_rank(
 def test_a_bar_on_a_terminal() -> None:
     code = """
 import time
-from qsync_fx.backend.cuda.libraries import progress
+from qsync_fx.backend.cuda.libraries.compiling import progress
 progress._PATIENCE = 0.0
 with progress.watch(2, True) as tell:
     tell(0, ["gemm_[bold]one"])

@@ -50,7 +50,9 @@ def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
         pytest.skip("this toolkit has no shared runtime")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / shared[0].name).symlink_to(shared[0])
-    monkeypatch.setattr("qsync_fx.backend.cuda.libraries.nvcc.library_folders", lambda compiler: (tmp_path / "lib",))
+    monkeypatch.setattr(
+        "qsync_fx.backend.cuda.libraries.compiling.nvcc.library_folders", lambda compiler: (tmp_path / "lib",)
+    )
     unit = small_unit("linked")
     path = compiler.build([unit])[unit]
     assert library.load(path, unit).shared_memory() == 4096

@@ -11,7 +11,8 @@ import torch
 from test_cuda_launch import INT8
 
 from qsync_fx.backend.cuda.kernel import hardware
-from qsync_fx.backend.cuda.libraries import kernels, keys, nvcc
+from qsync_fx.backend.cuda.libraries import kernels, keys
+from qsync_fx.backend.cuda.libraries.compiling import nvcc
 from qsync_fx.backend.cuda.libraries.keys import included
 from qsync_fx.backend.cuda.run import device as devices, missing
 from qsync_fx.backend.cuda.run.device import Known, decision, forget

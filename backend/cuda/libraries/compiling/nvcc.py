@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from qsync_fx.backend.cuda.kernel.hardware import FORWARD
-from qsync_fx.backend.cuda.libraries import budget
+from qsync_fx.backend.cuda.libraries.compiling import budget
 from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools import nvrtc
