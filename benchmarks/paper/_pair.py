@@ -1,7 +1,8 @@
 """Two ranks in one process: the gradient is averaged over two parts of a batch, each computed under a plan of its own.
 
 Where nothing is drawn to round it, the sum is that of two ranks under DistributedDataParallel to the last bit: each part's gradient is
-halved, which is exact, and both are added in FP32; tests/test_paper_experiments.py compares the two. In INT8 the draws are others.
+halved, which is exact, and both are added in FP32; tests/benchmarks/test_paper_experiments.py compares the
+two. In INT8 the draws are others.
 
 Invariant: both replicas have the same parameters, which are one in memory, and statistics of batch norms of their own.
 """

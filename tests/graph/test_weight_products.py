@@ -1,15 +1,12 @@
-"""Products of an activation and a parameter, however a model writes them: formats, gradients, roles and reasons."""
+"""Products of an activation and a parameter, however a model writes them: outputs and gradients are those of a layer in each format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import tiers
 import torch
-import torch.nn.functional as F
 from products_in_fp64 import Product
 from torch import Tensor, nn
 from weight_products import SEED, adjustable
@@ -194,137 +191,3 @@ def test_in_bf16_it_is_torchs_own(name: str) -> None:
     gradients = torch.autograd.grad(expected, inputs, g.bfloat16())
     for one, other in zip(found, [expected, *gradients], strict=True):
         torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
-
-
-class Two(nn.Module):
-    """Two parameters, a buffer, and a product of the user's choice."""
-
-    def __init__(self, product: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.product = product
-        self.w = nn.Parameter(torch.randn(7, 5))
-        self.square = nn.Parameter(torch.randn(7, 7))
-        self.cube = nn.Parameter(torch.randn(4, 7, 7))
-        self.vector = nn.Parameter(torch.randn(7))
-        self.register_buffer("table", torch.randn(7, 5))
-        self.parts = nn.ParameterList([nn.Parameter(torch.randn(7, 5))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(self, x)
-
-
-def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> qsync_fx.Explanation:
-    return qsync_fx.explain(Two(product), x, options={"precision": "int8", **options})
-
-
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda net, x: x @ net.w.detach(),
-        lambda net, x: x @ net.w.clone().contiguous(),
-        lambda net, x: x @ net.w.t().reshape(7, 5),
-        lambda net, x: x.bfloat16() @ net.w.to(torch.bfloat16),
-        lambda net, x: x @ net.square[:, :5],
-        lambda net, x: x @ net.square.chunk(2, 1)[1],
-        lambda net, x: x @ net.cube[2],
-        lambda net, x: x @ net.cube.unbind(0)[1],
-        lambda net, x: x.expand(4, 3, 7) @ net.w.expand(4, 7, 5),
-        lambda net, x: x @ net.parts[0],
-        lambda net, x: torch.utils.checkpoint.checkpoint(lambda x: x @ net.w, x, use_reentrant=False),
-    ],
-)
-def test_what_only_moves_or_converts_a_parameter_is_a_weight(product: Callable[..., Tensor]) -> None:
-    found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
-    assert [each[1:] for each in found] == [("int8", "plan: uniform int8")]
-
-
-@pytest.mark.parametrize(
-    ("product", "row", "says"),
-    [
-        (lambda net, x: x @ x.t(), "a product of two activations", "int8 is for products with a weight, matmul runs in bf16"),
-        (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
-        (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
-        (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),
-        (lambda net, x: x @ net.vector, "not as a layer's", "its weight is a vector, so its output has no channels"),
-        (lambda net, x: torch.einsum("bi,ij->ij", x, net.square), "not as a layer's", "only one of its factors has"),
-        (lambda net, x: torch.einsum("bi,io->bio", x, net.w), "not as a layer's", "it sums over nothing"),
-        (lambda net, x: torch.einsum("bi,ii->bi", x, net.square), "not as a layer's", "it takes a diagonal"),
-        (lambda net, x: torch.einsum("bi,ij,jk->bk", x, net.square, net.w), "not as a layer's", "3 tensors at once"),
-        (lambda net, x: torch.addmm(x, x, net.square, beta=2), "not as a layer's", "it weighs its bias"),
-        (lambda net, x: torch.addmm(x, x, net.square), "not as a layer's", "something else than a bias"),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")
-def test_any_other_product_says_what_it_is(product: Callable[..., Tensor], row: str, says: str) -> None:
-    found = explained(product, torch.randn(7, 7, requires_grad=True))
-    (operator,) = [op for op in found.operators if op.kind == "adjustable"]
-    assert row in operator.row.reason and says in operator.reason
-    assert str(operator.precision) == "bf16" and "runs in bf16" in operator.reason
-
-
-def test_a_parameter_that_two_products_read_is_quantized_once() -> None:
-    def product(net: Any, x: Tensor) -> Tensor:
-        return (x @ net.w) @ net.w.t() + F.linear(x @ net.w, net.w)
-
-    net, x = Two(product), torch.randn(3, 7, requires_grad=True)
-    found = qsync_fx.explain(net, x, options={"precision": "int8"})
-    assert {precision for _, precision, _ in adjustable(found)} == {"int8"}
-    quantized = [node.args[0].name for node in found.graph_module().graph.nodes if "quantize" in str(node.target)]
-    assert quantized.count("w") == 1
-    options = {"precision": "int8", "rounding": "nearest", "inner": "aot_eager"}
-    y = torch.compile(net, backend="qsync", options=options)(x)
-    y.sum().backward()
-    wanted = torch.autograd.grad(net(x).sum(), net.w)[0]
-    assert net.w.grad is not None and (net.w.grad - wanted).norm() < 0.03 * wanted.norm()
-
-
-def test_plans_reports_and_costs_know_the_weight() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Two(lambda net, x: torch.einsum("io,bi->bo", net.w, x))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    net, x = Outer(), torch.randn(3, 7, requires_grad=True)
-    plan = qsync_fx.Plan(operators={"inner/einsum": "int8"})
-    found = qsync_fx.explain(net, x, options={"plan": plan})
-    assert [each[:2] for each in adjustable(found)] == [("inner/einsum", "int8")]
-    dag = found.graphs[0].graph.dag()
-    roles = {source: data["role"] for source, _, data in dag.in_edges("inner/einsum", data=True)}
-    assert roles["inner.w"] == "weight" and set(roles.values()) == {"weight", "tensors.1"}
-    (operator,) = found.operators
-    cost = operator.note.cost
-    assert cost is not None
-    # One byte a value of both operands, a product each; the gradient of the weight is one of a parameter.
-    assert cost.forward.flops == cost.weight_gradient.flops == cost.input_gradient.flops == 2 * 3 * 7 * 5
-    assert sorted(cost.saved.values()) == [3 * 7, 7 * 5]
-
-
-@tiers.ALL
-@pytest.mark.filterwarnings("ignore")
-def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
-    """Llama 4 has experts by `bmm`, XLNet layers by `einsum`, GPT-2 by `addmm`."""
-    import transformers
-
-    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    llama = {"intermediate_size": 48, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "num_local_experts": 4}
-    models = {
-        "/bmm": transformers.Llama4ForCausalLM(
-            transformers.Llama4TextConfig(hidden_size=32, head_dim=8, pad_token_id=0, **llama, **sizes)
-        ),
-        "/einsum": transformers.XLNetModel(
-            transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=4, d_inner=48)
-        ),
-        "/addmm": transformers.GPT2Model(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)),
-    }
-    for name, model in models.items():
-        found = qsync_fx.explain(model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"})
-        ours = [op for op in found.operators if name in str(op.id)]
-        with_weight = [op for op in ours if op.row.scaled]
-        assert with_weight and {str(op.precision) for op in with_weight} == {"int8"}, name
-        for op in ours:
-            # XLNet computes its keys of positions from a parameter alone.
-            others = "a product of two activations", "a product with a buffer, or with what the model computes"
-            assert op.row.scaled or op.row.reason.startswith(others), op.id

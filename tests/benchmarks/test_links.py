@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LINKS = ROOT / "benchmarks" / "links.py"
 NAMES = Path("/run/netns")
 RANK = """

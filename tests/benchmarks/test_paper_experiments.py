@@ -20,7 +20,7 @@ from allocation_problems import fleet
 
 from qsync_fx.allocator import Judge
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "benchmarks" / "paper"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "catalog": "needs the times that others published",
     "communication_study": "reads what its paper printed",

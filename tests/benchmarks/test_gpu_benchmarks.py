@@ -12,7 +12,7 @@ import pytest
 import tiers
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_make_says_that_there_is_no_gpu(target: str) -> None:
 @pytest.mark.parametrize(
     ("name", "only"),
     [
-        ("quantize", "int8, "),
+        pytest.param("quantize", "int8, ", marks=tiers.ALL),
         pytest.param("linear", "", marks=tiers.ALL),
         pytest.param("conv", "", marks=tiers.ALL),
         pytest.param("step", "BERT-base, 64 x 128 tokens: qsync int8", marks=tiers.ALL),

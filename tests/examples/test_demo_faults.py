@@ -1,0 +1,155 @@
+"""What happens to the demo when something is wrong: arguments, plans, processes that are killed or interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiers
+from demo_runs import DIGITS, EAGER, EXAMPLES, INT8, run, wide
+
+from qsync_fx import Plan
+
+
+@tiers.ALL
+def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -> None:
+    plan = tmp_path / "other.json"
+    Plan("int8", operators={"stage9.conv1/conv2d": "fp32"}).save(plan)
+    finished = run(*DIGITS, *EAGER, "--plan", str(plan), output=tmp_path / "out")
+    assert finished.returncode == 1
+    assert "rank 1 failed" in finished.stderr and "stage9.conv1/conv2d" in finished.stderr
+    assert str(plan) in finished.stderr and "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--plan", "cut.json"),
+        *(
+            pytest.param(*case, marks=tiers.ALL)
+            for case in (("--data", "nowhere"), ("--batch", "5000"), ("--inner", "eager"), ("--output", "a file/out"))
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"format": "qsync')
+    (tmp_path / "a file").write_text("")
+    given = value if option in ("--batch", "--inner") else str(tmp_path / value)
+    finished = run(*DIGITS, option, given, output=Path(given) if option == "--output" else tmp_path / "out")
+    assert finished.returncode == 2
+    assert (option if given == value else given) in finished.stderr
+    assert "do:" in finished.stderr and "Traceback" not in finished.stderr
+    assert not list(tmp_path.glob("out/*.log"))
+
+
+def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
+    finished = run(*DIGITS, output=tmp_path, python=("-S",))
+    assert finished.returncode == 2 and "make setup" in finished.stderr and "Traceback" not in finished.stderr
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo that would train for long."""
+    INT8.save(tmp_path / "given.json")
+    arguments = (*EAGER, "--plan", str(tmp_path / "given.json"), "--epochs", "5000")
+    with started(*arguments, output=tmp_path) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(*arguments: str, output: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *DIGITS, *arguments, "--output", str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=wide()) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of the two ranks, in order."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        found = [pid for pid in children if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if len(found) == 2:
+            return sorted(found)
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(map(runs, pids))
+
+
+def soon_gone(pids: list[int]) -> bool:
+    """Whether processes end by themselves: a rank may outlive its launcher by the time that Python takes to end."""
+    until = time.monotonic() + 60
+    while not gone(pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    return gone(pids)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs. One that has ended stays in /proc until somebody asks for its status, which init may be slow to do."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the ranks in /proc")
+
+
+@tiers.ALL
+@linux
+def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Popen[str]) -> None:
+    assert running.stdout is not None
+    while "epoch" not in running.stdout.readline():
+        assert running.poll() is None
+    ranks = ranks_of(running)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = running.communicate(timeout=200)
+    assert running.returncode == 1
+    assert "rank 1 failed" in errors and "SIGKILL" in errors
+    assert gone(ranks)
+
+
+@linux
+def test_ctrl_c_ends_both_ranks_also_while_they_measure(tmp_path: Path) -> None:
+    with started(output=tmp_path) as process:
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+        assert soon_gone(ranks)
+
+
+@tiers.ALL
+@linux
+def test_a_rank_that_is_killed_while_it_measures_ends_the_run(tmp_path: Path) -> None:
+    with started(output=tmp_path) as process:
+        ranks = ranks_of(process)
+        while b"profiler_start" not in (tmp_path / "rank1.log").read_bytes():
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 1 and "rank 1 failed" in errors and "SIGKILL" in errors
+        assert gone(ranks)
+
+
+@tiers.ALL
+@linux
+def test_ranks_end_when_their_launcher_is_killed(running: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(running)
+    running.kill()
+    running.wait()
+    assert soon_gone(ranks)

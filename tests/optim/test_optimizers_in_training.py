@@ -1,0 +1,134 @@
+"""Optimizers of one pass stand where torch's do: arguments, groups, schedules, hooks, scalers, copies, compiled steps."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import tiers
+import torch
+from compared_optimizers import PAIRS, assert_alike, parameters, steps
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import qsync_fx
+
+pytest_plugins = ["compared_optimizers"]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_arguments_are_those_of_torch(name: str) -> None:
+    ours, torchs = PAIRS[name]
+    assert issubclass(ours, torchs)
+    assert inspect.signature(ours) == inspect.signature(torchs)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        ours(parameters(torch.zeros(1)), lr=-1.0)
+    for arguments in ({"foreach": True}, {"fused": True}, {"foreach": False}, {"fused": False}):
+        found, expected = (kind(parameters(torch.ones(20)), **arguments) for kind in (ours, torchs))
+        assert found.defaults == expected.defaults
+        for optimizer in (found, expected):
+            steps(optimizer, [[torch.ones(20)]] * 2)
+        assert_alike(found, expected, 2)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_learning_rates_may_be_tensors(name: str, counted: list[int]) -> None:
+    torch.manual_seed(3)
+    start, gradient = torch.randn(40), torch.randn(40)
+    found, expected = (
+        kind(parameters(start), lr=torch.tensor(0.1), weight_decay=0.3, foreach=False) for kind in PAIRS[name]
+    )
+    for optimizer in (found, expected):
+        steps(optimizer, [[gradient]])
+        optimizer.param_groups[0]["lr"].mul_(0.1)
+        steps(optimizer, [[gradient]])
+    assert counted == [1, 1]
+    assert_alike(found, expected, 2)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_groups_closures_hooks_and_schedules(name: str) -> None:
+    torch.manual_seed(4)
+    start = [torch.randn(6, 6), torch.randn(6)]
+    ends = []
+    for kind in PAIRS[name]:
+        weight, bias = parameters(*start)
+        groups = [{"params": [weight], "lr": 0.5}, {"params": [bias], "weight_decay": 0.5}]
+        optimizer = kind(groups, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        called: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
+
+        def closure(optimizer: Optimizer = optimizer, weight: Tensor = weight, bias: Tensor = bias) -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight.sin() @ bias).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        losses = []
+        for _ in range(3):
+            losses.append(optimizer.step(closure).item())
+            schedule.step()
+        assert called == ["before", "after"] * 3
+        ends.append((torch.tensor(losses), weight.detach(), bias.detach()))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_changes_before_its_backward_pass_is_told() -> None:
+    """The kernels write by address; autograd must know all the same."""
+    for kind, _ in PAIRS.values():
+        weight = nn.Parameter(torch.randn(8))
+        optimizer = kind([weight], lr=0.1)
+        loss = weight.square().sum()
+        weight.grad = torch.ones(8)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_grad_scaler_skips_and_unscales(name: str, fused: bool | None) -> None:
+    ends = []
+    for kind in PAIRS[name]:
+        torch.manual_seed(8)
+        layer = nn.Linear(17, 3)
+        # Fused steps of torch take gradients of one layout alone.
+        optimizer = kind(layer.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for at in range(5):
+            optimizer.zero_grad()
+            loss = layer(torch.randn(4, 17)).square().sum() * (torch.inf if at in (0, 2) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        gradient = layer.weight.grad
+        assert gradient is not None
+        ends.append((layer.weight.detach(), layer.bias.detach(), gradient, torch.tensor(scaler.get_scale())))
+    assert ends[0][0].isfinite().all()
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+@tiers.ALL
+def test_a_compiled_step_is_torchs(counted: list[int]) -> None:
+    ends = []
+    for kind in PAIRS["AdamW"]:
+        torch.manual_seed(9)
+        optimizer = kind(parameters(torch.randn(12)), lr=0.1)
+        steps(optimizer, [[torch.ones(12)]])
+        torch.compile(optimizer.step, backend="eager")()  # type: ignore[no-untyped-call]
+        ends.append(optimizer.param_groups[0]["params"][0].detach())
+    torch._dynamo.reset()
+    assert counted == [1]
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_copies_are_of_its_class() -> None:
+    optimizer = qsync_fx.optim.AdamW(parameters(torch.ones(3)))
+    steps(optimizer, [[torch.ones(3)]])
+    again = copy.deepcopy(optimizer)
+    steps(optimizer, [[torch.ones(3)]])
+    steps(again, [[torch.ones(3)]])
+    assert torch.equal(optimizer.param_groups[0]["params"][0], again.param_groups[0]["params"][0])

@@ -1,0 +1,165 @@
+"""Training with the option `gradient_rounding`: seeds, ranks, checkpointed regions, batch sizes, reports and streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiers
+import torch
+import torch.distributed as dist
+from small_models import Convolutional, Counting, Perceptron, assert_equal, build, compiled, gradients, relative_error
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import qsync_fx
+from qsync_fx.errors import PassError
+from qsync_fx.graph import meta
+from qsync_fx.rounding.layout import BACKWARD, GRADIENTS, RESULT, Streams
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8", "int8_grad"])
+def test_the_forward_pass_is_the_same_and_gradients_are_as_near(fmt: str, inner: str) -> None:
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        torch._dynamo.reset()
+        model = build(Convolutional)
+        before = torch.get_rng_state()
+        y = compiled(model, precision=fmt, inner=inner, gradient_rounding=rounding)(torch.randn(16, 1, 8, 8))
+        y.square().mean().backward()
+        found[rounding] = y.detach(), gradients(model)
+        torch.set_rng_state(before)
+    assert torch.equal(found["nearest"][0], found["stochastic"][0])
+    error = relative_error(found["stochastic"][1], found["nearest"][1])
+    assert 0 < error < (0.02 if fmt in ("bf16", "int8") else 0.2)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+def test_the_seed_of_torch_decides_and_torchs_generator_stays(fmt: str) -> None:
+    model, x = build(Perceptron), torch.randn(8, 16)
+    run = compiled(model, precision=fmt, gradient_rounding="stochastic")
+
+    def steps() -> list[dict[str, Tensor]]:
+        torch.manual_seed(3)
+        before, found = torch.get_rng_state(), []
+        for _ in range(2):
+            model.zero_grad()
+            run(x).square().mean().backward()
+            found.append(gradients(model))
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    steps()  # compiles
+    first, again = steps(), steps()
+    for one, other in zip(first, again, strict=True):
+        assert_equal(one, other)
+    assert relative_error(*first) > 0
+
+
+def test_ranks_round_independently() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model, x = build(Perceptron), torch.randn(8, 16)
+    run, found = compiled(model, precision="bf16", gradient_rounding="stochastic"), []
+    for rank in (0, 1, 0):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        try:
+            torch.manual_seed(0)
+            model.zero_grad()
+            run(x).square().mean().backward()
+            found.append(gradients(model))
+        finally:
+            dist.destroy_process_group()
+    assert relative_error(found[0], found[1]) > 0
+    assert_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+def test_checkpointed_regions_round_as_without(fmt: str) -> None:
+    class Model(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.body, self.checkpointed = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), checkpointed
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            body = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+            return self.head(x + body)
+
+    found = []
+    for checkpointed in (False, True):
+        model = build(lambda here=checkpointed: Model(here))
+        torch.manual_seed(5)
+        compiled(model, precision=fmt, gradient_rounding="stochastic")(torch.randn(8, 16)).square().mean().backward()
+        found.append(gradients(model))
+    assert_equal(*found)
+
+
+def test_other_batch_sizes_are_not_compiled_anew() -> None:
+    model, counting = build(Convolutional), Counting()
+    run = counting.compile(model, precision="bf16", gradient_rounding="stochastic")
+    for batch in (4, 7, 9, 12):
+        x = torch.randn(batch, 1, 8, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        run(x).square().mean().backward()
+    assert len(counting.graphs) == 1
+
+
+def test_off_by_default_and_without_gradients() -> None:
+    model, x = build(Perceptron), torch.randn(4, 16)
+    name = "stochastic_gradients"
+    assert name not in qsync_fx.explain(model, x, options={"precision": "bf16"}).passes
+    options = {"precision": "bf16", "gradient_rounding": "stochastic"}
+    assert qsync_fx.explain(model, x, options=options).passes[-1] == name
+    with torch.no_grad():
+        assert name not in qsync_fx.explain(model, x, options=options).passes
+
+
+def test_what_stays_rounded_to_the_nearest_says_so() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            key = self.norm(self.key(x))
+            return key @ key.transpose(1, 2)
+
+    options = {"precision": "bf16", "gradient_rounding": "stochastic"}
+    found = {
+        op.id.operator: op.reason for op in qsync_fx.explain(Scores(), torch.randn(2, 5, 16), options=options).operators
+    }
+    assert "nearest" not in found["linear"]
+    assert "its gradients are rounded to the nearest value" in found["matmul"]
+
+
+def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    plan = qsync_fx.Plan.uniform("bf16").with_precision("2", "int8")
+    options: dict[str, Any] = {"plan": plan, "gradient_rounding": "stochastic"}
+    found = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
+    nodes = found.graph_module("stochastic_gradients").graph.nodes
+    facts = [fact for node in nodes for fact in (meta.CAST.get(node), meta.NOTE.get(node)) if fact is not None]
+    streams = [fact.stream for fact in facts if fact.stream is not None]
+    assert any(stream < GRADIENTS for stream in streams)
+    assert any(GRADIENTS <= stream < RESULT for stream in streams)
+    # What the backward pass of an operator adds to its own stream leads to no other's.
+    drawn = [stream + place + more for stream in streams for place in (0, *BACKWARD.values()) for more in (0, RESULT)]
+    assert len(set(drawn)) == len(drawn)
+    assert max(drawn) < 2**32
+
+    @qsync_fx.graph_pass(after="stochastic_gradients")
+    def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
+        first, second, *_ = (op for op in graph.operators("adjustable") if op.note.stream is not None)
+        second.update(stream=first.note.stream)
+
+    with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
+        qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options={**options, "passes": [draw_alike]})
+
+
+def test_a_graph_that_runs_out_of_streams_is_told() -> None:
+    streams = Streams(4, 6)
+    assert [streams.take(), streams.take()] == [4, 5]
+    with pytest.raises(OverflowError, match="streams"):
+        streams.take()
