@@ -38,11 +38,11 @@ FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howt
 PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 
-QUICK = ("README", "architecture", "howto-format")
+QUICK = ("README", "howto-device")
 
 
 def parameters(names: Iterable[str]) -> list[Any]:
-    """Pages take half a minute; three kinds of them run in every tier: what people read first, the way of a model, and a how-to."""
+    """Pages take half a minute; two kinds of them run in every tier: what people read first, and a how-to."""
     return [pytest.param(name, marks=() if name in QUICK else tiers.ALL) for name in names]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
@@ -54,8 +55,16 @@ def test_relu_passes_the_gradients_that_eager_mode_passes(channels_last: bool) -
     assert torch.equal(eager.isnan(), compiled.isnan())
 
 
-@pytest.mark.parametrize("window", [(3, 2, 1, 1, False), (2, 2, 0, 1, False), ((2, 3), (2, 1), (1, 1), (1, 2), True)])
-@pytest.mark.parametrize("shape", [(2, 5, 11, 9), (3, 8, 7)])
+POOLED = [
+    (shape, window)
+    for shape in ((2, 5, 11, 9), (3, 8, 7))
+    for window in ((3, 2, 1, 1, False), (2, 2, 0, 1, False), ((2, 3), (2, 1), (1, 1), (1, 2), True))
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"), [POOLED[0], *(pytest.param(*case, marks=tiers.ALL) for case in POOLED[1:])]
+)
 def test_max_pooling_passes_the_gradients_that_eager_mode_passes(shape: tuple[int, ...], window: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape)

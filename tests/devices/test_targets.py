@@ -100,7 +100,9 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
     return build(Perceptron), {"x": torch.randn(8, 16)}
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(True, marks=tiers.ALL, id="kernels"), pytest.param(False, id="torch")]
+)
 @pytest.mark.parametrize(
     "make",
     [

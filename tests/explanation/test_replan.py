@@ -50,7 +50,7 @@ def _of_zoo(name: str) -> tuple[tuple[nn.Module, tuple[Any, ...]], dict[str, Any
 
 @pytest.mark.parametrize(
     "name",
-    ["bert", *(pytest.param(name, marks=tiers.ALL) for name in ("resnet", "mixtral", "llama_recomputing")), *OWN],
+    [*(pytest.param(name, marks=tiers.ALL) for name in ("bert", "resnet", "mixtral", "llama_recomputing")), *OWN],
 )
 def test_it_is_what_explaining_afresh_says(name: str) -> None:
     torch.manual_seed(0)

@@ -144,11 +144,10 @@ def trained(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
 
 
 CASES = [
-    (residual, "bf16"),
     (attention, "int8"),
     *(
         pytest.param(*case, marks=tiers.ALL)
-        for case in ((bert, "bf16"), (bert, "int8"), (residual, "int8"), (gpt2, "int8"))
+        for case in ((bert, "bf16"), (bert, "int8"), (residual, "bf16"), (residual, "int8"), (gpt2, "int8"))
     ),
 ]
 
@@ -196,6 +195,7 @@ def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> 
     assert charges(backward)[gradient].owner.startswith("/")
 
 
+@tiers.ALL
 def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
     (forward, _), _ = trained(residual, "bf16")
     found = charges(forward)
@@ -206,6 +206,7 @@ def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
     }
 
 
+@tiers.ALL
 def test_the_sum_of_two_gradients_is_charged_where_the_value_was_made() -> None:
     (_, backward), _ = trained(residual, "bf16")
     found = charges(backward)

@@ -13,7 +13,10 @@ import tiers
 SEED = int(os.environ.get("OPINFO_SEED", "0"))
 
 
-@pytest.mark.parametrize(("precision", "operators"), [("fp32", 30), pytest.param("bf16", 20, marks=tiers.ALL)])
+@pytest.mark.parametrize(
+    ("precision", "operators"),
+    [("fp32", 10), pytest.param("fp32", 30, marks=tiers.ALL), pytest.param("bf16", 20, marks=tiers.ALL)],
+)
 def test_a_sample_of_operators(precision: str, operators: int) -> None:
     found = list(opinfo.survey(opinfo.chosen_entries(operators, SEED), samples=1, precision=precision))
     failures = [f"{o.operator} ({o.form}): {o.result}: {o.detail}" for o in found if o.result in opinfo.FAILURES]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings, strategies as st
 from operator_samples import Call
+from tiers import chosen
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -150,7 +151,7 @@ def symbolic(call: Call) -> tuple[Call, ShapeEnv]:
     return Call(call.target, args, kwargs), environment
 
 
-@settings(max_examples=15)
+@settings(max_examples=chosen([5], [15])[0])
 @given(st.one_of(products(), convolutions(), attentions(), contractions()))
 def test_operations_of_symbolic_shapes(call: Call) -> None:
     """The count is an expression of the sizes that has the right value, and counting adds no guard."""

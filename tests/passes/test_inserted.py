@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from inserting import PLACES, Net, behind, explain, put_in, relu, trained
 from torch import Tensor, fx, nn
@@ -118,11 +119,13 @@ def with_adapter(weight: nn.Parameter, after: str, where: str = "body/linear") -
 @pytest.mark.parametrize(
     ("after", "inner"),
     [
-        ("normalize", "inductor"),
+        ("normalize", "aot_eager"),
+        pytest.param("normalize", "inductor", marks=tiers.ALL),
         ("classify", "aot_eager"),
         ("assign", "aot_eager"),
         ("insert_casts", "aot_eager"),
-        ("lower", "inductor"),
+        ("lower", "aot_eager"),
+        pytest.param("lower", "inductor", marks=tiers.ALL),
     ],
 )
 def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner: str) -> None:

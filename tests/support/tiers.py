@@ -6,7 +6,7 @@
 
 A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
 a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs a few, spread over all of them, which are
-the same ones each time.
+the same ones each time, and of properties fewer examples.
 
 Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier, and a file that it
 names runs with all parameters.
@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
+from hypothesis import settings
 
 TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
 A_FEW: Final = 2
 """How many of its parameters the fast tier runs a test with."""
+EXAMPLES: Final = 25
+"""How many examples the fast tier draws of a property that asks for no number; Hypothesis draws a hundred."""
 T = TypeVar("T")
 _chosen = "fast"
 
@@ -43,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global _chosen
     _chosen = config.getoption("tier")
+    if _chosen == "fast":
+        settings.register_profile("fast", settings(), max_examples=EXAMPLES)
+        settings.load_profile("fast")
     config.addinivalue_line("markers", "tier(name): runs in this tier and wider ones alone; see tests/support/tiers.py")
 
 

@@ -170,7 +170,7 @@ def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]
     ("fmt", "channel", "inner"),
     [
         *((fmt, channel, "aot_eager") for fmt in FORMATS_OF_PRODUCTS for channel in (False, True)),
-        ("int8", False, "inductor"),
+        pytest.param("int8", False, "inductor", marks=tiers.ALL),
     ],
 )
 def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: str) -> None:
