@@ -44,7 +44,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,8 +91,12 @@ demo: setup ## two unequal ranks measure themselves, find a plan and train a Res
 	fi
 	@$(PYTHON) examples/demo.py
 
-test: setup lint ## lint, types, and one test of each idea, eight minutes on two cores
-	@$(PYTHON) -m pytest $(SPREAD) $(PYTEST_FLAGS)
+# Mypy begins with the tests, and what it finds is said behind them. A shell has what it starts in the background ignore Ctrl-C.
+test: setup style ## lint, types, and one test of each idea, eight minutes on two cores
+	@echo "lint: ruff finds nothing, mypy --strict runs beside the tests"; mkdir -p build; \
+	  $(PYTHON) -m mypy --strict >build/types.log 2>&1 & types=$$!; trap 'kill $$types 2>/dev/null' EXIT; \
+	  $(PYTHON) -m pytest $(SPREAD) $(PYTEST_FLAGS); status=$$?; \
+	  wait $$types || { echo "lint: mypy --strict" >&2; cat build/types.log >&2; exit 1; }; exit $$status
 
 # Thousands of tests, many of processes that keep time limits, on machines that others share: one that fails is told from one that is unsteady.
 # Pytest ends with 1 where all have run and some have failed; a worker that died, or an interrupt, ends the run for good.
@@ -175,10 +179,12 @@ $(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h)
 	    assert torch.__version__ == sys.argv[1], "torch was replaced"; print("gpu: done, torch", torch.__version__)' "$$before"
 	@touch $@
 
-lint: setup ## ruff and mypy --strict
+lint: style ## ruff and mypy --strict
+	@$(PYTHON) -m mypy --strict
+
+style: setup
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --quiet --check . || { $(PYTHON) -m ruff format --check . | tail -n 5; echo "lint: make format" >&2; exit 1; }
-	@$(PYTHON) -m mypy --strict
 
 format: setup ## let ruff format and repair what it can
 	@$(PYTHON) -m ruff check --quiet --fix-only . ; $(PYTHON) -m ruff format .
