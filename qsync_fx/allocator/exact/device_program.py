@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qsync_fx.allocator.exact.bounding import Holds
 from qsync_fx.allocator.exact.casting import Casting
-from qsync_fx.allocator.exact.certain import Holds
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total

@@ -16,71 +16,48 @@ from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.coding import Codecs
-from qsync_fx.allocator.exact.certain import Certain, Holds
-from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Least, Priced, Prices
+from qsync_fx.allocator.exact.bounding import Certain, Holds
+from qsync_fx.allocator.exact.learned import Learned
+from qsync_fx.allocator.exact.prices import Least, Priced
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
-from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged, beyond
+from qsync_fx.allocator.judge import TOLERANCE, beyond
 from qsync_fx.allocator.problem import Plans, Problem
-from qsync_fx.allocator.remembered import Remembered
-from qsync_fx.allocator.uniforms import uniforms
 
-NEAR: Final = 2e-3
-"""How far off, of it, memory may be reckoned before that is worth another round."""
 _MOMENTS: Final = 8
 """How often at most what is certain is reckoned at more moments, as plans are found that hold too much at them."""
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 
 
-class Search:
+class Search(Learned):
     """
-    Attributes:
+    Args:
         problem: what is asked.
-        judge: of the plans that were looked at last.
-        prices, held: what states of each open class take and hold.
+        gap: that may be left between the best plan and what is proved.
+        seconds: after which a program is given up.
+
+    Attributes:
         limits: that the next program is held to.
-        best: the best plans that keep all limits, None where none were found.
         bound: of the last program.
-        proved: what no plan is below; None where that is not known.
-        smallest: by class, the least that a step was seen to hold at most.
         rounds: what was solved.
         notes: what else to know.
     """
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
-        # What a step holds takes long to know, and matters where it is limited.
-        self.problem = replace(
-            problem,
-            classes={
-                name: replace(part, times=Remembered(part.times), training=part.training if part.memory else None)
-                for name, part in problem.classes.items()
-            },
-        )
+        super().__init__(problem)
         self.gap, self.seconds = gap, seconds
-        self.judge = Judge(self.problem, problem.uniform())
-        self.prices = {name: Prices(self.problem.classes[name]) for name in problem.open}
-        self.best: tuple[Plans, Judged] | None = None
-        self.smallest: dict[str, int] = {}
         self.bound = 0.0
-        self.proved: float | None = None
         self._certain: dict[str, Certain] = {}
         self.rounds: list[Round] = []
         self.notes: list[Note] = []
-        memory = {name: part.memory for name in problem.open if (part := problem.classes[name]).memory is not None}
-        self.held = {name: Held() for name in memory}
+        memory = {name: limit for name in self.held if (limit := problem.classes[name].memory) is not None}
         self.limits = self._asked = Limits(problem.seconds, memory, problem.variance)
-        if memory:
-            self._uniforms()
-        else:
-            self.look(problem.uniform())
-        self.learn()
 
     def run(self, rounds: int) -> None:
         """Solves and judges until there is nothing to learn, so many times at most."""
         self._settle(rounds)
         if self.best is None and not self.limits.memory:
-            self._uniforms()
+            self.begin()
             self.learn()
             self._settle(rounds)
         if self.limits.memory and self.best is not None and not self.near:
@@ -204,52 +181,6 @@ class Search:
         value = self.best[1].value(self.problem)
         return value - self.proved <= self.gap * value
 
-    @property
-    def approximate(self) -> bool:
-        """Whether the program only takes after the judge: where memory is limited, or times depend on neighbours."""
-        limited = any(self.problem.classes[name].memory is not None for name in self.problem.open)
-        return limited or any(prices.differ for prices in self.prices.values())
-
-    def look(self, plans: Plans, codecs: Codecs | None = None) -> Judged:
-        """Has plans judged, and keeps them if none better are known; with the codecs of buckets as they are where none are given."""
-        judged = self.judge.become(plans, codecs)
-        for name, figures in judged.classes.items():
-            if figures.peak_bytes is not None:
-                self.smallest[name] = min(figures.peak_bytes, self.smallest.get(name, figures.peak_bytes))
-        if not judged.exceeds(self.problem) and (self.best is None or self._better(judged, self.best[1])):
-            self.best = self.judge.plans, judged
-        return judged
-
-    def learn(self) -> bool:
-        """Takes prices and memory from the plans that were judged last; returns whether anything is new."""
-        new = False
-        for name in self.problem.open:
-            states, differed = self.judge.states(name), self.prices[name].differ
-            new |= self.prices[name].learn(states.names)
-            if self.prices[name].differ and not differed:
-                # Proved of times that were taken to follow no neighbours.
-                self.proved = None
-            if self.problem.classes[name].memory is not None:
-                memory = self.judge.memory(name)
-                assert memory is not None
-                off = self.held[name].learn(states, self._passes(name), memory.tasks)
-                new |= off > NEAR
-        return new
-
-    def _better(self, one: Judged, other: Judged) -> bool:
-        """Whether what is least is less, or something else where that is the same."""
-        first, second = one.value(self.problem), other.value(self.problem)
-        if abs(first - second) > TOLERANCE * max(first, second):
-            return first < second
-        return (one.variance, one.seconds) < (other.variance, other.seconds)
-
-    def _uniforms(self) -> None:
-        """Looks at uniform plans, and learns from them; at last at the best that keeps all limits, else the narrowest."""
-        for plans in uniforms(self.problem).values():
-            self.look(plans)
-            self.learn()
-        self.look(self.best[0] if self.best is not None else self.problem.uniform())
-
     def _found(
         self,
         start: Plans,
@@ -284,13 +215,6 @@ class Search:
             if part.kept is not None
         )
         return together([solved(limits, "variance", names, start) for names in apart], fixed)
-
-    def _passes(self, name: str) -> float:
-        """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
-        memory = self.judge.memory(name)
-        assert memory is not None
-        passes = max(moment.bytes for moment in memory.worst.moments if moment.place != "optimizer")
-        return passes + memory.peak_bytes - memory.worst.peak.bytes
 
     def _tighten(self, excess: dict[str, float]) -> None:
         """Holds programs to less, by what their plans exceeded limits by though nothing of them was unknown."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from qsync_fx.allocator.coding import Codecs
-from qsync_fx.allocator.exact.certain import Holds
+from qsync_fx.allocator.exact.bounding import Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, Expression, Program, total

@@ -84,9 +84,9 @@ class Odd(nn.Module):
 class Residual(nn.Module):
     """A stream that branches are added to, with norms before them or behind, a loss, and a head that is not in it."""
 
-    def __init__(self, behind: bool, depth: int = 3) -> None:
+    def __init__(self, behind: bool, depth: int = 3, drops: float = 0.0) -> None:
         super().__init__()
-        self.behind = behind
+        self.behind, self.drop = behind, nn.Dropout(drops)
         self.up = nn.ModuleList(nn.Linear(32, 64) for _ in range(depth))
         self.down = nn.ModuleList(nn.Linear(64, 32) for _ in range(depth))
         self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(depth + 1))
@@ -97,14 +97,15 @@ class Residual(nn.Module):
             if self.behind:
                 x = self.norms[at](x + down(torch.nn.functional.gelu(up(x))))
             else:
-                x = x + down(torch.nn.functional.gelu(up(self.norms[at](x))))
-        self.seen = torch.tanh(self.head(x[:, 0]))
+                x = x + self.drop(down(torch.nn.functional.gelu(up(self.norms[at](x)))))
+        if not self.drop.p:
+            self.seen = torch.tanh(self.head(x[:, 0]))
         return torch.nn.functional.mse_loss(self.norms[-1](x), target)
 
 
-def _residual(behind: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _residual(behind: bool, depth: int = 3, drops: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     shape = 4, 64, 32
-    return Residual(behind), {"x": torch.randn(shape, requires_grad=True), "target": torch.randn(shape)}
+    return Residual(behind, depth, drops), {"x": torch.randn(shape, requires_grad=True), "target": torch.randn(shape)}
 
 
 def _mlp() -> tuple[nn.Module, dict[str, Any]]:
@@ -122,6 +123,7 @@ OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
     "prenorm": lambda: _residual(False),
     "postnorm": lambda: _residual(True),
+    "dropping": lambda: _residual(False, 6, 0.1),
 }
 
 

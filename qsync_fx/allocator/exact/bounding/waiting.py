@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from qsync_fx.allocator.exact.kept import Kept, Readers, factors, norms
+from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, factors, norms
 from qsync_fx.predictor.memory.backward import READS, SPREADS
 from qsync_fx.predictor.memory.telling import attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Operator, Read

@@ -9,12 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from qsync_fx.allocator.exact.during import During
+from qsync_fx.allocator.exact.bounding.during import During
+from qsync_fx.allocator.exact.bounding.kept import Kept
+from qsync_fx.allocator.exact.bounding.returning import Returning
+from qsync_fx.allocator.exact.bounding.waiting import Moment
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.kept import Kept
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
-from qsync_fx.allocator.exact.returning import Returning
-from qsync_fx.allocator.exact.waiting import Moment
 from qsync_fx.allocator.judge import beyond
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category

@@ -2,7 +2,8 @@
 
 Results of products that this is computed from without lying in memory in between, as along residuals, are there till then. What the last
 product ran behind is kept by then, too: a kernel of a library ends what compilers make one kernel. What is written behind that may be
-written over what is read there, where it is as large; of that masks alone are counted, which are not.
+written over what is read there, where it is as large; of that masks alone are counted, which are not, and the numbers that the last of them
+is made from.
 
 Invariant: `of` and `expression` count the same.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
+from qsync_fx.allocator.exact.bounding.kept import Kept, Passes, Readers, add
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.kept import Kept, Passes, Readers, add
 from qsync_fx.allocator.exact.program import Expression
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.buffers import Buffer
@@ -36,13 +37,13 @@ class Returning:
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into."""
-        beside = (*self._results.items(), *self._masks.items())
+        beside = (*self._results.items(), *self._masks.items(), *self._drawn.items())
         return self._kept.of(names, self._there) + sum(sizes[names[at]] for at, sizes in beside)
 
     def expression(self, formats: Formats) -> Expression:
         """Returns the bytes."""
         found = dict(self._kept.expression(formats, self._there))
-        for at, sizes in (*self._results.items(), *self._masks.items()):
+        for at, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
             for state, where in formats.states[at].items():
                 add(found, where, sizes[state])
         return found
@@ -93,6 +94,26 @@ class Returning:
             if buffers and written and at not in self._there.wholly:
                 found[at] = by
         return found
+
+    @cached_property
+    def _drawn(self) -> Mapping[int, Mapping[StateNames, int]]:
+        """Of the last dropout the bytes of the numbers that are drawn for its mask, where no library's kernel runs behind it.
+
+        In the order in which the pass is written one kernel makes the mask then, and computes what is returned.
+        """
+        returned = {self._forward.root(read.value) for read in self.graph.outputs}
+        if not self._results or not returned.isdisjoint(self._lying):
+            return {}
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            if self._forward.multiplies(operator):
+                break
+            if "dropout" in operator.row and any(one.extras(at) for one in self._seen):
+                if at not in self._masks:
+                    break
+                numbers = {state: self._forward.bytes(operator.result, state[1]) for state in operator.costs}
+                # A mask that is as large may be written over them.
+                return {at: {state: size if size != self._masks[at][state] else 0 for state, size in numbers.items()}}
+        return {}
 
     def _bytes(self, at: int, state: StateNames) -> int:
         operator, (precision, output) = self.graph.operators[at], state
