@@ -5,6 +5,7 @@
     geometry     which rank sums which part of a parameter
     messages     what stands before the bytes; verdict, what ranks tell each other at the end of a step
     exchange     every pair at once; worker, the one thread that waits for other ranks
+    bucket       what is averaged at once
     reduction    the mean over ranks, with the same bits on all of them
     adaptive     AQGB's rule, as pure functions; control, the same at work; gathering, how its buckets are reduced
     state        what is left of gradients, and where the random streams are; residuals, under a loss scale that changes

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from qsync_fx.communication import geometry, tally
 from qsync_fx.communication.assigned import Assigned
+from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.control import Controller, Entry
 from qsync_fx.communication.gathering import Gatherer
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.hierarchy import Hierarchy, Nodes
-from qsync_fx.communication.reduction import Bucket, Reducer
+from qsync_fx.communication.reduction import Reducer
 from qsync_fx.communication.residuals import finite, scale_of
 from qsync_fx.communication.state import State
 from qsync_fx.communication.worker import Worker
@@ -39,6 +40,9 @@ class Compression(Handle):
         pieces: what becomes of each parameter, in the order of the model.
         controller: what chooses AQGB's levels; None for other codecs.
     """
+
+    _unit = 1
+    """Between how many values parameters may be cut, beside what codecs ask for."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class Compression(Handle):
 
     def _pieces(self, assigned: Assigned, world: int) -> tuple[geometry.Piece, ...]:
         return tuple(
-            geometry.piece(name, index, p.shape, codec, world)
+            geometry.piece(name, index, p.shape, codec, world, self._unit)
             for index, ((name, p), codec) in enumerate(zip(self._named, assigned.codecs, strict=True))
         )
 
@@ -233,13 +237,14 @@ class Compression(Handle):
             return
         values = buffer if buffer.dtype == torch.float32 else buffer.float()
         views = geometry.views(values, buffer, gradients)
-        (self._gatherer or self._hierarchy or self._reducer).reduce(
-            Bucket(index, step, values, pieces, views, self._checks(step))
-        )
+        self._average(Bucket(index, step, values, pieces, views, self._checks(step)))
         if values is not buffer:
             buffer.copy_(values)
         if state.undone:
             self._reducer.finite &= finite(buffer)
+
+    def _average(self, bucket: Bucket) -> None:
+        (self._gatherer or self._hierarchy or self._reducer).reduce(bucket)
 
     def _checks(self, step: int) -> bool:
         return self._check_every > 0 and step % self._check_every == 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from qsync_fx.communication.bucket import gathered
 from qsync_fx.communication.codecs import PLAIN, Codec, codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.messages import HEADER
 from qsync_fx.communication.rates import Rates
-from qsync_fx.communication.reduction import gathered
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import Coded, buckets_of

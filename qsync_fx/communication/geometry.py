@@ -6,6 +6,7 @@ DistributedDataParallel makes, which it makes anew after the first step. So what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,27 +35,34 @@ class Piece:
 
     def part(self, owner: int) -> slice:
         """Returns the values that a rank sums. Ranks begin with another part of each parameter, so that small ones are shared out, too."""
-        at = (owner - self.index) % (len(self.cuts) - 1)
+        at = self._at(owner)
         return slice(self.cuts[at], self.cuts[at + 1])
+
+    def own(self, rank: int) -> int:
+        """Returns how many values a rank sums."""
+        at = self._at(rank)
+        return self.cuts[at + 1] - self.cuts[at]
+
+    def _at(self, owner: int) -> int:
+        return (owner - self.index) % (len(self.cuts) - 1)
 
     def nbytes(self, part: slice) -> int:
         return self.codec.nbytes(part.stop - part.start)
 
 
-def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int) -> Piece:
-    """Returns the piece of a parameter of this shape."""
+def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1) -> Piece:
+    """Returns the piece of a parameter of this shape, cut where such a `unit` ends, too."""
     size = 1
     for extent in shape:
         size *= extent
-    return cut(name, index, size, codec.fitted(shape), ranks)
+    return cut(name, index, size, codec.fitted(shape), ranks, unit)
 
 
-def cut(name: str, index: int, size: int, codec: Codec, ranks: int) -> Piece:
-    """Returns the piece of so many values, cut where units of the codec end."""
-    units = -(-size // codec.unit)
-    return Piece(
-        name, index, size, codec, tuple(min(units * rank // ranks * codec.unit, size) for rank in range(ranks + 1))
-    )
+def cut(name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1) -> Piece:
+    """Returns the piece of so many values, cut where units of the codec end, and such a `unit`."""
+    unit = math.lcm(codec.unit, unit)
+    units = -(-size // unit)
+    return Piece(name, index, size, codec, tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1)))
 
 
 def threshold(sizes: Sequence[int], share: float = 0.99) -> int:

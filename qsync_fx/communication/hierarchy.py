@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication import geometry, messages
+from qsync_fx.communication.bucket import Bucket, volumes
 from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.messages import HEADER, Head
-from qsync_fx.communication.reduction import Bucket, Reducer, volumes
+from qsync_fx.communication.reduction import Reducer
 
 
 @dataclass(frozen=True)

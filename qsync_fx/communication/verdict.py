@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,10 +16,23 @@ from qsync_fx.communication.exchange import exchange
 from qsync_fx.errors import RankError
 
 _SIZE = 512
+GRADIENTS: Final = "the gradients of rank {} are not those of rank {} after they were averaged"
 
 
-def settle(group: Any, rank: int, world: int, step: int, faults: list[str], digest: int, finite: bool = True) -> bool:
+def settle(
+    group: Any,
+    rank: int,
+    world: int,
+    step: int,
+    faults: list[str],
+    digest: int,
+    finite: bool = True,
+    told: str = GRADIENTS,
+) -> bool:
     """Returns, once all ranks have said that they could read everything, and have the same digest, whether all have finite gradients.
+
+    Args:
+        told: what is said of two ranks where the digest of the first is another.
 
     Raises:
         RankError: on all ranks, if one could not, or has another.
@@ -29,10 +42,10 @@ def settle(group: Any, rank: int, world: int, step: int, faults: list[str], dige
     peers = [peer for peer in range(world) if peer != rank]
     theirs = {peer: torch.empty(_SIZE, dtype=torch.uint8) for peer in peers}
     exchange(group, dict.fromkeys(peers, mine), theirs, f"the end of step {step}")
-    told = {peer: _unpacked(message) for peer, message in theirs.items()}
-    told[rank] = _unpacked(mine)
+    said = {peer: _unpacked(message) for peer, message in theirs.items()}
+    said[rank] = _unpacked(mine)
     for sender in range(world):
-        if (fault := told[sender]["fault"]) is not None:
+        if (fault := said[sender]["fault"]) is not None:
             error = RankError(
                 fault,
                 where=f"the end of step {step}, on all ranks",
@@ -40,18 +53,18 @@ def settle(group: Any, rank: int, world: int, step: int, faults: list[str], dige
             )
             error.rank = sender
             raise error
-    digests = [told[sender]["digest"] for sender in range(world)]
+    digests = [said[sender]["digest"] for sender in range(world)]
     usual, count = Counter(digests).most_common(1)[0]
     if count != world:
         other = next(sender for sender in range(world) if digests[sender] != usual)
         error = RankError(
-            f"the gradients of rank {other} are not those of rank {digests.index(usual)} after they were averaged, to the last bit",
+            f"{told.format(other, digests.index(usual))}, to the last bit",
             where=f"step {step}",
             do="go on from the last checkpoint; if it comes again, it is a bug in qsync_fx or a processor that errs",
         )
         error.rank = other
         raise error
-    return all(told[sender]["finite"] for sender in range(world))
+    return all(said[sender]["finite"] for sender in range(world))
 
 
 def _packed(value: dict[str, Any]) -> torch.Tensor:

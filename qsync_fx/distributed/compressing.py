@@ -19,7 +19,7 @@ from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
 from qsync_fx.communication.duo import pure
-from qsync_fx.communication.duo.rates import Duo, way_named
+from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
 from qsync_fx.communication.duo.training import LookingAhead
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.handle import Handle
@@ -61,6 +61,7 @@ def compress(
     *,
     optimizer: Optimizer | None = None,
     scaler: object = None,
+    sharded: bool | str | Codec = False,
     hierarchical: bool | int = False,
     seed: int = 0,
     least: int | None = None,
@@ -72,6 +73,7 @@ def compress(
     *,
     optimizer: Optimizer | None = None,
     scaler: object = None,
+    sharded: bool | str | Codec = False,
     hierarchical: bool | int = False,
     seed: int = 0,
     least: int | None = None,
@@ -89,6 +91,9 @@ def compress(
         optimizer: with DUO, what steps the model's parameters, all of them.
         scaler: the GradScaler that scales the loss, if there is one: with DUO, and with a codec that sends with the next gradient what it
             leaves of one ("1bit", "1bit*"), which then keeps to the scale, and forgets steps that are left out. Others need it not.
+        sharded: with DUO, whether each rank's optimizer steps a part of every parameter alone, and ranks send each other what they make of
+            theirs: True for differences in 4 bits, 8 with "duo8", and in FP32 with "duo32", or what they go in ("qsgd8"). The optimizer's
+            parameters become those parts.
         hierarchical: whether gradients are summed in FP32 between ranks of the same node, and go in the codec between nodes alone. True for
             nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.
@@ -112,6 +117,12 @@ def compress(
             "an optimizer is for DUO alone: with a codec the user's own loop steps it",
             where="compress(..., optimizer=...)",
             do='give none, or "duo4" in place of the codec',
+        )
+    if sharded and not isinstance(chosen, Duo):
+        raise OptionError(
+            "with DUO alone an optimizer is sharded over ranks",
+            where="compress(..., sharded=...)",
+            do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
         )
     if planned is not None and least is not None:
         raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
@@ -168,8 +179,14 @@ def compress(
             return bool(parallel._join_config.enable)
 
         what = chosen.assigned(sizes, least)
+        weights = None
+        if sharded:
+            codec = weights_codec(chosen, None if sharded is True else sharded)
+            weights = assigned.to_all(codec, sizes, least).codecs
         own = _group_of_our_own()
-        ahead = LookingAhead(own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins)
+        ahead = LookingAhead(
+            own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
+        )
         _agree(ahead)
         ahead.follow()
         parallel.register_comm_hook(None, ahead.hook)

@@ -11,13 +11,12 @@ from typing import Any
 import ranks
 import torch
 from compressed_training import batch, weights
-from duo_training import OPTIMIZERS, Alone, Training, hashed
+from duo_steps import gradients, same, steps
+from duo_training import OPTIMIZERS, Alone, Training, end_of_least_squares, hashed
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.communication.duo.rates import Duo, Silence
-from qsync_fx.distributed import check_replicas, compress
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -86,48 +85,12 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def gradients(parameters: Any) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in parameters]
-
-
-def steps(optimizer: torch.optim.Optimizer, parameters: Any, values: list[Tensor | None], rate: float) -> None:
-    for p, value in zip(parameters, values, strict=True):
-        p.grad = value
-    optimizer.param_groups[0]["lr"] = rate
-    optimizer.step()
-
-
-def same(ones: Any, others: Any) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(ones, others, strict=True))
-
-
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """The setting of COMM.md: least squares in 40 dimensions, 16 samples a rank and step, AdamW, 300 steps."""
-    torch.manual_seed(0)
-    inputs, target = torch.randn(200, 40), torch.randn(40)
-    outputs = inputs @ target + 0.3 * torch.randn(200)
-
-    def end(codec: Any) -> Tensor:
-        layer = nn.Linear(40, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        model = DistributedDataParallel(layer)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
-        duo = not isinstance(codec, str) or codec.startswith("duo")
-        handle = compress(model, codec, optimizer=optimizer if duo else None, least=0)
-        for step in range(1, job["steps"] + 1):
-            chosen = torch.randint(0, 200, (16,), generator=torch.Generator().manual_seed(step * 7 + rank))
-            optimizer.zero_grad()
-            error = model(inputs[chosen]).squeeze(1) - outputs[chosen]
-            (error.square().mean() / 2).backward()
-            optimizer.step()
-        handle.flush()
-        check_replicas(model)
-        return layer.weight.detach().clone()
-
-    exact = end("fp32")
+    """How far from a training in FP32 each way ends."""
+    exact = end_of_least_squares("fp32", job["steps"])
     ways = {"stays": Duo(Silence(), ahead=False)}
     names = ("qsgd2", "duo2", "duo4", "stays", "duo0")
-    return {name: float((end(ways.get(name, name)) - exact).norm()) for name in names}
+    return {name: float((end_of_least_squares(ways.get(name, name), job["steps"]) - exact).norm()) for name in names}
 
 
 def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from compressed_training import batch, parallel, weights
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.communication.handle import Handle
 from qsync_fx.distributed import check_replicas, compress
@@ -29,15 +30,29 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Training:
     """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a GradScaler."""
 
-    def __init__(self, codec: Any, optimizer: str, clips: bool = False, scales: bool = False, **how: Any) -> None:
+    def __init__(
+        self,
+        codec: Any,
+        optimizer: str,
+        clips: bool = False,
+        scales: bool = False,
+        sharded: bool | str = False,
+        **how: Any,
+    ) -> None:
         self.model = parallel(**how)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.handle: Handle | None = None
+        self.sharded = sharded
         if codec is not None:
             self.handle = compress(
-                self.model, codec, optimizer=self.optimizer, scaler=self.scaler if scales else None, check_every=2
+                self.model,
+                codec,
+                optimizer=self.optimizer,
+                scaler=self.scaler if scales else None,
+                sharded=sharded,
+                check_every=2,
             )
         if clips:
             self.optimizer.register_step_pre_hook(self.clip)
@@ -57,7 +72,11 @@ class Training:
         return self
 
     def clip(self, *_: Any) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        if self.sharded:
+            assert self.handle is not None
+            self.handle.clip_grad_norm_(0.3)  # type: ignore[attr-defined]
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
 
     def loss(self, x: Tensor) -> Tensor:
         found: Tensor = self.model(x).square().mean()
@@ -81,6 +100,34 @@ class Alone(Training):
 
 def hashed(optimizer: torch.optim.Optimizer) -> str:
     """Returns a hash of all tensors of an optimizer's state."""
-    state = optimizer.state_dict()["state"]
+    return hashed_state(optimizer.state_dict())
+
+
+def hashed_state(saved: Mapping[str, Any]) -> str:
+    """The same of what its `state_dict` returned."""
+    state = saved["state"]
     tensors = [value for index in sorted(state) for _, value in sorted(state[index].items()) if value is not None]
     return hashlib.sha256(b"".join(torch.as_tensor(t).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def end_of_least_squares(codec: Any, steps: int, sharded: bool | str = False) -> Tensor:
+    """Returns where a training ends: least squares in 40 dimensions, 16 samples a rank and step, AdamW."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(200, 40), torch.randn(40)
+    outputs = inputs @ target + 0.3 * torch.randn(200)
+    layer = nn.Linear(40, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+    duo = not isinstance(codec, str) or codec.startswith("duo")
+    handle = compress(model, codec, optimizer=optimizer if duo else None, least=0, sharded=sharded)
+    for step in range(1, steps + 1):
+        seed = step * 7 + distributed.get_rank()
+        chosen = torch.randint(0, 200, (16,), generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        error = model(inputs[chosen]).squeeze(1) - outputs[chosen]
+        (error.square().mean() / 2).backward()
+        optimizer.step()
+    handle.flush()
+    check_replicas(model)
+    return layer.weight.detach().clone()

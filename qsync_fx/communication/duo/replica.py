@@ -55,9 +55,10 @@ class Replica:
     step: whose gradients these are.
     begun: when the first of them was there.
     buckets: what is to be reduced, or has been.
-    gradients: by the place of the parameter.
-    means: of the fast reduction, by the place of the parameter.
-    versions: which tensors the model's gradients were after the backward pass, and in which state; None where there was none.
+    gradients: by the place of the parameter, what is for this rank's optimizer.
+    means: of the fast reduction, in the same way.
+    versions: which tensors the optimizer's gradients were after the backward pass, and in which state; None where there was none.
+    aside: the same of gradients that no step is taken with.
     finite: whether all means are.
     plain, unscaled: digests of them as they are, and times `factor`.
     factor: what a GradScaler multiplies them with; None where there is none.
@@ -71,6 +72,7 @@ class Replica:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     means: dict[int, Tensor] = field(default_factory=dict)
     versions: list[tuple[int, int] | None] = field(default_factory=list)
+    aside: list[tuple[int, int] | None] = field(default_factory=list)
     finite: bool = True
     plain: int = 0
     unscaled: int = 0
@@ -78,18 +80,22 @@ class Replica:
     use: Use | None = None
     known: float = 0.0
 
-    def close(self, factor: float | None) -> None:
-        """Notes what the fast means are, so that it can be told whether they were changed, or multiplied with a GradScaler's `factor`."""
+    def close(self, factor: float | None, used: bool = True) -> None:
+        """Notes what the fast means are, so that it can be told whether they were changed, or multiplied with a GradScaler's `factor`;
+        `used` says whether those of other ranks are finite."""
         means, self.factor = list(self.means.values()), factor
-        self.finite = finite(means)
+        self.finite = used and finite(means)
         self.plain = digest(means)
         self.unscaled = digest(mean * factor for mean in means) if factor is not None else self.plain
         self.means = {}
 
-    def factor_found(self, gradients: Sequence[Tensor | None]) -> float | None:
-        """Returns what the model's gradients have been multiplied with since the backward pass; None where they were changed otherwise."""
+    def factor_found(self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None] = ()) -> float | None:
+        """Returns what gradients have been multiplied with since the backward pass; None where they, or those `aside`, were changed
+        otherwise."""
         if not self.finite:
             return 1.0
+        if versions(aside) != self.aside:
+            return None
         found = digest(g for g in gradients if g is not None)
         if self.factor is not None:
             return self.factor if found == self.unscaled else 1.0 if found == self.plain else None

@@ -30,6 +30,18 @@ def saved(pending: Replica, use: Use, kept: Sequence[Tensor], pieces: Sequence[P
     }
 
 
+def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
+    """Raises `OptionError` where a state is of another rank, or of one among more or fewer, which has other parts of parameters."""
+    if (state.get("rank"), state.get("world")) != (rank, world):
+        raise OptionError(
+            f"the state is that of rank {state.get('rank')} of {state.get('world')}, whose optimizer has other parts of parameters than "
+            f"that of rank {rank} of {world}",
+            where="the state of DUO, sharded",
+            do="go on among as many ranks, each with its own state; among others, flush before parameters are saved, and begin with a new "
+            "optimizer, or with one that has loaded handle.whole_optimizer_state() before compress",
+        )
+
+
 def load(found: Mapping[str, Any], kept: Sequence[Tensor], pieces: Sequence[Piece]) -> Replica:
     """Writes the parameters before the look ahead into `kept`, and returns the gradients.
 

@@ -30,21 +30,30 @@ class DuoReport(Report):
         slow: the sums of the slow reduction.
         ahead: what became of steps.
         outstanding: whether there are gradients that were not used in full yet.
+        parameters: the sums of what was sent of parameters; None where all ranks step all of them.
+        held: bytes of the optimizer's state and of what is kept of parameters beside those of the model.
     """
 
     slow: Tally = field(default_factory=Tally)
     ahead: Ahead = field(default_factory=Ahead)
     outstanding: bool = False
+    parameters: Tally | None = None
+    held: int = 0
 
     def __str__(self) -> str:
         if self.world == 1:
             return super().__str__()
         slow, ahead = self.slow, self.ahead
-        return "\n".join(
-            [
-                super().__str__(),
-                f"  in full behind the next step: sent {slow.wire / 1e6:.3f} MB in place of {slow.raw / 1e6:.3f} MB,"
-                f" transfer {slow.transfer:.3f} s, waited for {ahead.waited:.3f} s",
-                f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, {ahead.skipped} left out",
-            ]
-        )
+        lines = [
+            super().__str__(),
+            f"  in full behind the next step: sent {slow.wire / 1e6:.3f} MB in place of {slow.raw / 1e6:.3f} MB,"
+            f" transfer {slow.transfer:.3f} s, waited for {ahead.waited:.3f} s",
+            f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, {ahead.skipped} left out",
+        ]
+        if (sent := self.parameters) is not None:
+            lines.append(
+                f"  parameters sent {sent.wire / 1e6:.3f} MB in place of {sent.raw / 1e6:.3f} MB, transfer {sent.transfer:.3f} s,"
+                f" compared {sent.checks} time{'s' * (sent.checks != 1)}, equal to the last bit;"
+                f" this rank's optimizer holds {self.held / 1e6:.3f} MB"
+            )
+        return "\n".join(lines)
