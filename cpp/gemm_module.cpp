@@ -1,6 +1,7 @@
 // Products of matrices in the Python module. The contract is in qsync_fx/_C.pyi.
 
 #include "arguments.h"
+#include "turn.h"
 
 #include <pybind11/stl.h>
 
@@ -83,6 +84,20 @@ void bound_conv(std::uintptr_t images, std::uintptr_t b, std::uintptr_t result, 
     gemm(with, what, threads);
 }
 
+void bound_turn(std::uintptr_t src, std::uintptr_t dst, std::size_t count, std::size_t rows, std::size_t columns, std::size_t bytes,
+                int threads) {
+    for (const std::size_t size : {count, rows, columns}) within("sizes", size, std::size_t{0}, MOST_SIZE);
+    if (rows != 0 && columns != 0 && (rows > MOST_SIZE / columns || count > MOST_SIZE / (rows * columns)))
+        throw py::value_error("count * rows * columns does not fit into memory");
+    if (bytes != 1 && bytes != 2 && bytes != 4) throw py::value_error("values have 1, 2 or 4 bytes");
+    within("threads", threads, 1, MOST_THREADS);
+    const bool any = count != 0 && rows != 0 && columns != 0;
+    const auto *source = pointer<const void>(src, any);
+    auto *target = pointer<void>(dst, any);
+    const py::gil_scoped_release unlocked;
+    turn(source, target, count, rows, columns, bytes, threads);
+}
+
 } // namespace
 
 void add_products(py::module_ &module) {
@@ -95,6 +110,8 @@ void add_products(py::module_ &module) {
                py::arg("taps"), py::arg("n"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("b_scale") = 0,
                py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("relu") = false, py::arg("threads") = 1,
                py::arg("isa") = py::none());
+    module.def("turn", &bound_turn, py::arg("src"), py::arg("dst"), py::arg("count"), py::arg("rows"), py::arg("columns"),
+               py::arg("bytes"), py::arg("threads") = 1);
     module.def("gemm_peak", [](const std::optional<std::string> &isa) {
         const Multiplier &with = *path(isa).multiplier;
         const py::gil_scoped_release unlocked;

@@ -227,6 +227,12 @@ def conv(
     over windows. Sums have 131071 products at most; `a_scale` is one number.
     """
 
+def turn(src: int, dst: int, count: int, rows: int, columns: int, bytes: int, threads: int = 1) -> None:
+    """Writes `count` matrices of `rows` x `columns` values of 1, 2 or 4 `bytes`, one behind the other in `src`, to `dst`, each turned.
+
+    Values are moved as they are. `dst` shares no memory with `src`.
+    """
+
 def gemm_peak(isa: str | None = None) -> float:
     """Returns what the unit for products of INT8 can do: multiplications and additions a second, of one thread and from its cache."""
 
