@@ -10,6 +10,7 @@ runs on its core.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,6 +29,9 @@ PEER = "oneDNN bf16"
 ROWS = (512, 2048)
 LAYERS = ((768, 768), (3072, 768), (768, 3072))
 """Output and input channels: projections of attention, and the two layers of the perceptron."""
+
+SMALL = tuple((rows, width, width) for rows in (64, 256, 1024) for width in (64, 128, 256, 512))
+"""Rows and channels of layers around the size from which on INT8, and BF16, are faster (`on_cpu.ENOUGH_WORK`); FP32 is measured, too."""
 
 CONVOLUTIONS = {
     "ResNet-18": (
@@ -48,7 +52,8 @@ Cases = Mapping[str, Callable[[], object]]
 
 def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
     x, weight, bias = torch.randn(rows, inner), torch.randn(channels, inner), torch.randn(channels)
-    gradient = torch.randn(rows, channels).to(BF16)
+    wide = torch.randn(rows, channels)
+    gradient = wide.to(BF16)
     seed = torch.zeros(1, dtype=torch.int64)
 
     def quantized(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +77,11 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
         input_gradient(*rounded)
         weight_gradient(*rounded)
 
+    def plain() -> None:
+        F.linear(x, weight, bias)
+        wide @ weight
+        wide.t() @ x
+
     def autocast() -> None:
         narrow, narrow_weight = x.to(BF16), weight.to(BF16)
         F.linear(narrow, narrow_weight, bb)
@@ -91,7 +101,7 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
             PEER: lambda: (gradient.t() @ xb).float(),
             "int8": lambda: weight_gradient(gq, g_scale),
         },
-        "layer": {PEER: autocast, "int8": ours},
+        "layer": {PEER: autocast, "int8": ours, "fp32": plain},
         "forward, product alone": {
             PEER: lambda: F.linear(xb, wb, bb),
             "int8": lambda: output(xq, x_scale, wq, w_scale),
@@ -193,6 +203,10 @@ def main() -> None:
                     work,
                     peak,
                 )
+    for shape in SMALL[:1] if options.quick else SMALL:
+        layer = measure(cases(*shape)["layer"], repeats, clock=clock(options.threads))
+        peak = _C.gemm_peak() * options.threads
+        rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), peak)
     rows += convolution_rows(repeats, options.threads, options.quick)
     finish(options, rows)
 

@@ -44,6 +44,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
     choice = graph.context.plan.precision_for(operator.id)
     own = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit
+    where_faster = graph.context.options.where_faster and not explicit
     region = operator.note.autocast
     if choice is None:
         operator.decide(own, "the plan does not name it: it stays as the model wrote it")
@@ -58,6 +59,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
     ):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
     elif graph.context.automatic:
-        operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
+        reason = "no precision was asked for, and this is the device's default"
+        operator.decide(choice.precision, reason, where_faster=where_faster)
     else:
-        operator.decide(choice.precision, choice.reason)
+        operator.decide(choice.precision, choice.reason, where_faster=where_faster)

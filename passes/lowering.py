@@ -7,13 +7,16 @@ share is the lower pass's business.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from qsync_fx.graph.notes import Computed
+from qsync_fx.precision import Precision
 from qsync_fx.rounding.mode import Rounding
 
 
@@ -57,6 +60,10 @@ def _never(node: fx.Node) -> str | None:
     return None
 
 
+def _as_fast(node: fx.Node, fmt: Precision) -> str | None:
+    return None
+
+
 def _by_torch(node: fx.Node, device: torch.device) -> Computed | None:
     return None
 
@@ -79,6 +86,8 @@ class Lowering:
             place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
         separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
             its own where scales are per tensor.
+        slower: called on the CPU with a node and a format of fewer than 32 bits; returns the reason why the next wider one is as fast, a
+            scaled one's row's `elsewhere`, or FP32; None where it is not.
     """
 
     name: str
@@ -88,9 +97,16 @@ class Lowering:
     computed: Callable[[fx.Node, torch.device], Computed | None] = _by_torch
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
     separate: Callable[[fx.Node, Role], list[int]] = _none
+    slower: Callable[[fx.Node, Precision], str | None] = _as_fast
 
 
 def dimensions(node: fx.Node) -> int:
     """Returns the number of dimensions of a node's tensor."""
     value: torch.Tensor = node.meta["val"]
     return value.dim()
+
+
+def extent(sizes: Iterable[Any]) -> int | None:
+    """Returns the product of sizes, of symbolic ones that of the example's; None where one depends on values."""
+    numbers = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+    return None if None in numbers else math.prod(numbers)

@@ -42,6 +42,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
+        "where_faster": "True: on the CPU, an operator that no plan names keeps a wider format than the precision of all where that is as "
+        "fast at its shape, and says so; False by default",
         "fast_dropout": "True: on the CPU, what dropout drops is drawn in vectors from the stream of the roundings, and not from torch's "
         "generator, one value at a time; False by default",
         "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "
@@ -85,6 +87,7 @@ class Options:
     gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
     exact: bool = False
+    where_faster: bool = False
     fast_dropout: bool = False
     cudagraphs: bool = False
     keep_less: bool = False
@@ -105,7 +108,7 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "fast_dropout", "cudagraphs", "keep_less", "cached_plan", "strict"):
+        for name in ("exact", "where_faster", "fast_dropout", "cudagraphs", "keep_less", "cached_plan", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
         for name, why, who in (
@@ -119,6 +122,12 @@ class Options:
                     where=f'options "{name}" and "inner"',
                     do=f'drop one of them: the inner compiler that {who} is "inductor"',
                 )
+        if self.exact and self.where_faster:
+            raise OptionError(
+                '"exact" keeps every format that is planned, and "where_faster" those alone that are faster',
+                where='options "exact" and "where_faster"',
+                do="drop one of them",
+            )
         if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
             raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" says that it is the whole model')
         if not isinstance(self.passes, tuple):

@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
+from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.graph.nodes import arguments, map_arguments
 from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
+from qsync_fx.precision import Precision
 
 
 def _each(value: Any, spatial: int) -> list[Any]:
@@ -55,6 +57,17 @@ def _refuses(node: fx.Node) -> str | None:
     return None
 
 
+def _slower(node: fx.Node, fmt: Precision) -> str | None:
+    found, geometry = arguments(node), _geometry(node)
+    x, weight = found["input"].meta["val"], found["weight"].meta["val"]
+    if geometry is None or x.dim() != weight.dim() or fmt.plain:
+        return None
+    stride, *_, transposed, _, groups = geometry
+    if transposed or groups != 1 or weight.dim() != 4:
+        return "the CPU's kernel is for convolutions in two dimensions, neither transposed nor in groups"
+    return conv_on_cpu.too_small(weight.shape, stride)
+
+
 def _emit(node: fx.Node, given: Operands) -> fx.Node:
     geometry = _geometry(node)
     assert geometry is not None, "refused"
@@ -93,7 +106,7 @@ def _with_live_taps(node: fx.Node) -> list[fx.Node]:
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, _refuses, computed, _with_live_taps)
+    Lowering(name, _emit, _keep, _refuses, computed, _with_live_taps, slower=_slower)
     for name in (
         *(f"conv{spatial}d" for spatial in (1, 2, 3)),
         *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),

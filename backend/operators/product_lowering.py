@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qsync_fx.backend.operators.multiplying import on_cpu
 from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.graph import meta
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.ops import OperatorRow, row_for
 from qsync_fx.ops.contraction import Contraction
-from qsync_fx.passes.lowering import Lowering, Operands, Role
+from qsync_fx.passes.lowering import Lowering, Operands, Role, extent
+from qsync_fx.precision import Precision
 
 
 def _row(node: fx.Node) -> OperatorRow:
@@ -41,6 +43,18 @@ def _refuses(node: fx.Node) -> str | None:
     if isinstance(found, str):
         return found
     return "only the CPU has a product of groups for it" if found.group and not _on_cpu(node) else None
+
+
+def _slower(node: fx.Node, fmt: Precision) -> str | None:
+    found = _contraction(node)
+    if isinstance(found, str):
+        return None
+    rows, channels, summed = (
+        extent(found.sizes[letter] for letter in letters) for letters in (found.own(0), found.own(1), found.summed)
+    )
+    if rows is None or channels is None or summed is None:
+        return None
+    return on_cpu.too_small(rows, channels, summed, fmt)
 
 
 def _on_cpu(node: fx.Node) -> bool:
@@ -95,7 +109,7 @@ def _separate(node: fx.Node, role: Role) -> list[int]:
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, _refuses, computed, separate=_separate)
+    Lowering(name, _emit, _keep, _refuses, computed, separate=_separate, slower=_slower)
     for name in (
         *("linear", "addmm", "mm", "matmul", "linalg_matmul", "inner", "tensordot", "einsum"),
         *("mv", "addmv", "bmm", "baddbmm", "addbmm", "_grouped_mm", "grouped_mm"),

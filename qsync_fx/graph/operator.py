@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from qsync_fx.devices import row_on, support, target_of
 from qsync_fx.errors import PrecisionError
 from qsync_fx.graph import meta
 from qsync_fx.graph.nodes import Source, argument_at, arguments, source_of
@@ -17,7 +18,7 @@ from qsync_fx.graph.notes import Note
 from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind, OperatorRow
 from qsync_fx.plan.opid import OpId
-from qsync_fx.precision import Precision, precision
+from qsync_fx.precision import FP32, Precision, precision
 from qsync_fx.resolve import resolve
 
 if TYPE_CHECKING:
@@ -115,12 +116,32 @@ class Operator:
             )
         self.decide(wanted, reason, pinned=True)
 
-    def decide(self, planned: Precision, reason: str, pinned: bool = False) -> None:
-        """Notes what is planned, what the operator and the device make of it, and why."""
+    def slower(self, fmt: Precision) -> str | None:
+        """Why a wider format is as fast at the operator's shape on the CPU; None where it is not, or where nothing says so."""
+        context = self.graph.context
+        if context.device.type != "cpu" or target_of(context.device) is not None:
+            return None
+        if (offered := support(context.device, fmt)).how == "simulated":
+            return offered.reason
+        lowering = context.lowerings.get(self.row.name) if self.row is not None else None
+        found: str | None = lowering.slower(self.node, fmt) if lowering is not None and fmt.bits < 32 else None
+        return found
+
+    def decide(self, planned: Precision, reason: str, pinned: bool = False, where_faster: bool = False) -> None:
+        """Notes what is planned, what the operator and the device make of it, and why.
+
+        Args:
+            where_faster: whether a wider format is taken that is as fast.
+        """
         row = self.row
         assert row is not None, "adjustable operators have rows"
         context = self.graph.context
         runs, but = resolve(row, planned, context.device, context.options.exact, self.held, self.refused)
+        narrow = self.held if self.held is not None and self.held.bits < 32 else None
+        while where_faster and runs is not narrow and (slower := self.slower(runs)) is not None:
+            wider = narrow or (FP32 if runs.plain else row_on(context.device, runs).elsewhere)
+            but = "; ".join(filter(None, (but, f"{slower}, so it runs in {wider}")))
+            runs = wider
         reason = f"{reason}; {but}" if but else reason
         self.update(planned=planned, precision=runs, reason=reason, instead=but, pinned=pinned)
 

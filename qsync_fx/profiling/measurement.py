@@ -237,7 +237,14 @@ def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn
         raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
     if rounds < 1:
         raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
-    if (inner := Options.parse(options).inner) != "inductor":
+    given = Options.parse(options)
+    if given.where_faster:
+        raise OptionError(
+            "operators are measured in every format, which is how it is found where which one is faster",
+            where='option "where_faster"',
+            do="leave the option out; a plan that is found from the profile keeps what is as fast in a wider format",
+        )
+    if (inner := given.inner) != "inductor":
         raise OptionError(
             f"operators are timed in the code that Inductor writes, and {inner!r} writes none",
             where='option "inner"',

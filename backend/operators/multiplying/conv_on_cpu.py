@@ -48,8 +48,17 @@ def pays(a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: C
     if not (multiplies(a, b, stride, operation) and a.is_contiguous(memory_format=torch.channels_last)):
         return False
     channels = (a.shape[1], b.shape[1]) if operation == "wgrad" else b.shape[:2]
-    taps = math.prod((b if operation == "dgrad" else like).shape[2:])
-    return min(channels) >= CHANNELS and (taps > 1 or list(stride) == [1, 1])
+    return too_small((*channels, *(b if operation == "dgrad" else like).shape[2:]), stride) is None
+
+
+def too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
+    """Returns why oneDNN in BF16 is as fast as a product of a convolution whose weight has this shape; None where it is not."""
+    outputs, inputs, *size = weight
+    if min(outputs, inputs) < CHANNELS:
+        return f"{min(outputs, inputs)} channels are too few for int8 to pay, from {CHANNELS} on it does"
+    if math.prod(size) == 1 and list(stride) != [1, 1]:
+        return "a kernel of one value that moves by more leaves too little to compute for int8 to pay"
+    return None
 
 
 def conv2d_product(

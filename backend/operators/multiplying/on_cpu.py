@@ -18,9 +18,15 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.backend.cuda.problem import Activation, fallback
+from qsync_fx.precision import Precision, encoding
 
 LONGEST: Final = 131_071
 """Up to here INT32 holds every sum over products of two INT8 numbers."""
+
+ENOUGH_WORK: Final = {8: 2**25, 16: 2**23}
+"""Multiplications of a layer's output from which on its three products are faster in a format than in the next wider one, what is
+quantized or converted for them counted, by the format's bits. With half as many INT8 took 1.1 to 1.2 times as long as BF16, with twice
+as many 0.75 to 0.9; BF16 0.6 to 1.7 times as long as FP32, and 0.6 (one core, AVX512-VNNI and AVX512-BF16; `benchmarks/cpu_kernels.py`)."""
 
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -38,6 +44,13 @@ class Epilogue(NamedTuple):
 def multiplies(a: Tensor, b: Tensor) -> bool:
     """Whether the native module multiplies two matrices; sizes that are symbolic become guards."""
     return a.device.type == "cpu" and a.dtype == b.dtype == torch.int8 and a.dim() == 2 and a.shape[1] <= LONGEST
+
+
+def too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
+    """Returns why a wider format is as fast for a layer of `m` rows, `n` channels and sums of `k` products; None where it is not."""
+    if m * n * k >= ENOUGH_WORK.get(fmt.bits, 0):
+        return None
+    return f"{m} x {n} x {k} is too small for {encoding(fmt)} to pay"
 
 
 def gemm(
