@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import decompositions, dropout, keep_less, operators, overflow, tuned
+from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
@@ -126,6 +127,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         tuned.tracing(device, kernels),
         keep_less.settings() if options.keep_less else nullcontext(),
         told(graph),
+        conv_on_cpu.laid_out_later() if options.inner == "inductor" else nullcontext(),
     ):
         extras = tuned.captures(options, device), options.keep_less
         compiled = inner_compiler(options.inner, device, fast_dropout, *extras)(graph.module, inputs)

@@ -39,15 +39,17 @@ def register_with_inductor() -> None:
     from torch._inductor.virtualized import V
 
     integer_convolution = torch.ops.qsync.integer_convolution.default
+    by_kernel = torch.ops.qsync.conv2d_product.default
 
-    def convolves() -> bool:
+    def convolves(on: torch.device) -> bool:
         # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are integer products.
-        return bool(V.graph.graph.find_nodes(op="call_function", target=integer_convolution))
+        targets = (integer_convolution, by_kernel) if on.type == "cpu" else (integer_convolution,)
+        return any(V.graph.graph.find_nodes(op="call_function", target=target) for target in targets)
 
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
         made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        if made_here and (V.graph.layout_opt or convolves()) and len(x.get_size()) in (4, 5):
+        if made_here and (V.graph.layout_opt or convolves(x.get_device())) and len(x.get_size()) in (4, 5):
             channels_last = (
                 ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
             )

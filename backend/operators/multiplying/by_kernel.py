@@ -177,7 +177,10 @@ def convolved(
         if not (a.dim() == 4 and native_integer_unit() and conv_on_cpu.pays(a, b, like, stride, operation)):
             return None
         on = like.shape[2:], stride, padding, dilation, operation, "none", _out(out_dtype)
-        return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
+        made = conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
+        # The layout is that of the first operand; what a compiler lays out later, it writes no copy for.
+        last = operation == "wgrad" or a.is_contiguous(memory_format=torch.channels_last)
+        return made if last else made.contiguous()
     flat = a.dim() == 3
     if flat:
         # One-dimensional: images of height 1.

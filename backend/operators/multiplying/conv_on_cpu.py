@@ -10,7 +10,9 @@ Invariant: the result is that of `fallback.conv2d_product`, to the last bit: sum
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -23,6 +25,19 @@ from qsync_fx.backend.operators.multiplying.on_cpu import LONGEST, Epilogue, fin
 
 CHANNELS: Final = 64
 """Below it oneDNN is faster: it took 0.4 to 0.9 times as long at 16 and 32 channels (one core, AVX512-VNNI)."""
+
+
+_laid_out_later: ContextVar[bool] = ContextVar("qsync_laid_out_later", default=False)
+
+
+@contextmanager
+def laid_out_later() -> Iterator[None]:
+    """While a graph is traced for a compiler that puts channels last by itself: in the graph, they lie as the model's do."""
+    token = _laid_out_later.set(True)
+    try:
+        yield
+    finally:
+        _laid_out_later.reset(token)
 
 
 def length(a: Tensor, b: Tensor, operation: ConvOperation) -> int:
@@ -45,7 +60,8 @@ def pays(a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: C
     Args:
         like: a tensor of the spatial sizes that `conv2d_product` is told.
     """
-    if not (multiplies(a, b, stride, operation) and a.is_contiguous(memory_format=torch.channels_last)):
+    lies = a.is_contiguous(memory_format=torch.channels_last) or _laid_out_later.get()
+    if not (multiplies(a, b, stride, operation) and lies):
         return False
     channels = (a.shape[1], b.shape[1]) if operation == "wgrad" else b.shape[:2]
     return too_small((*channels, *(b if operation == "dgrad" else like).shape[2:]), stride) is None

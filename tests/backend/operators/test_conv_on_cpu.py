@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from lowered_layers import Geometry, Layer, leaf, recorded
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx import _C
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, fallback
@@ -92,6 +94,36 @@ def test_layers_use_it_where_it_is_faster(
         found.append((y, *gradients))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max()))
+
+
+@tiers.ALL
+def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor puts channels last where a graph convolves; what leaves the graph lies as the model's own."""
+    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 96, 3))
+    x = torch.randn(2, 64, 9, 8)
+    compiled = torch.compile(model, backend="qsync", options={"precision": "int8_grad"})
+    compiled(leaf(x)).sum().backward()
+    model.zero_grad()
+    given = leaf(x)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        y = compiled(given)
+        y.square().sum().backward()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts["qsync::conv2d_product"] == 6
+    assert y.is_contiguous() and not y.is_contiguous(memory_format=torch.channels_last)
+    found = [y, given.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    plain = leaf(x)
+    z = model(plain)
+    z.square().sum().backward()
+    for one, other in zip(found, [z, plain.grad, *(p.grad for p in model.parameters())], strict=True):
+        assert one is not None and other is not None
+        assert one.stride() == other.stride()
+        # The bias in front of a norm has no gradient but noise.
+        if float(other.detach().abs().max()) > 1e-2:
+            assert float((one - other).norm() / other.norm()) < 0.1
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
