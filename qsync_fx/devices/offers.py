@@ -147,7 +147,7 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         return Support(
             "native",
             fmt,
-            "this CPU has a unit for INT8; convolutions use it where their channels lie last and are many, "
+            "this CPU has a unit for INT8; convolutions use it where their channels are many, "
             "others run exactly in BF16",
         )
     return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
