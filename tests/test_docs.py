@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, get_args
 
 import cuda_tables
 import experiment_tables
+import forks
 import pages
 import pytest
 import tiers
@@ -61,9 +61,9 @@ def update_or_compare(path: Path, expected: str) -> None:
     )
 
 
-def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = ()) -> None:
-    """Runs a page in a process of its own and checks that it shows what it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), fork: bool = True) -> None:
+    """Runs a page in a process of its own, one that begins with nothing imported or a fork, and checks that it shows what it prints."""
+    environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -71,9 +71,9 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
     # A page keeps profiles to itself.
     environment |= {"QSYNC_CACHED_PLAN": "1", "QSYNC_CACHE_DIR": str(scratch / "cache")}
     outputs = scratch / "outputs.json"
-    command = [sys.executable, str(Path(pages.__file__)), str(path), str(outputs)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{path.name} does not run:\n{done.stdout}\n{done.stderr}"
+    log, script, arguments = scratch / "log", Path(pages.__file__), [str(path), str(outputs)]
+    status = forks.run(script, arguments, environment, log, folder, fork)
+    assert status == 0, f"{path.name} does not run:\n{log.read_text()}"
     if torch.__version__.partition("+")[0] == PINNED:
         # Another torch may write the same graph in other words.
         update_or_compare(path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text())))
@@ -106,7 +106,7 @@ def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None
     page = PAGES[name].read_text()
     pages.apply(page, tree)
     pages.install(page, site)
-    run(PAGES[name], tree, tmp_path, (boot, site, tree))
+    run(PAGES[name], tree, tmp_path, (boot, site, tree), fork=False)
     after = contents(tree)
     touched = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert len(touched) == FILES_TO_TOUCH[name], (

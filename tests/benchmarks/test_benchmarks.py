@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import tiers
 
@@ -28,10 +27,8 @@ SCRIPTS = sorted(
 @tiers.ALL
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_runs_quickly(script: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, ROOT / script, "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    path, log = tmp_path / "rows.json", tmp_path / "log"
+    status = forks.run(ROOT / script, ["--quick", "--json", str(path)], os.environ, log, tmp_path)
+    assert status == 0, log.read_text()[-4000:]
     found = json.loads(path.read_text())
     assert found["quick"] and found["rows"]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiers
 
@@ -23,14 +22,8 @@ RANK = Path(__file__).parents[1] / "support" / "ddp_rank.py"
 def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
     """Runs both ranks; none outlives this call."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    logs = [open(folder / f"{rank}.log", "w+") for rank in range(2)]  # noqa: SIM115 - two files, closed below
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(folder), json.dumps(job)],
-            env=environment,
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
+        forks.start(RANK, [str(rank), str(folder), json.dumps(job)], environment, folder / f"{rank}.log")
         for rank in range(2)
     ]
     try:
@@ -41,10 +34,9 @@ def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
             time.sleep(0.1)
         codes = [process.poll() for process in ranks]
     finally:
-        for process, log in zip(ranks, logs, strict=True):
+        for process in ranks:
             process.kill()
             process.wait()
-            log.close()
     reports = [
         f"rank {rank}: {code}\n{(folder / f'{rank}.log').read_text()[-3000:]}" for rank, code in enumerate(codes)
     ]

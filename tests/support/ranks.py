@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 from torch import distributed
 
@@ -49,20 +48,11 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
     }
     path = Path(__file__).with_name(script)
     logs = [folder / f"{rank}.log" for rank in range(world)]
-    started = []
+    started: list[forks.Process] = []
     try:
         for rank in range(world):
-            with open(logs[rank], "w") as log:
-                command = [
-                    sys.executable,
-                    str(path),
-                    str(rank),
-                    str(world),
-                    str(store.port),
-                    str(folder),
-                    json.dumps(job),
-                ]
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            given = [str(rank), str(world), str(store.port), str(folder), json.dumps(job)]
+            started.append(forks.start(path, given, environment, logs[rank]))
         until = time.monotonic() + seconds
         while (alive := sum(process.poll() is None for process in started)) and time.monotonic() < until:
             until = min(until, time.monotonic() + after) if alive == 1 and after else until
