@@ -48,7 +48,7 @@ def test_the_notebook_runs_the_same_script() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")
-@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
+@pytest.mark.parametrize("target", ["test-gpu", pytest.param("bench-gpu", marks=tiers.ALL)])
 def test_make_says_that_there_is_no_gpu(target: str) -> None:
     done = ran("make", target, f"GPU_PYTHON={sys.executable}")
     assert done.returncode and "no GPU: nothing was tested or measured" in done.stderr
@@ -76,6 +76,7 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
     assert all(row.get("met") is None for row in found["rows"])
 
 
+@tiers.ALL
 def test_benchmarks_judge_by_their_targets() -> None:
     script = (
         "import sys; sys.path.insert(0, 'benchmarks')\n"

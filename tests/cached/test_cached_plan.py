@@ -135,6 +135,7 @@ def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
     assert Profile.load(path).fingerprint == profile().fingerprint is not None
 
 
+@tiers.ALL
 def test_by_inductor_as_it_was_measured() -> None:
     keep(profile())
     fast = torch.compile(Pair(), backend="qsync")

@@ -151,7 +151,14 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    "mode", ["ddp_optimizer", "python_reducer", "no_optimization", "python_reducer_without_compiled_forward"]
+    "mode",
+    [
+        "ddp_optimizer",
+        *(
+            pytest.param(mode, marks=tiers.ALL)
+            for mode in ("python_reducer", "no_optimization", "python_reducer_without_compiled_forward")
+        ),
+    ],
 )
 def test_all_modes_of_ddp(mode: str) -> None:
     plan = PLANS["model"]

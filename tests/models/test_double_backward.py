@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
@@ -146,7 +147,9 @@ def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
 
 
 @every_use
-@pytest.mark.parametrize(("inner", "fmt"), [("aot_eager", "fp32"), ("aot_eager", "int8"), ("inductor", "bf16")])
+@pytest.mark.parametrize(
+    ("inner", "fmt"), [("aot_eager", "fp32"), ("aot_eager", "int8"), pytest.param("inductor", "bf16", marks=tiers.ALL)]
+)
 def test_compiled_backward_passes_say_what_to_do(use: Use, inner: str, fmt: str) -> None:
     model = build(Perceptron)
     with pytest.raises(QSyncError) as caught:

@@ -77,7 +77,7 @@ def test_dropout_drops_what_fp32_drops() -> None:
 # Seeds.
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner: str) -> None:
     step = started(inner=inner)
     runs = []
@@ -203,7 +203,9 @@ def test_every_graph_of_a_step_draws_its_own() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("inner", "budget"), [("aot_eager", 0.1), ("aot_eager", 0.5), ("inductor", 0.5)])
+@pytest.mark.parametrize(
+    ("inner", "budget"), [("aot_eager", 0.1), ("aot_eager", 0.5), pytest.param("inductor", 0.5, marks=tiers.ALL)]
+)
 def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner: str, budget: float) -> None:
     step = started(inner=inner)
     manual_seed(3)

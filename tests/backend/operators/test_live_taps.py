@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ def test_gradients_of_dead_taps_are_zero(layer: str, precision: str) -> None:
     check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner": "aot_eager"})
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_with_every_inner_compiler(precision: str, inner: str) -> None:
     torch.manual_seed(0)
