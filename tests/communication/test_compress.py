@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -15,13 +15,7 @@ import qsync_fx
 from qsync_fx.communication.codecs import NAMES
 from qsync_fx.distributed import compress
 
-
-def run(name: str, world: int, folder: Path, script: str = "compressed_rank.py", **job: Any) -> list[Any]:
-    """Returns the results of all ranks, which all have to come to their end."""
-    folder.mkdir(exist_ok=True)
-    ended = ranks.run(script, world, folder, name=name, **job)
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="compressed_rank.py")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +158,7 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
 def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
     """Decisions are those of the rule for times that are given and messages that are really sent."""
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
-    found = run("adapting", world, tmp_path, "adapting_rank.py", rates=rates, feedback=feedback)
+    found = run("adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback)
     assert len({rank["weights"] for rank in found}) == 1
     for rate, rank in zip(rates, found, strict=True):
         decided = [entry for entry in rank["entries"] if entry[2] is not None]
@@ -189,7 +183,7 @@ def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: boo
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
 def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> None:
-    first, *others = run("feedback", world, tmp_path, "adapting_rank.py")
+    first, *others = run("feedback", world, tmp_path, script="adapting_rank.py")
     for found in (first, *others):
         assert found["without"]["lost"] > 1
         for name in ("with", "adaptive"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -16,11 +16,7 @@ from qsync_fx.communication.rates import of_copy
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.schedule import Parameter
 
-
-def run(name: str, world: int, folder: Path) -> list[Any]:
-    ended = ranks.run("planned_rank.py", world, folder, name=name, where=str(folder))
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="planned_rank.py")
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -22,12 +22,7 @@ CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
 ]
 
 
-def run(name: str, world: int, folder: Path, script: str = "duo_rank.py", **job: Any) -> list[Any]:
-    """Returns the results of all ranks, which all have to come to their end."""
-    folder.mkdir(exist_ok=True)
-    ended = ranks.run(script, world, folder, name=name, **job)
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="duo_rank.py")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,7 @@ def test_a_flush_brings_parameters_to_what_is_known_in_full(tmp_path: Path) -> N
 
 @tiers.ALL
 def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
-    first, second = run("refused", 2, tmp_path, "duo_faults_rank.py")
+    first, second = run("refused", 2, tmp_path, script="duo_faults_rank.py")
     texts = {name: found["text"] for name, found in first.items() if name != "skipped"}
     for name, text in {
         "none": "has to know it",
@@ -146,7 +141,7 @@ def test_what_duo_cannot_do_is_an_error(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
-    first, second = run("disagreement", 2, tmp_path, "duo_faults_rank.py")
+    first, second = run("disagreement", 2, tmp_path, script="duo_faults_rank.py")
     assert first == second
     assert "another codec of gradients" in first["codec"]["text"]
     assert "Duo(" in first["way"]["text"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -16,12 +16,7 @@ CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
 ]
 
 
-def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
-    """Returns the results of all ranks, which all have to come to their end."""
-    folder.mkdir(exist_ok=True)
-    ended = ranks.run("duo_sharded_rank.py", world, folder, name=name, seconds=280, **job)
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="duo_sharded_rank.py", seconds=280)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
@@ -13,12 +13,7 @@ from hypothesis import given, strategies as st
 
 from qsync_fx.communication.residuals import Residuals, finite
 
-
-def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
-    """Returns the results of all ranks, which all have to come to their end."""
-    ended = ranks.run("scaled_rank.py", world, folder, name=name, **job)
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="scaled_rank.py")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
 import tiers
 
-
-def run(name: str, world: int, folder: Path, **job: Any) -> list[Any]:
-    """Returns the results of all ranks, which all have to come to their end."""
-    folder.mkdir(exist_ok=True)
-    ended = ranks.run("sharded_rank.py", world, folder, name=name, **job)
-    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
-    return [rank.result for rank in ended]
+run = functools.partial(ranks.results, script="sharded_rank.py")
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
     ]
 
 
+def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> list[Any]:
+    """Returns what all ranks have written of a part of a script; they all have to come to their end."""
+    folder.mkdir(exist_ok=True)
+    ended = run(script, world, folder, name=name, **job)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    return [rank.result for rank in ended]
+
+
 def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[str, Any]]:
     """Joins the process group as a rank that `run` has started; returns the rank, how many there are, the folder and the job."""
     import datetime
