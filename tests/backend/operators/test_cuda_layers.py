@@ -15,9 +15,9 @@ from typing import Any, Literal
 import pytest
 import tiers
 import torch
+from layers_in_fp64 import assert_right
 from lowered_layers import OUT, Geometry, Layer, leaf, recorded
 from products_in_fp64 import SEED
-from test_operators import assert_right
 from torch import Tensor
 
 from qsync_fx.backend.cuda.choose.candidates import candidates

@@ -1,0 +1,107 @@
+"""What layers give in the formats of their operands, by products in FP64: outputs and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lowered_layers import OUT, STREAM, Layer
+from products_in_fp64 import SEED, Operand, Product
+from torch import Tensor
+
+from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.precision import FORMATS
+
+
+def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Asserts that output and gradients are what FP64 gives for the operands in the format."""
+    y = layer(x, weight, bias)
+    row, inputs = FORMATS[layer.fmt], [t for t in (x, weight, bias) if t is not None]
+    assert y.dtype == (layer.out_dtype or OUT[layer.fmt])
+    gradient = torch.randn_like(y)
+    found = torch.autograd.grad(y, inputs, gradient)
+    assert [t.dtype for t in found] == [t.dtype for t in inputs]
+    a, b = layer.operands(x, weight)
+    carrier = torch.promote_types(row.carrier.dtype, y.dtype)
+    narrow = None if summed_as_integers(layer, weight) else carrier
+    forward, to_x, to_weight, spread = products(layer, x, weight)
+    shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
+    Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
+
+    carrier = row.carrier.dtype
+    plain = row.gradient.plain and layer.geometry is not None
+    if plain:
+        # The scale is in an operand of the carrier: always the weight's, and the activation's where it varies.
+        b = Operand(b.value.float().to(carrier), None)
+        a = Operand(a.value.float().to(carrier), None) if a.scale is not None and a.scale.dim() else a
+    # A scale that varies does so along the contracted dimension, and is in the rounded gradient then.
+    folds: dict[Any, Tensor | None] = {
+        "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
+        "weight": spread(a.scale, "activation") if a.scale is not None and a.scale.dim() else None,
+    }
+    rounded = round_gradients(gradient, folds, SEED, STREAM, layer.fmt, layer.rounding)
+    into = {role: Operand(*pair).value for role, pair in rounded.items()}
+    for_x = b.value if folds["activation"] is None else b.q.double()
+    for_weight = a.value if folds["weight"] is None else a.q.double()
+    # Integers are summed as such, wherever the products of a linear layer are computed.
+    narrow = None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
+    Product.of(to_x, into["activation"], for_x).assert_met(found[0], narrow)
+    Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], narrow)
+    if bias is not None:
+        every = [
+            d for d in range(y.dim()) if d != (y.dim() - 1 if layer.geometry is None else y.dim() - weight.dim() + 1)
+        ]
+        ones = torch.ones((), dtype=torch.float64)
+        total = functools.partial(torch.sum, dim=every) if every else torch.clone
+        summed, resolution = (into["weight"], carrier) if plain else (gradient.double(), None)
+        Product.of(lambda g, one: total(g * one), summed, ones).assert_met(found[2], resolution)
+
+
+def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
+    """Whether the output's sums are exact."""
+    if FORMATS[layer.fmt].dtype != torch.int8:
+        return False
+    if layer.geometry is None:
+        return True
+    one, wide = weight[0].numel() == 1, (layer.out_dtype or OUT[layer.fmt]).itemsize > 2
+    return wide and cpu_multiplies_integers() and not (layer.geometry.transposed or layer.geometry.groups > 1 or one)
+
+
+def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
+    """Returns the three products of a layer in FP64, and how a scale is spread over the output."""
+    geometry = layer.geometry
+    if geometry is None:
+        return (
+            F.linear,
+            lambda g, w: g @ w,
+            lambda g, x: torch.einsum("...n,...k->nk", g, x),
+            lambda scale, role: scale.reshape(-1) if role == "weight" else scale,
+        )
+    ndim, arguments = weight.dim(), geometry.arguments
+
+    def batched(t: Tensor) -> Tensor:
+        return t if t.dim() == ndim else t[None]
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        y = torch.ops.aten.convolution(batched(a), b, None, *arguments)
+        return y if a.dim() == ndim else y[0]
+
+    def to_x(g: Tensor, b: Tensor) -> Tensor:
+        like = batched(torch.empty_like(x, dtype=torch.float64))
+        mask = [True, False, False]
+        return torch.ops.aten.convolution_backward(batched(g), like, b, None, *arguments, mask)[0].view(x.shape)
+
+    def to_weight(g: Tensor, a: Tensor) -> Tensor:
+        like, mask = torch.empty_like(weight, dtype=torch.float64), [False, True, False]
+        return torch.ops.aten.convolution_backward(batched(g), batched(a), like, None, *arguments, mask)[1]
+
+    return (
+        forward,
+        to_x,
+        to_weight,
+        lambda scale, role: scale.reshape(-1, *[1] * (ndim - 2)) if role == "weight" else scale,
+    )
