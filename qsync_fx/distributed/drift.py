@@ -26,18 +26,20 @@ class Hysteresis:
         patience: how many steps in a row have to lie beyond it.
         cooldown: how many steps after a decision count for nothing.
         gain: what another plan has to win, of the seconds of a step or of the variance, to be worth compiling for.
+        links: what an all-reduce may take more than foreseen, or less, as a share.
     """
 
     tolerance: float = 0.15
     patience: int = 20
     cooldown: int = 100
     gain: float = 0.02
+    links: float = 0.5
 
     def __post_init__(self) -> None:
         for name, least in (("patience", 1), ("cooldown", 0)):
             if getattr(self, name) < least:
                 raise OptionError(f"{name} is a number of steps from {least}, not {getattr(self, name)}")
-        for name in ("tolerance", "gain"):
+        for name in ("tolerance", "gain", "links"):
             if not getattr(self, name) >= 0:
                 raise OptionError(f"{name} is a share from 0, such as 0.15, and not {getattr(self, name)}")
 
@@ -99,6 +101,7 @@ class Drift:
         paces: of each class of which it is known, measured over foreseen seconds.
         allowed: of each class where memory counts, the bytes that a step may take.
         slower, faster, tight, roomy: the ranks that ask for it.
+        links: measured over foreseen seconds of an all-reduce, where links have changed; None where they have not.
     """
 
     paces: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -107,6 +110,7 @@ class Drift:
     faster: tuple[int, ...] = ()
     tight: tuple[int, ...] = ()
     roomy: tuple[int, ...] = ()
+    links: float | None = None
 
 
 def after_step(seen: Seen, pace: float, room: Room | None, how: Hysteresis) -> Seen:
@@ -160,6 +164,16 @@ def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
         of_all("roomy"),
     )
     return found if found.slower or found.faster or found.tight or found.roomy else None
+
+
+def link_drift(ratios: Sequence[float], how: Hysteresis) -> float | None:
+    """Returns what links take, over what was foreseen, where they have changed; None where they have not.
+
+    Args:
+        ratios: measured over foreseen seconds, the last ones: once is chance, and as often as there are of these it is not.
+    """
+    changed = all(ratio > 1 + how.links for ratio in ratios) or all(ratio < 1 / (1 + how.links) for ratio in ratios)
+    return statistics.median(ratios) if ratios and changed else None
 
 
 def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, gain: float) -> bool:

@@ -21,6 +21,7 @@ class Change(StrEnum):
     FASTER = "faster"
     TIGHT = "tight"
     ROOMY = "roomy"
+    LINKS = "links"
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Cause:
     """What a rank asks for another plan for.
 
     Attributes:
-        rank, device: whose it is, and the class of its device.
+        rank, device: whose it is, and the class of its device; of links -1 and "", as they are those of all.
         change: of what.
-        foreseen, measured: seconds that it computes in a step; or bytes that the plan takes or was made for, and those that it may take.
+        foreseen, measured: seconds that it computes in a step, or that an all-reduce takes; or bytes that the plan takes or was made for,
+            and those that it may take.
     """
 
     rank: int
@@ -101,6 +103,11 @@ class Replanned:
 
 
 def _why(cause: Cause) -> str:
+    if cause.change is Change.LINKS:
+        return (
+            f"an all-reduce takes {duration(cause.measured)} where {duration(cause.foreseen)} were foreseen "
+            f"({cause.measured / cause.foreseen:.2f} times)"
+        )
     who = f"rank {cause.rank} ({cause.device})"
     if cause.change in (Change.SLOWER, Change.FASTER):
         return (

@@ -1,9 +1,9 @@
 """Another plan in the middle of training, when a device's speed or its free memory has changed.
 
-Each rank compares, step by step, what it computes itself with what the plan foresees. Every `patience` steps the ranks tell each other, and
-all of them decide the same by `drift`. Then rank 0 solves anew, with the profiles that were measured before training, scaled by what was
-seen, and with the memory that is there; all switch between the same two steps. No collective waits meanwhile, so that an error is told at
-once.
+Each rank compares, step by step, what it computes itself with what the plan foresees. Every `patience` steps the ranks tell each other,
+look what links take, where there are codecs to choose from, and all of them decide the same by `drift`. Then rank 0 solves anew, with the
+profiles that were measured before training, scaled by what was seen, and with the memory that is there; all switch between the same two
+steps. No collective waits meanwhile, so that an error is told at once.
 
 Invariant: all ranks are under parts of one plan at every step. The optimizer, parameters and random numbers are left alone, and a plan that
 is equal, or wins too little, is not switched to.
@@ -30,6 +30,7 @@ from qsync_fx.communication.assigned import by_plan
 from qsync_fx.communication.compression import Compression
 from qsync_fx.distributed.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
 from qsync_fx.distributed.holding import free_bytes, held_bytes
+from qsync_fx.distributed.links import Links
 from qsync_fx.distributed.meeting import Meeting
 from qsync_fx.distributed.pace import Clock, Pace
 from qsync_fx.distributed.peaks import PeakCheck
@@ -53,6 +54,8 @@ class Replanning:
         tolerance, patience, cooldown, gain: what a step may differ from what is foreseen, as a share; how many steps in a row have to
             differ by more; how many steps after a decision count for nothing; and the share of time or variance that another plan has to
             win.
+        links: what an all-reduce between steps may differ from what is foreseen, as a share, twice in a row with `patience` steps
+            between, where the plan was found with codecs.
         compression: what `compress(ddp, found)` returned, where the plan was found with codecs: another plan may have others.
         free: returns the bytes that this rank's device has free, for who knows better than the system; None for nothing known.
         clock: in seconds; by default that of the wall, which sees whatever holds a device up, other programs among it.
@@ -63,6 +66,7 @@ class Replanning:
     patience: int = 20
     cooldown: int = 100
     gain: float = 0.02
+    links: float = 0.5
     compression: Compression | None = None
     free: Callable[[], float | None] | None = None
     clock: Clock = time.perf_counter
@@ -84,7 +88,7 @@ class Replanning:
 
     @property
     def hysteresis(self) -> Hysteresis:
-        return Hysteresis(self.tolerance, self.patience, self.cooldown, self.gain)
+        return Hysteresis(self.tolerance, self.patience, self.cooldown, self.gain, self.links)
 
 
 class Replanner:
@@ -112,6 +116,7 @@ class Replanner:
         self._foreseen = {name: Foreseen.noted(plan.notes) for name, plan in how.found.classes.items()}
         self._caps = {name: foreseen.memory for name, foreseen in self._foreseen.items()}
         self._slowdowns = dict.fromkeys(self._foreseen, 1.0)
+        self._links, self._all_reduces = Links(how.found.notes, self._hysteresis), list[tuple[int, float]]()
         self._planned: dict[str, float] = {}
         self._steps, self._seen = 0, Seen(resting=how.patience)
         self._held: int | None = None
@@ -131,7 +136,9 @@ class Replanner:
         self._steps += 1
         if self._steps % self._how.patience == 0:
             everyones = self._exchanged(stated(self._seen, self._hysteresis))
-            found = drift(everyones, self.found.ranks)
+            found, links = drift(everyones, self.found.ranks), self._links.look()
+            if links is not None:
+                found = replace(found or Drift(), links=links)
             if found is not None:
                 self._replan(found, everyones)
 
@@ -158,6 +165,9 @@ class Replanner:
     def _replan(self, found: Drift, everyones: list[Stated]) -> None:
         causes = tuple(self._causes(found, everyones))
         self._slowdowns = {name: old * found.paces.get(name, 1.0) for name, old in self._slowdowns.items()}
+        if found.links is not None:
+            self._links.decided(found.links)
+            self._all_reduces = self._links.table()
         asked = {self.found.ranks[rank] for rank in (*found.tight, *found.roomy)}
         self._planned |= {name: found.allowed[name] for name in asked}
         self._planned = {
@@ -175,6 +185,7 @@ class Replanner:
             }
         else:
             self._switch(ClusterPlan.from_json(told["plan"]))
+        self._links.decided(None)
         self.history.append(decided)
         self._seen = Seen(resting=self._hysteresis.cooldown)
         _LOG.warning("%s", decided)
@@ -193,7 +204,7 @@ class Replanner:
         assert survey is not None and old is not None
         memory = {name: size for name, cap in self._caps.items() if (size := self._planned.get(name, cap)) is not None}
         try:
-            answer = survey.answer(self._slowdowns, memory)
+            answer = survey.answer(self._slowdowns, memory, self._all_reduces)
         except PlanError as error:
             kept = f"no plan would do: {error.what}"
             return {"plan": None, "replanned": Replanned(self._steps, causes, None, kept=kept).to_dict()}
@@ -215,7 +226,10 @@ class Replanner:
         return f"the best one now wins less than {self._how.gain:.0%} of time or variance"
 
     def _causes(self, found: Drift, everyones: list[Stated]) -> Iterable[Cause]:
-        for change in Change:
+        if found.links is not None and self._links.probe is not None:
+            seconds = self._links.probe.seconds
+            yield Cause(-1, "", Change.LINKS, seconds, seconds * found.links)
+        for change in (change for change in Change if change is not Change.LINKS):
             for rank in getattr(found, change.value):
                 name, said = self.found.ranks[rank], everyones[rank]
                 foreseen = self._foreseen[name]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.finding import find_plan
 from qsync_fx.allocator.judge import Judged, judged
+from qsync_fx.distributed.links import Probe
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.replay.cluster import Cluster, Device
 from qsync_fx.profiling.profile import Profile
@@ -50,13 +51,17 @@ class Survey:
         return cls(tuple(ranks), slowest, wishes, {name: batch for name, batch in batches.items() if batch})
 
     def answer(
-        self, slowdowns: Mapping[str, float] = MappingProxyType({}), memory: Mapping[str, float] | None = None
+        self,
+        slowdowns: Mapping[str, float] = MappingProxyType({}),
+        memory: Mapping[str, float] | None = None,
+        links: Sequence[tuple[int, float]] = (),
     ) -> Answer:
         """Returns what `qsync_fx.find_plan` finds.
 
         Args:
             slowdowns: by class, what everything takes longer than its profile says.
             memory: by class, the bytes that a step may take, in the place of what the user wished; None for that.
+            links: bytes and seconds of all-reduces, in the place of those that profiles hold; none for these.
 
         Raises:
             QSyncError: no plan keeps the limits.
@@ -67,7 +72,8 @@ class Survey:
             for name in self.profiles
         }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
-        return find_plan(self.profiles, Cluster(devices), **wishes)  # its links are what the profiles measured
+        profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
+        return find_plan(profiles, Cluster(devices), **wishes)  # its links are what the profiles measured
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -95,6 +101,7 @@ class FoundPlan(ClusterPlan):
         notes = {"answer": str(answer)}
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
+            notes |= Probe.of(answer.problem.cluster).notes()
         plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
         return cls(plan, survey, answer)
 
@@ -110,6 +117,13 @@ class FoundPlan(ClusterPlan):
 def under(plans: Answer, now: Answer) -> Judged:
     """Returns what the plans of one answer cost where things are as in another."""
     return judged(now.problem, plans.plans, plans.judged.codecs)
+
+
+def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
+    """Returns a profile with other all-reduces, where there are any."""
+    if not links:
+        return profile
+    return replace(profile, collectives=[replace(one, seconds=list(links)) for one in profile.collectives])
 
 
 def _seconds(profile: Profile) -> float:

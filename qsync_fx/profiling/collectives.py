@@ -18,15 +18,15 @@ def collectives() -> list[Collective]:
     """Measures all-reduces of FP32 values, on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return []
-    table = [(2**power, _all_reduce(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
+    table = [(2**power, all_reduce_seconds(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
     return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
 
 
-def _all_reduce(nbytes: int) -> float:
-    """Returns the median over some repeats of the seconds that the slowest rank took."""
+def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS) -> float:
+    """Returns the median over some repeats of the seconds that the slowest rank took; the same on all ranks, which call it together."""
     values = torch.zeros(nbytes // 4)
-    taken = torch.zeros(_REPEATS)
-    for at in range(-1, _REPEATS):
+    taken = torch.zeros(repeats)
+    for at in range(-1, repeats):
         distributed.barrier()
         start = time.perf_counter()
         distributed.all_reduce(values)

@@ -1,0 +1,128 @@
+"""Links that change: what lasts is seen, noise is not, and ranks on a real link that becomes slow send gradients otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiers
+from hypothesis import given, strategies as st
+
+from qsync_fx import OptionError
+from qsync_fx.distributed import links as watched
+from qsync_fx.distributed.drift import Hysteresis, link_drift
+from qsync_fx.distributed.links import Links, Probe
+from qsync_fx.distributed.replanned import Cause, Change, Replanned
+from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+
+ROOT = Path(__file__).resolve().parents[2]
+HOW = Hysteresis(patience=5, cooldown=20, links=0.5)
+
+
+@pytest.fixture
+def links() -> Iterator[Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        found = importlib.import_module("links")
+        if (reason := found.missing()) is not None:
+            pytest.skip(f"no links can be made here: {reason}")
+        yield found
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.modules.pop("links", None)
+
+
+@given(st.lists(st.floats(1 / 1.5, 1.5), min_size=1, max_size=5), st.floats(0.01, 100))
+def test_one_time_within_the_tolerance_is_no_change(within: list[float], other: float) -> None:
+    assert link_drift([*within, other], HOW) is None
+
+
+@given(st.lists(st.floats(1.51, 50), min_size=1, max_size=5))
+def test_what_lies_beyond_on_one_side_is_one(beyond: list[float]) -> None:
+    slower, faster = link_drift(beyond, HOW), link_drift([1 / ratio for ratio in beyond], HOW)
+    assert slower is not None and min(beyond) <= slower <= max(beyond)
+    assert faster is not None and 1 / max(beyond) <= faster <= 1 / min(beyond)
+    assert link_drift([*beyond, 1 / beyond[0]], HOW) is None
+
+
+def test_a_share_below_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match="links is a share"):
+        Hysteresis(links=-1)
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1.25e8, 1.25e9, 1e12])
+def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
+    cluster = Cluster({"cpu": Device(4)}, Network(bandwidth, 1e-4))
+    probe = Probe.of(cluster)
+    assert probe.seconds == pytest.approx(cluster.all_reduce.seconds([float(probe.nbytes)], 4)[0])
+    assert probe.seconds >= 0.01 or probe.nbytes == 2**26
+    assert Probe.noted(probe.notes()) == Probe(probe.nbytes, pytest.approx(probe.seconds, rel=1e-5))
+    assert Probe.of(Cluster({"cpu": Device(1)})).notes() == {}
+    assert Probe.noted({}) is None
+
+
+def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
+    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats: next(taken))
+    ours = Links(Probe(2**20, 0.1).notes(), HOW)
+    assert [ours.look() for _ in range(4)] == [None, None, None, pytest.approx(4.0)]
+    ours.decided(4.0)
+    assert ours.probe == Probe(2**20, pytest.approx(0.4))
+    assert [ours.look() for _ in range(4)] == [None] * 4, "cooldown steps count for nothing, and nothing is measured"
+    assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are foreseen now"
+    assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
+    ours.decided(20.0)
+    assert ours.probe == Probe(2**16, pytest.approx(0.5)), "8 s in place of 0.4 would hold training up"
+    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats: nbytes / 2**17)
+    assert ours.table() == [(2**power, 2.0 ** (power - 17)) for power in (10, 12, 14, 16)]
+    assert Links({}, HOW).look() is None
+
+
+def test_a_change_of_links_is_said_with_numbers() -> None:
+    decided = Replanned(
+        40, (Cause(-1, "", Change.LINKS, 0.02, 0.4),), None, None, "the best plan now is the one that is in force"
+    )
+    assert "though an all-reduce takes 400 ms where 20 ms were foreseen (20.00 times)" in str(decided)
+    assert Replanned.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
+
+
+@tiers.ALL
+@pytest.mark.timeout(600)
+def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_path: Path) -> None:
+    with links.shaped(2, "500mbit") as places:
+
+        def slows() -> None:
+            until = time.monotonic() + 400
+            while sum((tmp_path / f"{rank}.there").exists() for rank in range(2)) < 2 and time.monotonic() < until:
+                time.sleep(0.02)
+            links.reshape(places, "20mbit")
+            (tmp_path / "changed").touch()
+
+        changing = threading.Thread(target=slows, daemon=True)
+        changing.start()
+        script = str(ROOT / "tests" / "support" / "relinked_rank.py")
+        own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        ended = links.run(places, [sys.executable, script, str(tmp_path)], own, seconds=500, caught=True)
+    assert ended.codes == (0, 0), "\n".join(ended.printed)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for name in ("before", "after", "replanned", "weights", "name", "note"):
+        assert first[name] == second[name], name
+    assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
+    # What was measured before training may have been off, which is a decision, too, and keeps the plan.
+    (decided,) = (found for one in first["replanned"] if (found := Replanned.from_dict(one)).after is not None)
+    assert decided.step > 10, "not before it has changed"
+    (cause,) = decided.causes
+    assert cause.change is Change.LINKS
+    assert cause.measured > 5 * cause.foreseen, "a twenty-fifth of the rate"
+    assert decided.before and decided.after
+    assert decided.after.seconds < 0.2 < decided.before.seconds
+    assert set(first["after"].values()) <= {"qsgd8", "qsgd4"} and first["after"]
+    assert all(printed.count("another plan is in force") == 1 for printed in ended.printed), "one announcement a rank"
+    assert "a plan's qsgd" in first["name"]

@@ -1,0 +1,94 @@
+"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its own (benchmarks/links.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from guarded_rank import weights
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.distributed import Replanning, check_replicas, compress, guard
+
+WIDTH, BATCH, TARGET = 384, 64, 0.2
+"""1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step may take."""
+STEPS, FROM = 52, 10
+INNER = {"inner": "aot_eager"}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(folder: Path, rank: int) -> dict[str, Any]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    plan = qsync_fx.distributed.find_plan(
+        model,
+        loss_of,
+        [batch(rank, 0)],
+        optimizer=optimizer,
+        device_class="cpu",
+        precisions=["fp32"],
+        target=TARGET,
+        codecs=("qsgd8", "qsgd4"),
+        corrections=0,
+        rounds=2,
+        progress=False,
+    )
+    compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan, **INNER})
+    parallel = DistributedDataParallel(compiled)
+    handle = compress(parallel, plan, check_every=5)
+    # Whatever else the machine does: links alone count.
+    how = Replanning(plan, tolerance=1000.0, patience=4, cooldown=12, links=1.0, compression=handle, free=lambda: None)
+    with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
+        for step in range(STEPS):
+            if step == FROM:
+                distributed.barrier()
+                (folder / f"{rank}.there").touch()
+                while not (folder / "changed").exists():
+                    time.sleep(0.02)
+                distributed.barrier()
+            optimizer.zero_grad()
+            loss_of(parallel, batch(rank, step)).backward()
+            optimizer.step()
+        in_force: Any = training.plan
+    check_replicas(model)
+    return {
+        "before": dict(plan.codecs),
+        "note": plan.notes["link"],
+        "after": dict(in_force.codecs),
+        "replanned": [decided.to_dict() for decided in training.replanned],
+        "told": [str(decided) for decided in training.replanned],
+        "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
+        "report": str(handle.report()),
+        "name": handle.report().codec,
+    }
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    ranks.write(Path(sys.argv[1]), distributed.get_rank(), trained(Path(sys.argv[1]), distributed.get_rank()))
+    distributed.barrier()
+    os._exit(0)
