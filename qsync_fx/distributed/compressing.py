@@ -1,6 +1,7 @@
 """Gradients that are compressed on their way between ranks.
 
-Invariant: no rank sends anything before all have agreed on the codec, the seed and the model.
+Invariant: no rank sends anything before all have agreed on the codec, the seed and the model. What one of them cannot take is an error on
+all of them at once.
 """
 
 from __future__ import annotations
@@ -14,27 +15,21 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from qsync_fx.communication import assigned
 from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
 from qsync_fx.communication.duo import pure
-from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
+from qsync_fx.communication.duo.rates import Duo
 from qsync_fx.communication.duo.training import LookingAhead
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.sharded import ShardedCompression
-from qsync_fx.distributed import sharding, timeouts
+from qsync_fx.distributed import asked, sharding, timeouts
 from qsync_fx.distributed.hosts import nodes_of_ranks
-from qsync_fx.distributed.meeting import Meeting, several_ranks
-from qsync_fx.distributed.statements import parallel_in
+from qsync_fx.distributed.meeting import Meeting, several_ranks, told_to_all
 from qsync_fx.errors import OptionError
-from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import read_plan
 
-_LIMIT: Final = 1800.0
-_TYPES: Final = 4
 _REMEDIES: Final = {
     "codec of gradients": "give compress the same codec, or the same plan, on all ranks, and a scaler on all of them or on none",
     "nodes of ranks": "give compress the same hierarchical on all ranks",
@@ -110,80 +105,26 @@ def compress(
         PlanError: the plan cannot be read, or is one of another model.
         RankError: the ranks do not agree; on all of them.
     """
-    planned = _planned(codec)
-    chosen = planned if planned is not None else _made(codec)
-    if optimizer is not None and not isinstance(chosen, Duo):
-        raise OptionError(
-            "an optimizer is for DUO alone: with a codec the user's own loop steps it",
-            where="compress(..., optimizer=...)",
-            do='give none, or "duo4" in place of the codec',
+    seed, rank = seed % 2**64, distributed.get_rank() if several_ranks() else 0
+    with told_to_all():
+        chosen = asked.checked(
+            codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp=sharding.is_sharded(model)
         )
-    if sharded and not isinstance(chosen, Duo):
-        raise OptionError(
-            "with DUO alone an optimizer is sharded over ranks",
-            where="compress(..., sharded=...)",
-            do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
-        )
-    if planned is not None and least is not None:
-        raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
-    if check_every < 0:
-        raise OptionError(
-            f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
-        )
-    if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
-        raise OptionError(
-            f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
-            where="compress(..., scaler=...)",
-            do="give the torch.amp.GradScaler",
-        )
-    if hierarchical and (sharding.is_sharded(model) or isinstance(chosen, Duo | Adaptive)):
-        raise OptionError(
-            "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
-            where="compress(..., hierarchical=...)",
-            do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
-        )
+        if not sharding.is_sharded(model):
+            parallel, named = asked.trained(model)
+            names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
+            what = asked.assignment(chosen, names, sizes, least)
+            weights = asked.weights(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
+            stepped = pure.checked(optimizer, named) if isinstance(chosen, Duo) else None
     if sharding.is_sharded(model):
-        return _sharded(model, chosen, seed % 2**64, least, check_every, scaler)
-    parallel = parallel_in(model)
-    if parallel is None:
-        raise OptionError(
-            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first: DistributedDataParallel(model), or fully_shard(model)",
-        )
-    if getattr(parallel, "_comm_hooks", None):
-        raise OptionError(
-            "the model has a communication hook already, and DistributedDataParallel takes one",
-            do="make a new DistributedDataParallel, and compress it once",
-        )
-    group = parallel.process_group
-    world = distributed.get_world_size(group)
-    if world != distributed.get_world_size():
-        raise OptionError(
-            f"the model is trained by {world} of {distributed.get_world_size()} ranks",
-            do="compress takes a model of all ranks",
-        )
-    named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
-    for name, p in named:
-        if p.device.type != "cpu" or not p.is_floating_point() or p.dtype.itemsize > _TYPES:
-            raise OptionError(
-                f"gradients of {p.dtype} on {p.device} cannot be compressed: codecs take FP32 and narrower floats on the CPU",
-                where=name,
-                do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
-            )
-    nodes = nodes_of_ranks(hierarchical, _seconds()) if several_ranks() else None
-    sizes, rank, seed = [p.numel() for _, p in named], distributed.get_rank(group), seed % 2**64
-    if isinstance(chosen, Duo):
-        stepped = pure.checked(optimizer, named)
+        return _sharded(model, chosen, seed, least, check_every, scaler)
+    nodes = nodes_of_ranks(hierarchical, timeouts.patience()) if several_ranks() else None
+    world, own = distributed.get_world_size(parallel.process_group), _group_of_our_own()
+    if stepped is not None and isinstance(chosen, Duo):
 
         def joins() -> bool:
             return bool(parallel._join_config.enable)
 
-        what = chosen.assigned(sizes, least)
-        weights = None
-        if sharded:
-            codec = weights_codec(chosen, None if sharded is True else sharded)
-            weights = assigned.to_all(codec, sizes, least).codecs
-        own = _group_of_our_own()
         ahead = LookingAhead(
             own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
         )
@@ -191,11 +132,7 @@ def compress(
         ahead.follow()
         parallel.register_comm_hook(None, ahead.hook)
         return ahead
-    if isinstance(chosen, Codec):
-        what = assigned.to_all(chosen, sizes, least)
-    else:
-        what = assigned.by_plan(chosen, [name for name, _ in named])
-    found = Compression(_group_of_our_own(), rank, world, named, what, seed, check_every, scaler, nodes)
+    found = Compression(own, rank, world, named, what, seed, check_every, scaler, nodes)
     _agree(found)
     found.attach(lambda: parallel.register_comm_hook(None, found.hook))
     return found
@@ -245,7 +182,7 @@ def _group_of_our_own() -> distributed.ProcessGroup | None:
     if not several_ranks():
         return None
     group: distributed.ProcessGroup = distributed.new_group(
-        backend="gloo", timeout=datetime.timedelta(seconds=_seconds())
+        backend="gloo", timeout=datetime.timedelta(seconds=timeouts.patience())
     )
     return group
 
@@ -253,28 +190,5 @@ def _group_of_our_own() -> distributed.ProcessGroup | None:
 def _agree(found: Handle) -> None:
     """Returns once all ranks have stated the same."""
     if several_ranks():
-        with Meeting(_seconds(), None, collectives=False) as meeting:
+        with Meeting(timeouts.patience(), None, collectives=False) as meeting:
             meeting.agree("codecs", found.statement(), _REMEDIES)
-
-
-def _seconds() -> float:
-    return timeouts.limit_of_group() or _LIMIT
-
-
-def _planned(given: object) -> Mapping[str, str] | None:
-    """Returns the codec of each parameter that a plan names; None for what is no plan."""
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        given = read_plan(given)
-    if isinstance(given, ClusterPlan):
-        return given.codecs
-    return {} if isinstance(given, Plan) else None
-
-
-def _made(given: object) -> Codec | Duo:
-    if isinstance(given, Codec | Duo):
-        return given
-    if isinstance(given, str):
-        return way_named(given)
-    raise OptionError(
-        f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
-    )

@@ -18,7 +18,7 @@ from qsync_fx.distributed import timeouts
 from qsync_fx.distributed.agreement import Statement, agree, awaited, lost
 from qsync_fx.distributed.channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.watcher import Watcher
-from qsync_fx.errors import RankError
+from qsync_fx.errors import QSyncError, RankError
 
 COMPILING: Final = 1800.0
 _FOR_A_CAUSE: Final = 12.0
@@ -125,6 +125,18 @@ class Meeting:
             return self.watcher.failure
         self.watcher.tell(Failure.of(self.rank, error))
         return None
+
+
+@contextlib.contextmanager
+def told_to_all() -> Iterator[None]:
+    """Tells the other ranks, which come to a meeting next, of an error on this one; it stays what it is."""
+    try:
+        yield
+    except QSyncError as error:
+        if several_ranks():
+            with contextlib.suppress(QSyncError), Meeting(timeouts.patience(), None, collectives=False):
+                raise error
+        raise
 
 
 @contextlib.contextmanager

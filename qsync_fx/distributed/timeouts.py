@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed import distributed_c10d
+
+_PATIENCE: Final = 1800.0
 
 
 def limit_of_group() -> float | None:
@@ -50,3 +52,8 @@ def _backends(every: bool = False) -> list[Any]:
 def _limit(backend: Any) -> float | None:
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else None
+
+
+def patience() -> float:
+    """Returns the seconds for which ranks wait for one another: the limit of the default group, or half an hour."""
+    return limit_of_group() or _PATIENCE

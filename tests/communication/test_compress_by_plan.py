@@ -67,3 +67,22 @@ def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path)
         assert first[name]["rank"] == 1
     assert "'0.wieght', which the model does not train" in first["strange"]["text"]
     assert "a plan says itself which tensors go in FP32" in first["least"]["text"]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
+def test_what_one_rank_cannot_take_is_an_error_on_all_at_once(world: int, tmp_path: Path) -> None:
+    first, second, *others = run("unread", world, tmp_path)
+    for name, kind, text in (
+        ("missing", "PlanError", "nowhere.json"),
+        ("of another model", "PlanError", "'0.wieght', which the model does not train"),
+        ("argument", "OptionError", "check_every is a number of steps, not -1"),
+        ("optimizer", "OptionError", "has to know it"),
+    ):
+        assert second[name]["kind"] == kind, "its own error stays what it is"
+        assert text in second[name]["text"], name
+        for other in (first, *others):
+            assert other[name]["kind"] == "RankError", name
+            assert other[name]["rank"] == 1
+            assert f"rank 1 has failed: {kind}" in other[name]["text"]
+            assert text in other[name]["text"], name
+    assert len({rank["after"] for rank in (first, second, *others)}) == 1, "what comes next meets as ever"

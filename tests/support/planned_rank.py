@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import ranks
 import torch
+from compressed_training import refusal
 from scaled_rank import Linear, given
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -86,6 +88,28 @@ def differing(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         compress(parallel(), ClusterPlan(CLASSES, codecs=WIDE), least=5)
     except qsync_fx.OptionError as error:
         found["least"] = {"text": str(error), "rank": None}
+    return found
+
+
+def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What one rank alone cannot take is an error on all of them at once, and none waits for it."""
+    path = Path(job["where"]) / f"here-{rank}.json"
+    ClusterPlan(CLASSES, codecs=WIDE).save(path)
+    odd = rank == 1
+    found: dict[str, Any] = {}
+    for name, codec, how in (
+        ("missing", str(path.with_name("nowhere.json")) if odd else str(path), {}),
+        ("of another model", ClusterPlan(CLASSES, codecs={"0.wieght": "qsgd8"} if odd else WIDE), {}),
+        ("argument", "qsgd8", {"check_every": -1 if odd else 1}),
+        ("optimizer", "duo4", {} if odd else {"optimizer": True}),
+    ):
+        model = parallel()
+        if "optimizer" in how:
+            how = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        begun = time.monotonic()
+        refusal(found, name, lambda model=model, codec=codec, how=how: compress(model, codec, **how))  # type: ignore[misc]
+        found[name]["seconds"] = time.monotonic() - begun
+    found["after"] = trained("qsgd8")["weights"]
     return found
 
 

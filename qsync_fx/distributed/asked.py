@@ -1,0 +1,137 @@
+"""What `compress` was asked for, looked at by each rank for itself.
+
+Invariant: nothing is sent, and nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import distributed, nn
+
+from qsync_fx.communication import assigned
+from qsync_fx.communication.assigned import Assigned
+from qsync_fx.communication.codecs import Codec
+from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
+from qsync_fx.distributed.statements import parallel_in
+from qsync_fx.errors import OptionError
+from qsync_fx.module_tree import unwrapped
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.reading import read_plan
+
+Way = Codec | Duo | Mapping[str, str]
+"""A codec for all gradients, DUO, or the codec of each parameter as a plan says it."""
+_TYPES: Final = 4
+
+
+def checked(
+    codec: object,
+    optimizer: object,
+    scaler: object,
+    sharded: object,
+    hierarchical: object,
+    least: int | None,
+    check_every: int,
+    fsdp: bool,
+) -> Way:
+    """Returns in what gradients are to go; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
+    planned = _planned(codec)
+    chosen = planned if planned is not None else _made(codec)
+    if optimizer is not None and not isinstance(chosen, Duo):
+        raise OptionError(
+            "an optimizer is for DUO alone: with a codec the user's own loop steps it",
+            where="compress(..., optimizer=...)",
+            do='give none, or "duo4" in place of the codec',
+        )
+    if sharded and not isinstance(chosen, Duo):
+        raise OptionError(
+            "with DUO alone an optimizer is sharded over ranks",
+            where="compress(..., sharded=...)",
+            do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
+        )
+    if planned is not None and least is not None:
+        raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
+    if check_every < 0:
+        raise OptionError(
+            f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
+        )
+    if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
+        raise OptionError(
+            f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
+            where="compress(..., scaler=...)",
+            do="give the torch.amp.GradScaler",
+        )
+    if hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
+        raise OptionError(
+            "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
+            where="compress(..., hierarchical=...)",
+            do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
+        )
+    return chosen
+
+
+def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
+    """Returns the DistributedDataParallel of a model and the parameters that it trains, by name; raises `OptionError` where it cannot be
+    compressed."""
+    parallel = parallel_in(model)
+    if parallel is None:
+        raise OptionError(
+            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
+            do="wrap the model first: DistributedDataParallel(model), or fully_shard(model)",
+        )
+    if getattr(parallel, "_comm_hooks", None):
+        raise OptionError(
+            "the model has a communication hook already, and DistributedDataParallel takes one",
+            do="make a new DistributedDataParallel, and compress it once",
+        )
+    world = distributed.get_world_size(parallel.process_group)
+    if world != distributed.get_world_size():
+        raise OptionError(
+            f"the model is trained by {world} of {distributed.get_world_size()} ranks",
+            do="compress takes a model of all ranks",
+        )
+    named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
+    for name, p in named:
+        if p.device.type != "cpu" or not p.is_floating_point() or p.dtype.itemsize > _TYPES:
+            raise OptionError(
+                f"gradients of {p.dtype} on {p.device} cannot be compressed: codecs take FP32 and narrower floats on the CPU",
+                where=name,
+                do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
+            )
+    return parallel, named
+
+
+def assignment(chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None) -> Assigned:
+    """Returns the codec of each parameter; raises `PlanError` where a plan is one of another model."""
+    if isinstance(chosen, Duo):
+        return chosen.assigned(sizes, least)
+    return assigned.to_all(chosen, sizes, least) if isinstance(chosen, Codec) else assigned.by_plan(chosen, names)
+
+
+def weights(duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: int | None) -> Sequence[Codec] | None:
+    """Returns what differences of each parameter go in; None where the optimizer is not to be sharded."""
+    if sharded is False:
+        return None
+    return assigned.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
+
+
+def _planned(given: object) -> Mapping[str, str] | None:
+    """Returns the codec of each parameter that a plan names; None for what is no plan."""
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        given = read_plan(given)
+    if isinstance(given, ClusterPlan):
+        return given.codecs
+    return {} if isinstance(given, Plan) else None
+
+
+def _made(given: object) -> Codec | Duo:
+    if isinstance(given, Codec | Duo):
+        return given
+    if isinstance(given, str):
+        return way_named(given)
+    raise OptionError(
+        f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
+    )
