@@ -21,7 +21,7 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
         ("version", "version", "rank 1: torch "),
         ("DDP", "DDP", "rank 1: gradient_as_bucket_view=True; rank 0: gradient_as_bucket_view=False"),
         ("plan", "plan for the cluster", "rank 1: "),
-        ("replanning", "replanning", "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02); rank 0: none"),
+        ("replanning", "replanning", "rank 1: Hysteresis(tolerance=0.15, patience=20, cooldown=100, gain=0.02, links=0.5); rank 0: none"),
         ("batch", "batch", "float32 of 2 dimensions, 3 samples; rank 0:"),
     ):  # fmt: skip
         assert ours[name]["rank"] == 1
