@@ -28,7 +28,7 @@ PAPER = ROOT / "benchmarks" / "paper"
 def experiment() -> Iterator[Any]:
     """Imports modules of the experiments, whose names are too general to stay in a process that tests other things."""
     before, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(PAPER))
+    sys.path[:0] = [str(PAPER), str(PAPER.parent)]
     yield importlib.import_module
     sys.path[:] = path
     for name in set(sys.modules) - before:
