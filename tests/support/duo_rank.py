@@ -12,7 +12,7 @@ import ranks
 import torch
 from compressed_training import batch, weights
 from duo_steps import gradients, same, steps
-from duo_training import OPTIMIZERS, Alone, Training, end_of_least_squares, hashed
+from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed
 from torch import Tensor, nn
 
 import qsync_fx
@@ -21,16 +21,9 @@ from qsync_fx.communication.duo.rates import Duo, Silence
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """With FP32 as the fast mean, against DistributedDataParallel alone."""
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "": ({}, {}),
-        "accumulating": ({}, {"accumulates": True}),
-        "clipping": ({"clips": True}, {}),
-        "scaling": ({"scales": True}, {"infinite": 2}),
-        "views": ({"gradient_as_bucket_view": True}, {}),
-    }
     found = {}
     for optimizer, case in job["cases"]:
-        how, loop = cases[case]
+        how, loop = TRAININGS[case]
         alone = Alone(optimizer, **how).run(range(6), **loop)
         ahead = Training("duo32", optimizer, **how).run(range(6), **loop)
         lr = ahead.optimizer.param_groups[0]["lr"]

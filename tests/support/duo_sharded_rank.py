@@ -13,7 +13,7 @@ import ranks
 import torch
 from compressed_training import batch, distance, parallel, refusal, said, weights
 from duo_steps import gradients, same, steps
-from duo_training import OPTIMIZERS, Alone, Training, end_of_least_squares, hashed_state
+from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed_state
 from torch import Tensor
 
 import qsync_fx
@@ -22,15 +22,9 @@ from qsync_fx.distributed import check_replicas, compress
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """With FP32 on both ways, against the optimizer as it is: parameters, and its state put together."""
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "": ({}, {}),
-        "accumulating": ({}, {"accumulates": True}),
-        "scaling": ({"scales": True}, {"infinite": 2}),
-        "views": ({"gradient_as_bucket_view": True}, {}),
-    }
     found = {}
     for optimizer, case in job["cases"]:
-        how, loop = cases[case]
+        how, loop = TRAININGS[case]
         alone = Alone(optimizer, **how).run(range(6), **loop)
         ours = Training("duo32", optimizer, sharded=True, **how).run(range(6), **loop)
         assert ours.handle is not None

@@ -26,6 +26,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
 }
 
+TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    "accumulating": ({}, {"accumulates": True}),
+    "clipping": ({"clips": True}, {}),
+    "scaling": ({"scales": True}, {"infinite": 2}),
+    "views": ({"gradient_as_bucket_view": True}, {}),
+}
+"""How a loop trains: what it is made with, and run with."""
+
 
 class Training:
     """An ordinary loop: a schedule, gradients of two passes, clipping by a hook of the optimizer, a GradScaler."""
