@@ -1,4 +1,7 @@
-"""A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one."""
+"""A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one.
+
+Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation compiled, and its checks are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from qsync_fx.errors import ToolchainError
 
 pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
 
+COUNT = tiers.chosen([1], [5], [50])[0]
+"""Kernels of each architecture; ten seconds each, if there are few."""
+
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_sample_of_kernels(arch: Arch) -> None:
@@ -22,7 +28,7 @@ def test_a_sample_of_kernels(arch: Arch) -> None:
         pytest.skip(error.what)
     if sass.disassembler() is None:
         pytest.skip("nothing here can look for instructions")
-    chosen = cuda_compile_all.sampled(cuda_compile_all.units(arch), 12)
+    chosen = cuda_compile_all.sampled(cuda_compile_all.units(arch), COUNT)
     rows = cuda_compile_all.rows_of(chosen, each=False)
     assert [row["name"] for row in rows] == [unit.name for unit in chosen]
     assert not [row for row in rows if not row["ok"]]

@@ -1,9 +1,12 @@
 """Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result to the last bit.
 
-One of each in the fast tier, else one of each kind. Compiling the first of a file takes 20 seconds, each other one 8.
+The tier all meets each format, layout, schedule and order, and each schedule with each layout; the tier every all of them together, as far
+as there are kernels. Compiling the first of a file takes 20 seconds, each other one 8.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 
 import cutlass_conv_cpu
 import cutlass_cpu
@@ -35,16 +38,34 @@ def products() -> list[KernelConfig]:
         for c in gemm_configs("sm_90a")
         if gemm_source.hopper(c)
     )
-    return sorted(cutlass_cpu.smallest(kinds), key=lambda config: config.a != "int8" or config.order != "stream_k")
+    return cutlass_cpu.smallest(kinds)
 
 
 def convolutions() -> list[KernelConfig]:
-    """One kernel for each product and its formats; the first is of INT8."""
+    """One kernel for each product and its formats."""
     kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if conv_source.hopper(c))
-    return sorted(cutlass_cpu.smallest(kinds), key=lambda config: config.a != "int8")
+    return cutlass_cpu.smallest(kinds)
 
 
-PRODUCTS, CONVOLUTIONS = products(), convolutions()
+def covering(configs: Sequence[KernelConfig], facts: Callable[[KernelConfig], Iterable[object]]) -> list[KernelConfig]:
+    """Returns few kernels of which each fact of any is true: one after the other that of which most is new."""
+    left, chosen = {fact for config in configs for fact in facts(config)}, []
+    while left:
+        chosen.append(max(configs, key=lambda config: len(left.intersection(facts(config)))))
+        left.difference_update(facts(chosen[-1]))
+    return chosen
+
+
+def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
+    return (c.a, c.b), (c.a_major, c.b_major, c.schedule, c.order)
+
+
+def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
+    return ("operation", c.operation), ("a", c.a), ("out", c.out)
+
+
+PRODUCTS = tiers.chosen([], covering(products(), facts_of_a_product), products())
+CONVOLUTIONS = tiers.chosen([], covering(convolutions(), facts_of_a_convolution), convolutions())
 
 
 @pytest.fixture(scope="module")
