@@ -2,10 +2,10 @@
 // this very processor.
 #pragma once
 
-#include "codecs.h"
-#include "gemm.h"
-#include "kernels.h"
-#include "optimizers.h"
+#include "codecs/codecs.h"
+#include "gemm/gemm.h"
+#include "optimizers/optimizers.h"
+#include "quantizer/kernels.h"
 
 #include <string>
 #include <vector>

@@ -2,7 +2,7 @@
 
 #include "arguments.h"
 #include "bits.h"
-#include "quantizer.h"
+#include "quantizer/quantizer.h"
 
 #include <pybind11/stl.h>
 

@@ -17,6 +17,7 @@ import pytest
 import tiers
 import torch
 from allocation_problems import fleet
+from ranks import ENVIRONMENT
 
 from qsync_fx.allocator import Judge
 
@@ -38,7 +39,7 @@ def experiment() -> Iterator[Any]:
 
 @tiers.ALL
 def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path, experiment: Any) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(Path(pair_rank.__file__))]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)]
     try:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import tiers
 
 pytestmark = tiers.ALL
 
-SCRIPT = Path(__file__).parents[1] / "support" / "elastic_train.py"
+SCRIPT = ranks.script_of("elastic_train.py")
 STEPS = 20
 
 
@@ -32,8 +33,7 @@ def node(folder: Path, port: int, device: str, host: bool) -> Iterator[subproces
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf, str(SCRIPT), str(folder), str(STEPS)]
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        **ranks.ENVIRONMENT,
         "GLOO_SOCKET_IFNAME": "lo",
         "DEVICE": device,
         # Else a launcher keeps the store of its first world, and one that joins later waits for its address in vain.

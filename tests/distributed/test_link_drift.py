@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import tiers
 from hypothesis import given, strategies as st
 
@@ -107,9 +108,8 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
 
         changing = threading.Thread(target=slows, daemon=True)
         changing.start()
-        script = str(ROOT / "tests" / "support" / "relinked_rank.py")
-        own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        ended = links.run(places, [sys.executable, script, str(tmp_path)], own, seconds=500, caught=True)
+        command = [sys.executable, str(ranks.script_of("relinked_rank.py")), str(tmp_path)]
+        ended = links.run(places, command, ranks.ENVIRONMENT, seconds=500, caught=True)
     assert ended.codes == (0, 0), "\n".join(ended.printed)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for name in ("before", "after", "replanned", "weights", "name", "note"):

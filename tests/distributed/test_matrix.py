@@ -6,11 +6,11 @@ A world is started once for all of its ways.
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import matrix_rank
 import pytest
 import ranks
 import tiers
@@ -87,7 +87,4 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: 
 
 
 def test_ways_are_those_of_the_ranks() -> None:
-    sys.path.insert(0, str(Path(ranks.__file__).parent))
-    import matrix_rank
-
     assert set(matrix_rank.cases(2)) == set(WAYS)

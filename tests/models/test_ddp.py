@@ -14,27 +14,27 @@ from typing import Any
 
 import forks
 import pytest
+import ranks
 import tiers
-
-RANK = Path(__file__).parents[1] / "support" / "ddp_rank.py"
 
 
 def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
     """Runs both ranks; none outlives this call."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    ranks = [
-        forks.start(RANK, [str(rank), str(folder), json.dumps(job)], environment, folder / f"{rank}.log")
+    environment = {**os.environ, **ranks.ENVIRONMENT}
+    script = ranks.script_of("ddp_rank.py")
+    started = [
+        forks.start(script, [str(rank), str(folder), json.dumps(job)], environment, folder / f"{rank}.log")
         for rank in range(2)
     ]
     try:
         deadline = time.monotonic() + 150
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            if any(process.poll() for process in ranks):
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            if any(process.poll() for process in started):
                 break  # one failed: the other would wait for it until the collective times out
             time.sleep(0.1)
-        codes = [process.poll() for process in ranks]
+        codes = [process.poll() for process in started]
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
             process.wait()
     reports = [

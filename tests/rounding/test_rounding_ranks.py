@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import tiers
-
-RANK = Path(__file__).parents[1] / "support" / "rounding_rank.py"
+from ranks import ENVIRONMENT, script_of
 
 
 def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
@@ -21,12 +20,12 @@ def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
+        **ENVIRONMENT,
         # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with subprocess.Popen(
-        [*command, f"--max-restarts={restarts}", str(RANK), job, str(folder)],
+        [*command, f"--max-restarts={restarts}", str(script_of("rounding_rank.py")), job, str(folder)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,5 +1,7 @@
 """Starts the ranks of a test as processes of their own, each with a log, a result and an end. None outlives the call.
 
+What they run lies in the folders communication/ and distributed/, and imports what lies in any folder here by its bare name.
+
 The store of their process group lives in the test's process, as in the launcher's under torchrun: no rank takes it along when it dies.
 """
 
@@ -18,6 +20,14 @@ import forks
 import torch
 from torch import distributed
 
+HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(HERE), *sorted(str(path) for path in HERE.iterdir() if path.is_dir())]),
+}
+"""What every process of a rank is given, beside what the tests have."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -35,18 +45,13 @@ class Ended:
 
 
 def run(script: str, world: int, folder: Path, seconds: float = 150, after: float = 60, **job: Any) -> list[Ended]:
-    """Runs a script of tests/support on all ranks; returns what became of each.
+    """Runs a script of tests/support/*/ on all ranks; returns what became of each.
 
     Waits until all have ended, and, where one has not, so many seconds `after` the others.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    path = Path(__file__).with_name(script)
+    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    path = script_of(script)
     logs = [folder / f"{rank}.log" for rank in range(world)]
     started: list[forks.Process] = []
     try:
@@ -72,6 +77,12 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
         )
         for rank in range(world)
     ]
+
+
+def script_of(name: str) -> Path:
+    """Returns where a script lies."""
+    (found,) = HERE.glob(f"*/{name}")
+    return found
 
 
 def results(name: str, world: int, folder: Path, *, script: str, **job: Any) -> list[Any]:

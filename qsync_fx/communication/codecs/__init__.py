@@ -8,7 +8,7 @@
     memory      what their kernels take
     names       which codec is called what
 
-The kernels are those of cpp/codec_kernels.cpp, for AVX-512, AVX2 and any processor, with the same bits.
+The kernels are those of cpp/codecs/kernels.cpp, for AVX-512, AVX2 and any processor, with the same bits.
 """
 
 from qsync_fx.communication.codecs.codec import Codec, Draw

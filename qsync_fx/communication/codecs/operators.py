@@ -2,8 +2,8 @@
 
 A tensor is coded as rows, one a unit, the last of which may be shorter: what is missing there is zeros that are not sent.
 
-Invariant: the same bytes as the kernels in cpp/codec_kernels.cpp, and the same values of them, wherever a product and a sum are rounded one
-after the other and a division as IEEE has it. Shapes follow from the number of values alone, so that nothing waits for the device.
+Invariant: the same bytes as the kernels in cpp/codecs/kernels.cpp, and the same values of them, wherever a product and a sum are rounded
+one after the other and a division as IEEE has it. Shapes follow from the number of values alone, so that nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 // Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
 #pragma once
 
-#include "codec_bytes.h"
-#include "codecs.h"
-#include "lanes.h"
+#include "codecs/bytes.h"
+#include "codecs/codecs.h"
+#include "lanes/lanes.h"
 #include "random.h"
 
 #include <cfloat>

@@ -1,4 +1,4 @@
-#include "optimizers.h"
+#include "optimizers/optimizers.h"
 
 #include "parallel.h"
 

@@ -1,4 +1,4 @@
-#include "quantizer.h"
+#include "quantizer/quantizer.h"
 
 #include "parallel.h"
 #include "random.h"

@@ -3,7 +3,7 @@
 // Invariant: the operations of torch.optim's single-tensor step in their order, each rounded once, but for those that torch's own vector
 // kernels contract (lerp_, addcmul_, add with alpha), which are fused multiply-adds here by name. So bits are equal on every path.
 
-#include "optimizers.h"
+#include "optimizers/optimizers.h"
 
 namespace qsync {
 namespace {

@@ -1,4 +1,4 @@
-#include "windows.h"
+#include "gemm/windows.h"
 
 #include <algorithm>
 #include <cstring>

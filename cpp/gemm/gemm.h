@@ -3,7 +3,7 @@
 // the path, nor on blocks, nor on the number of threads.
 #pragma once
 
-#include "windows.h"
+#include "gemm/windows.h"
 
 #include <cstddef>
 #include <cstdint>

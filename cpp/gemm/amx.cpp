@@ -1,8 +1,8 @@
 // INT8 products by AMX: signed by signed bytes in tiles of 16 by 16 sums over 64 values.
 // Rows are packed as tiles lie, 64 values of a vector together; columns in quads, as VNNI's.
 
-#include "gemm_finish.h"
-#include "gemm_quads.h"
+#include "gemm/finish.h"
+#include "gemm/quads.h"
 
 #include <cpuid.h>
 #ifdef __linux__

@@ -3,7 +3,7 @@
 //
 // Packed, the two values of a pair lie together, and those of all vectors side by side. Compiled once a path, which QSYNC_MULTIPLIER names.
 
-#include "gemm_finish.h"
+#include "gemm/finish.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -1,7 +1,7 @@
-#include "gemm.h"
+#include "gemm/gemm.h"
 
+#include "gemm/workspace.h"
 #include "parallel.h"
-#include "workspace.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,7 +1,7 @@
 // Products of matrices in the Python module. The contract is in qsync_fx/_C.pyi.
 
 #include "arguments.h"
-#include "turn.h"
+#include "gemm/turn.h"
 
 #include <pybind11/stl.h>
 

@@ -1,7 +1,7 @@
 // What becomes of a tile of sums. Included by the sources of every path, so that each compiles it for itself from the same text.
 #pragma once
 
-#include "gemm.h"
+#include "gemm/gemm.h"
 
 #include <cstring>
 #include <type_traits>

@@ -21,11 +21,11 @@ constexpr std::size_t LANES = 16;
 } // namespace qsync
 
 #if defined(__AVX512F__)
-#include "lanes_avx512.h"
+#include "lanes/avx512.h"
 #elif defined(__AVX2__)
-#include "lanes_avx2.h"
+#include "lanes/avx2.h"
 #else
-#include "lanes_plain.h"
+#include "lanes/plain.h"
 #endif
 
 namespace qsync {

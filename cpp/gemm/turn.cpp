@@ -1,4 +1,4 @@
-#include "turn.h"
+#include "gemm/turn.h"
 
 #include "parallel.h"
 

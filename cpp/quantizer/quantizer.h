@@ -1,7 +1,7 @@
 // The quantizer, the rounding to a float grid and what dropout keeps, over whole tensors: scales, random numbers by index, threads.
 #pragma once
 
-#include "kernels.h"
+#include "quantizer/kernels.h"
 
 namespace qsync {
 

@@ -4,11 +4,11 @@
 // Invariant: only IEEE operations that every instruction set rounds alike (no reciprocal, no contraction), hence equal bits. Nothing
 // here may be inline and external (a standard library template, say): the linker would keep one path's code for all of them.
 
-#include "kernels.h"
+#include "quantizer/kernels.h"
 #include "random.h"
 
 #if defined(__AVX512DQ__)
-#include "fixed_point.h"
+#include "quantizer/fixed_point.h"
 #endif
 
 namespace qsync {

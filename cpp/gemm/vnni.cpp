@@ -1,8 +1,8 @@
 // INT8 products by AVX512-VNNI. Its instruction multiplies unsigned by signed bytes: rows are packed with 128 added, which takes as much as
 // 128 times the sum of a column from each of its results. Nothing saturates: what leaves INT32 on the way wraps, and comes back.
 
-#include "gemm_finish.h"
-#include "gemm_quads.h"
+#include "gemm/finish.h"
+#include "gemm/quads.h"
 
 namespace qsync {
 namespace {

@@ -2,7 +2,7 @@
 // together, and those of WIDTH vectors side by side. Included by the sources of the paths that have such instructions.
 #pragma once
 
-#include "gemm.h"
+#include "gemm/gemm.h"
 
 #include <cstring>
 #include <immintrin.h>

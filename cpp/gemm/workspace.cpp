@@ -1,4 +1,4 @@
-#include "workspace.h"
+#include "gemm/workspace.h"
 
 #include <cstdlib>
 #include <mutex>

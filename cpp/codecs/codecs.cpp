@@ -1,4 +1,4 @@
-#include "codecs.h"
+#include "codecs/codecs.h"
 
 #include "parallel.h"
 #include "random.h"

@@ -3,8 +3,8 @@
 // Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
 #pragma once
 
-#include "codec_bytes.h"
-#include "lanes.h"
+#include "codecs/bytes.h"
+#include "lanes/lanes.h"
 
 namespace qsync {
 namespace {

@@ -2,8 +2,8 @@
 //
 // Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
 
-#include "codec_qsgd.h"
-#include "codec_truncation.h"
+#include "codecs/qsgd.h"
+#include "codecs/truncation.h"
 
 namespace qsync {
 namespace {
