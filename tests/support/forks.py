@@ -148,8 +148,13 @@ def _server(environment: Mapping[str, str]) -> _Server | None:
 
 def _serve() -> list[str]:
     """Answers until there are no more requests, in the process that is forked; returns, in each fork, what that is to run."""
+    # NumPy's library starts threads as it is loaded, one a core.
+    own = "OPENBLAS_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for name in _IMPORTED:
         importlib.import_module(name)
+    if own:
+        del os.environ["OPENBLAS_NUM_THREADS"]
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads cannot be forked"
     for line in sys.stdin:
