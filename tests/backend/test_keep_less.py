@@ -125,7 +125,7 @@ def test_less_is_kept_and_gradients_stay_to_the_bit(precision: str, fast: bool, 
 
 
 @tiers.ALL
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=tiers.EVERY), "int8"])
 def test_a_compiled_model_trains_with_it(precision: str) -> None:
     """Inductor rounds less within a fused kernel, and rounds to INT8 what it has computed again: gradients stay within the format."""
     x = torch.randn(8, 24, 32)

@@ -13,6 +13,7 @@ import tiers
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "catalog": "needs the times that others published",
+    "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",

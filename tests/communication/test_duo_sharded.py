@@ -55,12 +55,10 @@ def test_each_step_is_that_of_the_algorithm(world: int, tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_parameters_drift_as_little_as_they_should(tmp_path: Path) -> None:
-    ways = [("duo32", True), ("duo4", True), ("duo2", True), ("duo0", True), ("duo4", "qsgd8")]
+    ways = [("duo32", True), ("duo2", True), ("duo4", "qsgd8")]
     found, *_ = run("drift", 4, tmp_path, steps=300, ways=ways)
     assert found["duo32 True"] == 0
-    assert found["duo4 True"] < 1e-3
     assert found["duo2 True"] < 2e-3
-    assert found["duo0 True"] < 5e-3
     assert found["duo4 qsgd8"] < 1e-3
 
 

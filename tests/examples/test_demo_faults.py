@@ -18,7 +18,7 @@ from demo_runs import DIGITS, EAGER, EXAMPLES, INT8, run, wide
 from qsync_fx import Plan
 
 
-@tiers.ALL
+@tiers.EVERY
 def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -> None:
     plan = tmp_path / "other.json"
     Plan("int8", operators={"stage9.conv1/conv2d": "fp32"}).save(plan)
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_both_ranks_also_while_they_measure(tmp_path: Path) -> None:
         assert soon_gone(ranks)
 
 
-@tiers.ALL
+@tiers.EVERY
 @linux
 def test_a_rank_that_is_killed_while_it_measures_ends_the_run(tmp_path: Path) -> None:
     with started(output=tmp_path) as process:

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,10 @@ class Block(nn.Module):
         return torch.relu(self.norms[1](self.second(y)) + self.short(x))
 
 
-def resnet() -> nn.Module:
-    widths = (64, 64, 128, 256)
+def resnet(widths: Sequence[int] = (64, 64, 128, 256)) -> nn.Module:
     blocks = [Block(a, b, 1 + (a != b)) for a, b in itertools.pairwise(widths)]
-    stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 16))
+    stem = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 16))
 
 
 def case(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
@@ -62,10 +61,10 @@ def case(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     small = device.type == "cpu"
     if name == "bert":
-        model: nn.Module = Bert(64, 2) if small else Bert()
+        model: nn.Module = Bert(64, 1) if small else Bert()
         x = torch.randint(1000, (4, 16) if small else (32, 128))
     else:
-        model, x = resnet(), torch.randn(2 if small else 64, 3, 32, 32)
+        model, x = resnet((16, 32)) if small else resnet(), torch.randn(2 if small else 64, 3, 32, 32)
     return model.to(device).train(), x.to(device), (torch.arange(len(x)) % 16).to(device)
 
 

@@ -67,7 +67,7 @@ def test_truncation(data: Any, bits: int, partition: int) -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("layout", ["sign", "endpoints"])
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=tiers.EVERY) for bits in (4, 8)), 16])
 def test_inductor_makes_the_same_bytes(bits: int, layout: Any) -> None:
     draw = Draw(12345, 67, 89)
     for n in (1000, 4096):

@@ -209,5 +209,19 @@ def smallest(kinds: Iterable[tuple[tuple[object, ...], KernelConfig]]) -> list[K
     return list(found.values())
 
 
+def covering(
+    configs: Sequence[KernelConfig],
+    facts: Callable[[KernelConfig], Iterable[object]],
+    beside: Sequence[KernelConfig] = (),
+) -> list[KernelConfig]:
+    """Returns few kernels of which each fact of any is true, or of those `beside`: one after the other that of which most is new."""
+    chosen: list[KernelConfig] = []
+    left = {fact for config in configs for fact in facts(config)}.difference(*map(facts, beside))
+    while left:
+        chosen.append(max(configs, key=lambda config: len(left.intersection(facts(config)))))
+        left.difference_update(facts(chosen[-1]))
+    return chosen
+
+
 def bytes_a_tile(config: KernelConfig) -> int:
     return sum(config.tile[:2]) * config.tile[2] * size_of(config.a)

@@ -1,6 +1,6 @@
 """Convolution kernels of CUTLASS 2.x, run on the CPU: outputs and gradients, each element to the last bit. See cutlass_cpu.py.
 
-The smallest tile of each kind, as compiling is what takes time, and of six kinds in the fast tier; all 2.x kernels in the tier `every`.
+Compiling is what takes time: in the tier all each product with each pair of formats, and each order, and all 2.x kernels in the tier every.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import cutlass_conv_cpu
@@ -52,6 +52,10 @@ def of_each_kind() -> list[KernelConfig]:
     return cutlass_cpu.smallest(((c.operation, c.arch, c.a, c.out, c.strided, c.order), c) for c in all_kernels())
 
 
+def facts(c: KernelConfig) -> Iterable[object]:
+    return (c.operation, c.a), (c.a, c.out), (c.operation, c.arch, c.strided, c.order)
+
+
 def one_of_each() -> list[KernelConfig]:
     """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
@@ -69,7 +73,7 @@ def one_of_each() -> list[KernelConfig]:
 
 KERNELS = tiers.chosen(
     one_of_each(),
-    list(dict.fromkeys([*one_of_each(), *of_each_kind()])),
+    list(dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])),
     all_kernels(),
 )
 

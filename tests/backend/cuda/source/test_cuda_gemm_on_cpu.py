@@ -1,12 +1,13 @@
 """GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to the last bit.
 
-The smallest tile of each kind, and of ten kinds in the fast tier; all 2.x kernels in the tier `every`, which takes half an hour.
+Compiling is what takes time: two kernels in the fast tier, in the tier all each pair of formats, layout and order of each target, and
+all 2.x kernels in the tier every, which takes half an hour.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import cuda_emulation as emulation
 import cutlass_cpu
@@ -48,9 +49,13 @@ def all_kernels() -> list[KernelConfig]:
 
 
 def of_each_kind() -> list[KernelConfig]:
-    """The smallest tile of each target, operands, layouts and order: compiling is what takes time."""
+    """The smallest tile of each target, operands, layouts and order."""
     kinds = (((c.arch, c.a, c.b, c.a_major, c.b_major, c.order), c) for c in all_kernels())
     return cutlass_cpu.smallest(kinds)
+
+
+def facts(c: KernelConfig) -> Iterable[object]:
+    return (c.arch, c.a, c.b), (c.arch, c.order), (c.arch, c.a_major, c.b_major)
 
 
 def one_of_each() -> list[KernelConfig]:
@@ -74,7 +79,7 @@ def one_of_each() -> list[KernelConfig]:
 # The fast tier has those of two formats.
 KERNELS = tiers.chosen(
     [kernel for kernel in one_of_each() if kernel.a in ("int8", "bf16")],
-    list(dict.fromkeys([*one_of_each(), *of_each_kind()])),
+    list(dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])),
     all_kernels(),
 )
 

@@ -6,7 +6,7 @@ as there are kernels. Compiling the first of a file takes 20 seconds, each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import cutlass_conv_cpu
 import cutlass_cpu
@@ -47,15 +47,6 @@ def convolutions() -> list[KernelConfig]:
     return cutlass_cpu.smallest(kinds)
 
 
-def covering(configs: Sequence[KernelConfig], facts: Callable[[KernelConfig], Iterable[object]]) -> list[KernelConfig]:
-    """Returns few kernels of which each fact of any is true: one after the other that of which most is new."""
-    left, chosen = {fact for config in configs for fact in facts(config)}, []
-    while left:
-        chosen.append(max(configs, key=lambda config: len(left.intersection(facts(config)))))
-        left.difference_update(facts(chosen[-1]))
-    return chosen
-
-
 def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
     return (c.a, c.b), (c.a_major, c.b_major, c.schedule, c.order)
 
@@ -64,8 +55,8 @@ def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
     return ("operation", c.operation), ("a", c.a), ("out", c.out)
 
 
-PRODUCTS = tiers.chosen([], covering(products(), facts_of_a_product), products())
-CONVOLUTIONS = tiers.chosen([], covering(convolutions(), facts_of_a_convolution), convolutions())
+PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product), products())
+CONVOLUTIONS = tiers.chosen([], cutlass_cpu.covering(convolutions(), facts_of_a_convolution), convolutions())
 
 
 @pytest.fixture(scope="module")
