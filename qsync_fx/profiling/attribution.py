@@ -76,7 +76,7 @@ def _with_beside(lines: Mapping[int, float], kernels: Mapping[int, Kernel]) -> l
 
 
 def _quantizer(kernel: Kernel | None, backward: bool, taken: float) -> Quantized | None:
-    for node in kernel.nodes if kernel is not None else ():
+    for node in kernel.nodes if kernel is not None and kernel.library else ():
         if node.quantizes is not None and node.charge is not None:
             return Quantized(node.charge.owner, *node.quantizes, backward, taken)
     return None

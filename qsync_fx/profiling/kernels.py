@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Kernel:
     Attributes:
         name: of the kernel, without its number.
         library: whether it is a call of a library, and no code that Inductor has written.
-        nodes: what it computes.
+        nodes: what it computes; of a library's call one.
     """
 
     name: str
@@ -95,18 +95,40 @@ def watching() -> Iterator[Files]:
 
 def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, Kernel]:
     nodes = {node.name: node for node in graph.nodes}
-    charged = charges(graph)
-    found: dict[int, Kernel] = {}
-    called: Kernel | None = None
+    told: dict[int, tuple[str, list[fx.Node]]] = {}
+    called: tuple[str, list[fx.Node]] | None = None
     for at, line in enumerate(file.read_text().splitlines(), 1):
         if match := _HANDLE.search(line):
-            name, key = match[1], f"{match[1]}:{match[2]}"
-            library = not name.startswith(("cpp_", "triton_"))
-            of = [nodes[known] for known in made_of.get(key, ()) if known in nodes]
-            called = Kernel(name, library, tuple(_computed(node, charged.get(node)) for node in of))
+            made = made_of.get(f"{match[1]}:{match[2]}", ())
+            called = match[1], [nodes[known] for known in made if known in nodes]
         elif called is not None and line.strip() and not line.lstrip().startswith("#"):
-            found[at], called = called, None
-    return found
+            told[at], called = called, None
+    charged = charges(graph)
+    return {
+        at: Kernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
+        for (at, (name, _)), of in zip(told.items(), computed_by(graph, list(told.values())), strict=True)
+    }
+
+
+def computed_by(graph: fx.Graph, told: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[list[fx.Node]]:
+    """Returns which nodes kernels compute, from the name of each and what Inductor tells of it.
+
+    It tells too much on both sides of a library's call whose operands are not in memory when it comes to the call: of the call, if it has
+    several results as the gradients of a convolution are, all nodes that its operands are made of, and of the kernels that then write the
+    operands, the call. But a call computes what it was made for, the last of its nodes, and no fused kernel computes that.
+    """
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    called = [max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None for name, nodes in told]
+    calls = set(called)
+    return [
+        # Where nothing else is left it turns an operand as the call wants it, which is work for that call.
+        [call] if call is not None else [node for node in nodes if node not in calls] or list(nodes)
+        for call, (_, nodes) in zip(called, told, strict=True)
+    ]
+
+
+def _is_library(name: str) -> bool:
+    return not name.startswith(("cpp_", "triton_"))
 
 
 def _computed(node: fx.Node, charge: Charge | None) -> Computed:

@@ -65,6 +65,12 @@ def test_quantizers_are_told_one_by_one() -> None:
     ]
 
 
+def test_a_fused_kernel_that_writes_what_is_quantized_is_no_quantizer() -> None:
+    known = files({10: fused(node("a/linear", 8, ("fp32", "int8", 64))), 12: library(node("a/linear"))})
+    found = attribute({(FILE, 10, False): 1.0, (FILE, 12, False): 2.0}, known)
+    assert found.operators == {"a/linear": (3.0, 0)} and not found.quantized
+
+
 def test_all_of_it_adds_up() -> None:
     lines = {
         3: fused(node(None)),
