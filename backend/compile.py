@@ -6,7 +6,6 @@ fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,7 +29,7 @@ from qsync_fx.cached.candidates import Candidates
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
 from qsync_fx.devices import check_target, support, targeted
-from qsync_fx.errors import PlanError, PlanWarning
+from qsync_fx.errors import PlanError
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.options import Options
 from qsync_fx.passes.annotate_cost import AnnotateCost
@@ -70,14 +69,6 @@ def rewrite(
         QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
     """
     device = _device(module, inputs)
-    if options.where_faster and (options.target is not None or device.type != "cpu"):
-        there = options.target or device.type
-        warnings.warn(
-            f'the option "where_faster" has no effect on {there}: kernels are chosen there for each product, and what is as fast in '
-            "BF16 is computed in it, from the values of its format",
-            PlanWarning,
-            stacklevel=2,
-        )
     with targeted(options.target, device), _unhooked():
         context = context_for(module, inputs, options, seen)
         fakes = _fake(inputs, context.fake_mode)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from qsync_fx.graph import Context
 from qsync_fx.graph.notes import Computed
 from qsync_fx.precision import Precision
 from qsync_fx.rounding.mode import Rounding
@@ -60,7 +61,7 @@ def _never(node: fx.Node) -> str | None:
     return None
 
 
-def _as_fast(node: fx.Node, fmt: Precision) -> str | None:
+def _as_fast(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     return None
 
 
@@ -86,8 +87,8 @@ class Lowering:
             place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
         separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
             its own where scales are per tensor.
-        slower: called on the CPU with a node and a format of fewer than 32 bits; returns the reason why the next wider one is as fast, a
-            scaled one's row's `elsewhere`, or FP32; None where it is not.
+        slower: called with a node, a format of fewer than 32 bits and the context of the graph; returns the reason why the next wider one
+            is as fast there, a scaled one's row's `elsewhere`, or FP32; None where it is not.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Lowering:
     computed: Callable[[fx.Node, torch.device], Computed | None] = _by_torch
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
     separate: Callable[[fx.Node, Role], list[int]] = _none
-    slower: Callable[[fx.Node, Precision], str | None] = _as_fast
+    slower: Callable[[fx.Node, Precision, Context], str | None] = _as_fast
 
 
 def dimensions(node: fx.Node) -> int:

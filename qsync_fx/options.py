@@ -42,8 +42,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
         "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
         "one's numbers exactly, which is slower; False by default",
-        "where_faster": "True: on the CPU, an operator that no plan names keeps a wider format than the precision of all where that is as "
-        "fast at its shape, and says so; False by default",
+        "where_faster": "True: an operator that no plan names keeps a wider format than the precision of all where that is as fast at its "
+        "shape on the device, and says so; False by default",
         "fast_dropout": "True: on the CPU, what dropout drops is drawn in vectors from the stream of the roundings, and not from torch's "
         "generator, one value at a time; False by default",
         "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "

@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
-from qsync_fx.backend.operators.multiplying import conv_on_cpu
+from qsync_fx.backend.operators.multiplying import conv_on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
+from qsync_fx.graph import Context
 from qsync_fx.graph.nodes import arguments, map_arguments
+from qsync_fx.ops import row_for
 from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
 from qsync_fx.precision import Precision
 
@@ -57,7 +59,11 @@ def _refuses(node: fx.Node) -> str | None:
     return None
 
 
-def _slower(node: fx.Node, fmt: Precision) -> str | None:
+def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
+    if wide.on_gpu(context.device):
+        row = row_for(node.target)
+        assert row is not None, node.format_node()
+        return wide.because(node, row, fmt, context, _emit, _keep if context.options.scaling == "channel" else _none)
     found, geometry = arguments(node), _geometry(node)
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
     if geometry is None or x.dim() != weight.dim() or fmt.plain:
@@ -90,6 +96,10 @@ def _keep(node: fx.Node, role: Role) -> list[int]:
     if not _transposed(node):
         return [0]
     return [1] if found["groups"] == 1 else []
+
+
+def _none(node: fx.Node, role: Role) -> list[int]:
+    return []
 
 
 def _with_live_taps(node: fx.Node) -> list[fx.Node]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qsync_fx.backend.operators.multiplying import on_cpu
+from qsync_fx.backend.operators.multiplying import on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
-from qsync_fx.graph import meta
+from qsync_fx.graph import Context, meta
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.ops import OperatorRow, row_for
 from qsync_fx.ops.contraction import Contraction
@@ -45,10 +45,13 @@ def _refuses(node: fx.Node) -> str | None:
     return "only the CPU has a product of groups for it" if found.group and not _on_cpu(node) else None
 
 
-def _slower(node: fx.Node, fmt: Precision) -> str | None:
+def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     found = _contraction(node)
     if isinstance(found, str):
         return None
+    if wide.on_gpu(context.device):
+        keep = _keep if context.options.scaling == "channel" else _separate
+        return wide.because(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (
         extent(found.sizes[letter] for letter in letters) for letters in (found.own(0), found.own(1), found.summed)
     )

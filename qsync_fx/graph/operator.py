@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from qsync_fx.devices import row_on, support, target_of
+from qsync_fx.devices import row_on, support
 from qsync_fx.errors import PrecisionError
 from qsync_fx.graph import meta
 from qsync_fx.graph.nodes import Source, argument_at, arguments, source_of
@@ -117,14 +117,13 @@ class Operator:
         self.decide(wanted, reason, pinned=True)
 
     def slower(self, fmt: Precision) -> str | None:
-        """Why a wider format is as fast at the operator's shape on the CPU; None where it is not, or where nothing says so."""
+        """Why a wider format is as fast at the operator's shape on the device; None where it is not, or where nothing says so."""
         context = self.graph.context
-        if context.device.type != "cpu" or target_of(context.device) is not None:
-            return None
         if (offered := support(context.device, fmt)).how == "simulated":
             return offered.reason
-        lowering = context.lowerings.get(self.row.name) if self.row is not None else None
-        found: str | None = lowering.slower(self.node, fmt) if lowering is not None and fmt.bits < 32 else None
+        # A product without a weight has no lowering that would know its shape.
+        lowering = context.lowerings.get(self.row.name) if self.row is not None and self.row.scaled else None
+        found: str | None = lowering.slower(self.node, fmt, context) if lowering is not None and fmt.bits < 32 else None
         return found
 
     def decide(self, planned: Precision, reason: str, pinned: bool = False, where_faster: bool = False) -> None:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
+from qsync_fx.backend.cuda.choose import select
+from qsync_fx.backend.cuda.choose.select import known, way
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.tune.table import Environment, Table
+from qsync_fx.backend.cuda.tune.tuning import Choice
 from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu
+from qsync_fx.backend.operators.multiplying.collect import problems_of
 from qsync_fx.devices import offers
 from qsync_fx.errors import OptionError, PlanWarning
 from qsync_fx.plan import Plan
@@ -29,7 +35,9 @@ class Net(nn.Module):
 
     def forward(self, images: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         large = self.large(rows)
-        return self.grouped(self.step(self.wide(self.thin(images)))), self.middle(large), self.small(large)
+        # A product of two activations has no weight: what computes it is no layer's kernel.
+        alike = torch.matmul(rows, large.t())
+        return self.grouped(self.step(self.wide(self.thin(images)))), self.middle(large), self.small(large), alike
 
 
 def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, tuple[str, str]]:
@@ -45,7 +53,7 @@ def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[s
     finally:
         monkeypatch.undo()
         offers.forget()
-    layers = [op for op in explained.operators if op.kind == "adjustable"]
+    layers = [op for op in explained.operators if op.kind == "adjustable" and op.id.module]
     return {op.id.module: (str(op.precision), op.reason) for op in layers}
 
 
@@ -104,13 +112,80 @@ def test_it_trains() -> None:
         assert gradient is not None and wanted is not None and torch.equal(gradient, wanted)
 
 
-def test_elsewhere_it_is_said_that_it_has_no_effect() -> None:
-    with pytest.warns(PlanWarning, match="no effect on t4"):
-        qsync_fx.explain(
-            nn.Linear(8, 8),
-            torch.randn(2, 8),
-            options={"precision": "int8", "where_faster": True, "target": "t4"},
-        )
+class OnGpu(nn.Module):
+    """Layers that a GPU with BF16 has no use for INT8 in, one that it has, and one that a plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small, self.named = nn.Linear(256, 256), nn.Linear(256, 32), nn.Linear(256, 32)
+        self.image, self.groups = nn.Conv2d(32, 64, 3), nn.Conv2d(32, 64, 3, groups=2)
+
+    def forward(self, rows: Tensor, images: Tensor) -> tuple[Tensor, ...]:
+        large = self.large(rows)
+        return self.small(large), self.named(large), self.image(images), self.groups(images)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the choice of kernels leaves to a wider unit is asked before casts stand in the graph, and named in the report."""
+    # What is large there takes long here.
+    monkeypatch.setattr(select, "ENOUGH_WORK", 256**3)
+    monkeypatch.setattr(select, "NARROWEST", 64)
+    model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
+    how = {"plan": Plan("int8", patterns=[("named", "int8")]), "scaling": scaling}
+    found = {
+        (gpu, asked): qsync_fx.explain(model, *inputs, options={**how, "where_faster": asked, "target": gpu})
+        for gpu, asked in (("a100", True), ("a100", False), ("t4", True))
+    }
+
+    def layers(gpu: str, asked: bool) -> dict[str, tuple[str, str]]:
+        explained = found[gpu, asked].operators
+        return {op.id.module: (str(op.precision), op.reason) for op in explained if op.kind == "adjustable"}
+
+    def quantized(gpu: str, asked: bool) -> int:
+        nodes = found[gpu, asked].graph_module("lower").graph.nodes
+        return sum(node.target is torch.ops.qsync.quantize.default for node in nodes)
+
+    wide = layers("a100", True)
+    assert {name: fmt for name, (fmt, _) in wide.items()} == {
+        **dict.fromkeys(("large", "named"), "int8"),
+        **dict.fromkeys(("small", "image", "groups"), "bf16"),
+    }
+    too_small = "256 x 32 x 256 is too small for int8 to pay where nothing was tuned"
+    assert wide["small"][1] == f"plan: default int8; {too_small}, so it runs in bf16"
+    none = "there are no kernels for layers like it, so it runs in bf16"
+    assert wide["groups"][1] == f"plan: default int8; {none}"
+    # A kernel of images takes one scale for all of them.
+    assert (none if scaling == "channel" else "is too small for int8 to pay") in wide["image"][1]
+    # What a plan names is obeyed, and without the option all is: kept in a byte a value, and multiplied as it pays.
+    assert f"torch computes output: {too_small}" in wide["named"][1]
+    assert {fmt for fmt, _ in layers("a100", False).values()} == {"int8"}
+    assert (quantized("a100", True), quantized("a100", False)) == (4, 8)
+    # There is no unit for BF16, so all that has a kernel of INT8 is faster by it.
+    expected = {**dict.fromkeys(("large", "small", "named", "image"), "int8"), "groups": "fp16"}
+    assert {name: fmt for name, (fmt, _) in layers("t4", True).items()} == expected | (
+        {"image": "fp16"} if scaling == "channel" else {}
+    )
+
+
+def test_what_was_measured_on_a_gpu_decides_there() -> None:
+    """A table in which BF16 is as fast for one product leaves it out, though it is large; one in which INT8 wins keeps what is small."""
+    # What reads the layer lets it give out BF16.
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
+    options = {"precision": "int8", "where_faster": True}
+    (problem, *_) = problems_of(qsync_fx.explain(model, x, options={"precision": "int8"}))
+    kernels = way(problem, "sm_80", known)
+    assert not isinstance(kernels, str)
+    name = kernels.configs[0].name
+    for pays, fmt in ((True, "int8"), (False, "bf16")):
+        choice = Choice(problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays)
+        table = Table(Environment("", "", "", "", "", 1), {problem.bucket(): choice})
+        with assumed("sm_80", table, on="cpu"):
+            layer = qsync_fx.explain(model, x, options=options).operators[0]
+        assert str(layer.precision) == fmt
+    assert layer.reason == "plan: uniform int8; int8 was measured to be no faster than bf16 here, so it runs in bf16"
 
 
 def test_nothing_is_measured_with_it() -> None:

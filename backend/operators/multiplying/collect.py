@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,9 @@ from qsync_fx.graph.notes import Computed, Product
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
     from qsync_fx.graph import Operator, PrecisionGraph
+
+
+NONE_LIKE_IT: Final = "there are no kernels for layers like it"
 
 
 def problems_of(explanation: Explanation) -> list[Problem]:
@@ -72,7 +75,7 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
     """
     from qsync_fx.backend.operators.multiplying.by_kernel import collected
 
-    arguments = [_valueless(argument) for argument in node.args]
+    arguments = [valueless(argument) for argument in node.args]
     if any(argument is _UNKNOWN for argument in arguments):
         return []
     wanted = [at for at in (0, 1) if _trained(node.args[at])]
@@ -94,10 +97,10 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
 _UNKNOWN = object()
 
 
-def _valueless(argument: Any) -> Any:
-    """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors."""
+def valueless(argument: Any) -> Any:
+    """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors; neither where a size is not known."""
     if isinstance(argument, (list, tuple)):
-        found = [_valueless(item) for item in argument]
+        found = [valueless(item) for item in argument]
         return _UNKNOWN if any(item is _UNKNOWN for item in found) else found
     value = argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt):
@@ -125,7 +128,7 @@ def computed(node: fx.Node, device: torch.device) -> Computed | None:
         return Computed(because=found.reason) if device.type == "cuda" else None
     asked = problems_of_layer(node)
     if not asked:
-        return Computed(found.arch, because="there are no kernels for layers like it")
+        return Computed(found.arch, because=NONE_LIKE_IT)
     named = zip(_products(node, asked), asked, strict=True)
     return Computed(found.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
 
