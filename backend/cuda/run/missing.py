@@ -10,13 +10,19 @@ from typing import Final
 
 import torch
 
+from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.cuda.run.device import Known, known_of
 from qsync_fx.devices import row_on
+from qsync_fx.devices.counted import capability
 from qsync_fx.errors import PlanWarning
 from qsync_fx.precision import FORMATS
 
 QUANTIZING: Final = (
     "values are quantized by code that the compiler fuses, which draws eight times as often as a kernel of ours"
+)
+ONE_BY_ONE: Final = (
+    "but to FP8 operator by operator, in some two hundred launches a tensor, since the compiler converts to no floats of one byte for "
+    "compute capability {capability}"
 )
 PRODUCTS: Final = "INT8 is multiplied by cuBLAS where it takes the sizes, all else of INT8, FP8 and TF32 in {carrier}, no faster than that"
 
@@ -47,5 +53,13 @@ def costs(found: Known, device: torch.device) -> str:
     if found.arch is not None and found.compiles:
         return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
     if found.arch is not None:
-        return f"There are those that were compiled before, and no others: else {products}"
-    return f"{products[0].upper()}{products[1:]}; {QUANTIZING}"
+        return f"There are those that were compiled before, and no others: else {products}; {_quantizing(device)}"
+    return f"{products[0].upper()}{products[1:]}; {_quantizing(device)}"
+
+
+def _quantizing(device: torch.device) -> str:
+    """Returns how values are quantized where no kernel of ours does it: a clause."""
+    if all(quantizing.compiles(row, device) for row in FORMATS.values() if row.scaled):
+        return QUANTIZING
+    at = ".".join(map(str, capability(device)))
+    return f"{QUANTIZING}, {ONE_BY_ONE.format(capability=at)}"

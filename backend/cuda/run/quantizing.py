@@ -118,12 +118,17 @@ def fused(x: Tensor, row: Precision) -> bool:
     """
     if isinstance(x.numel(), int) and x.numel() == 0:
         return False
-    if row.dtype.is_floating_point and capability(x.device) < _FLOATS_OF_A_BYTE:
+    if not compiles(row, x.device):
         return False
     unit = _unit(x, row)
     if isinstance(unit, str) or kernels.failure(unit) is not None:
         return True
     return not (known_of(x.device).compiles or kernels.stored(unit))
+
+
+def compiles(row: Precision, device: torch.device) -> bool:
+    """Whether the compiler converts to a scaled format on a device; else, where no kernel can be had, each operator is a launch."""
+    return not row.dtype.is_floating_point or capability(device) >= _FLOATS_OF_A_BYTE
 
 
 def _shown(x: Tensor, row: Precision) -> str:

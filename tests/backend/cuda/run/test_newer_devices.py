@@ -14,11 +14,12 @@ from qsync_fx.backend.cuda.kernel import hardware
 from qsync_fx.backend.cuda.libraries import kernels, keys
 from qsync_fx.backend.cuda.libraries.compiling import nvcc
 from qsync_fx.backend.cuda.libraries.keys import included
-from qsync_fx.backend.cuda.run import device as devices, missing
+from qsync_fx.backend.cuda.run import device as devices, missing, quantizing
 from qsync_fx.backend.cuda.run.device import Known, decision, forget
 from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.backend.cuda.tools.toolchain import Headers, Program, Toolchain
 from qsync_fx.errors import PlanWarning, ToolchainError
+from qsync_fx.precision import FORMATS
 
 CUDA = torch.device("cuda", 0)
 NO_NVCC = ToolchainError("no nvcc of 12.4 or later", do="install the CUDA toolkit")
@@ -150,6 +151,17 @@ def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         missing.tell(CUDA)
+
+
+@pytest.mark.parametrize(("capability", "eager"), [((7, 5), True), ((8, 0), True), ((8, 9), False)])
+def test_fp8_that_no_compiler_fuses_is_said(machine: Machine, capability: tuple[int, int], eager: bool) -> None:
+    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch, one by one."""
+    machine.patch.setattr(torch.cuda, "is_available", lambda: True)
+    machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    machine.has(nvcc=False, cutlass=False)
+    text = missing.told(CUDA)
+    assert ("to FP8 operator by operator" in text and f"capability {capability[0]}.{capability[1]}." in text) is eager
+    assert quantizing.compiles(FORMATS["int8"], CUDA) and quantizing.compiles(FORMATS["fp8"], CUDA) is not eager
 
 
 def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
