@@ -9,7 +9,9 @@ within 16 bytes, and how often a kernel was refused. Calls of several threads ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -17,13 +19,15 @@ from torch import Tensor
 from qsync_fx.backend.cuda.kernel.config import KernelConfig
 from qsync_fx.backend.cuda.libraries.abi import ConvArguments, GemmArguments
 from qsync_fx.backend.cuda.libraries.library import Library
-from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Major, padding
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Major, Problem, padding
 from qsync_fx.backend.cuda.problem.operands import aligned, leading, type_of
 from qsync_fx.backend.cuda.run import calls, converting
 from qsync_fx.backend.cuda.run.device import WHEN_FORGOTTEN
 
 MOST: Final = 4096
 """Sites that are kept: shapes may be without end."""
+
+Copy = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,54 @@ class ByTorch:
     integers: bool = True
 
 
-class GemmSite:
-    """A kernel for matrices that lie alike; called with them. Raises `KernelError` where it does not take them, or cannot be started."""
+class _KernelSite:
+    """A kernel for operands that lie alike, and what a call does with them; `GemmSite` and `ConvSite` say how they lie and what it is told.
+
+    Attributes:
+        library, problem: the kernel, and what it computes.
+    """
+
+    _whole: tuple[int, ...]  # of what the kernel writes
+    _rows: int  # values of a scale of the first operand that is no single number; of columns, those of the second one's and of the bias
+    _columns: int
+    _first: Copy | None  # makes of the first operand what the kernel reads; None where it does as it lies
+    _second: Copy | None
+    _part: Copy | None  # what is returned of what the kernel writes; None for all, as it lies
+    _fresh: Callable[[], GemmArguments | ConvArguments]  # gives a copy of all arguments but pointers
+
+    def __init__(self, library: Library, problem: Problem, out: str, a: Tensor) -> None:
+        self.library, self.problem, self._device, self._type = library, problem, a.device, type_of(out)
+        self._size: int | None = None
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Computes the product; raises `KernelError` where the kernel does not take the operands, or cannot be started."""
+        with calls.guarded(self._device):
+            if self._first is not None:
+                a = self._first(a)
+            if self._second is not None:
+                b = self._second(b)
+            d = a.new_empty(self._whole, dtype=self._type)
+            columns = self._columns
+            # Named, so that a copy lives until the kernel is queued.
+            rows, each, added = _vector(a_scale, self._rows), _vector(b_scale, columns), _vector(bias, columns)
+            x = self._fresh()
+            x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
+            if rows is not None:
+                x.a_scale = rows.data_ptr()
+            if each is not None:
+                x.b_scale = each.data_ptr()
+            if added is not None:
+                x.bias = added.data_ptr()
+            if self._size is None:
+                self._size = calls.asked(self.library, x)
+            calls.queue(self.library, x, self._size, self._device)
+        return d if self._part is None else self._part(d)
+
+
+class GemmSite(_KernelSite):
+    """A kernel for matrices that lie alike."""
 
     def __init__(
         self, library: Library, config: KernelConfig, problem: GemmProblem, taken: GemmProblem, a: Tensor, b: Tensor
@@ -45,94 +95,56 @@ class GemmSite:
             taken: how the kernel takes it.
             a, b: operands as every call has them, but for values.
         """
-        self.library, self.problem, self._taken, self._device = library, problem, taken, a.device
+        super().__init__(library, problem, taken.out, a)
         m, n, k = taken.m, taken.n, taken.k
-        self._a_copied = tuple(a.shape) != (m, k) or not aligned(a, taken.a_major, config.alignment)
-        self._b_copied = tuple(b.shape) != (k, n) or not aligned(b, taken.b_major, config.alignment)
-        self._shape, self._type = (int(a.shape[0]), int(b.shape[1])), type_of(taken.out)
-        self._size: int | None = None
-        self._arguments = GemmArguments(
-            lda=_leading(a, (m, k), taken.a_major, self._a_copied), ldb=_leading(b, (k, n), taken.b_major, self._b_copied), ldd=n,
+        a_copied = tuple(a.shape) != (m, k) or not aligned(a, taken.a_major, config.alignment)
+        b_copied = tuple(b.shape) != (k, n) or not aligned(b, taken.b_major, config.alignment)
+        self._first = (lambda t: converting.laid_out(t, m, k, taken.a_major)) if a_copied else None
+        self._second = (lambda t: converting.laid_out(t, k, n, taken.b_major)) if b_copied else None
+        self._whole, self._rows, self._columns = (m, n), m, n
+        rows, columns = int(a.shape[0]), int(b.shape[1])
+        self._part = None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
+        arguments = GemmArguments(
+            lda=_leading(a, (m, k), taken.a_major, a_copied), ldb=_leading(b, (k, n), taken.b_major, b_copied), ldd=n,
             m=m, n=n, k=k, a_scale_per_row=taken.a_scale == "channel", b_scale_per_column=taken.b_scale == "channel",
             split=1, **calls.place(a.device),
         )  # fmt: skip
-
-    def __call__(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        taken, library = self._taken, self.library
-        m, n = taken.m, taken.n
-        with calls.guarded(self._device):
-            if self._a_copied:
-                a = converting.laid_out(a, m, taken.k, taken.a_major)
-            if self._b_copied:
-                b = converting.laid_out(b, taken.k, n, taken.b_major)
-            d = a.new_empty((m, n), dtype=self._type)
-            # Named, so that a copy lives until the kernel is queued.
-            rows, columns, added = _vector(a_scale, m), _vector(b_scale, n), _vector(bias, n)
-            x = GemmArguments.from_buffer_copy(self._arguments)
-            x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
-            if rows is not None:
-                x.a_scale = rows.data_ptr()
-            if columns is not None:
-                x.b_scale = columns.data_ptr()
-            if added is not None:
-                x.bias = added.data_ptr()
-            if self._size is None:
-                self._size = calls.asked(library, x)
-            calls.queue(library, x, self._size, self._device)
-        return d if (m, n) == self._shape else d[: self._shape[0], : self._shape[1]].contiguous()
+        self._fresh = partial(GemmArguments.from_buffer_copy, arguments)
 
 
-class ConvSite:
+class ConvSite(_KernelSite):
     """A kernel for images and filters that lie alike; as `GemmSite`."""
 
     def __init__(
         self, library: Library, config: KernelConfig, problem: ConvProblem, taken: ConvProblem, a: Tensor, b: Tensor
     ) -> None:
+        super().__init__(library, problem, taken.out, a)
         p, t = problem, taken
-        self.library, self.problem, self._device, self._k, self._type = library, problem, a.device, t.k, type_of(t.out)
         x, weight, y = (t.n, t.c), (t.k, t.c), (t.n, t.k)
-        self._first, self._second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
-        self._shape, self._whole = {
+        first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
+        shape, whole = {
             "fprop": ((p.n, p.p, p.q, p.k), (t.n, t.p, t.q, t.k)),
             "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
             "wgrad": ((p.k, p.r, p.s, p.c), (t.k, t.r, t.s, t.c)),
         }[p.operation]
-        self._a_copied, self._b_copied = not _lies_last(a, *self._first), not _lies_last(b, *self._second)
-        self._size: int | None = None
+        self._first = None if _lies_last(a, *first) else lambda image: converting.channels_last(image, *first)
+        self._second = None if _lies_last(b, *second) else lambda image: converting.channels_last(image, *second)
+        # The first operand has one scale, whatever its rows.
+        self._whole, self._rows, self._columns = whole, 1, t.k
+
+        def part(d: Tensor) -> Tensor:
+            if whole != shape:
+                d = d[: shape[0], :, :, : shape[3]].contiguous()
+            return d.permute(0, 3, 1, 2)
+
+        self._part = part
         (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = t.padding, t.stride, t.dilation
-        self._arguments = ConvArguments(
+        arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h, dilation_w=dilation_w,
             b_scale_per_channel=t.b_scale == "channel", split=1, **calls.place(a.device),
         )  # fmt: skip
-
-    def __call__(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        library, shape = self.library, self._shape
-        with calls.guarded(self._device):
-            if self._a_copied:
-                a = converting.channels_last(a, *self._first)
-            if self._b_copied:
-                b = converting.channels_last(b, *self._second)
-            d = a.new_empty(self._whole, dtype=self._type)
-            channels, added = _vector(b_scale, self._k), _vector(bias, self._k)
-            x = ConvArguments.from_buffer_copy(self._arguments)
-            x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
-            if a_scale is not None:
-                x.a_scale = a_scale.data_ptr()
-            if channels is not None:
-                x.b_scale = channels.data_ptr()
-            if added is not None:
-                x.bias = added.data_ptr()
-            if self._size is None:
-                self._size = calls.asked(library, x)
-            calls.queue(library, x, self._size, self._device)
-        if self._whole != shape:
-            d = d[: shape[0], :, :, : shape[3]].contiguous()
-        return d.permute(0, 3, 1, 2)
+        self._fresh = partial(ConvArguments.from_buffer_copy, arguments)
 
 
 Site = GemmSite | ConvSite | ByTorch
