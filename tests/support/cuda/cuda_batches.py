@@ -6,6 +6,7 @@ there are kernels hold the instruction. One that does not pass is halved until i
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 import time
@@ -81,7 +82,7 @@ def compiled(batch: Sequence[Unit]) -> Passed | None:
     with tempfile.TemporaryDirectory() as folder:
         source, code = Path(folder, "batch.cu"), Path(folder, "batch.o")
         source.write_text(text(batch), encoding="utf-8")
-        done = subprocess.run(_command(batch[0], source, code), capture_output=True, text=True, check=False)
+        done = subprocess.run(command(batch[0], source, code), capture_output=True, text=True, check=False)
         report = done.stdout + done.stderr
         if done.returncode or sass.complaint(report):
             return None
@@ -96,10 +97,11 @@ def instruction(listing: str, opcode: str, count: int) -> str:
     return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
 
 
-def _command(unit: Unit, source: Path, code: Path) -> list[str]:
-    """Returns the command of the unit, made to compile `source` for the device alone."""
+def command(unit: Unit, source: Path, code: Path) -> list[str]:
+    """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
     *words, _, _, _ = nvcc.command(unit, toolchain.toolchain(unit.arch))
     kept = [word for word in words if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))]
+    kept = [re.sub(r"code=\[(\w+),\w+\]", r"code=\1", word) for word in kept]
     return [*kept, "-cubin", "-o", str(code), str(source)]
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
+import cuda_batches
 import pytest
 import tiers
 from test_cuda_gemm import AMPERE, HOPPER, INT8, STREAM_K, kernels
 
 from qsync_fx.backend.cuda.kernel import hardware
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
 from qsync_fx.backend.cuda.libraries import compiler, library
 from qsync_fx.backend.cuda.libraries.abi import GemmArguments
 from qsync_fx.backend.cuda.source import gemm_source
@@ -91,6 +94,17 @@ except ToolchainError as error:
 compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " "))
 Libraries = Callable[[KernelConfig], library.Library]
 SMALL_HOPPER = next(config for config in kernels(INT8, "sm_90a") if config.tile == (64, 64, 128))
+
+
+@compiles
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90a"])
+def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
+    """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each kernel was compiled by itself."""
+    source = tmp_path / "batch.cu"
+    source.write_text("__global__ void nothing() {}\n")
+    words = cuda_batches.command(gemm_source.source(kernels(INT8, arch)[0]), source, tmp_path / "batch.o")
+    done = subprocess.run([words[0], "--dryrun", *words[1:]], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
