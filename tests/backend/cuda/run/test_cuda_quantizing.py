@@ -22,6 +22,7 @@ from qsync_fx.backend.cuda.libraries.library import Library, load
 from qsync_fx.backend.cuda.run import quantizing, reasons
 from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.backend.numerics import philox, reference
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
 from qsync_fx.precision import precision
 from qsync_fx.rounding.mode import rounding_mode
 
@@ -171,7 +172,7 @@ def test_a_matrix_and_its_transpose(on_cpu: Callable[[str, str], Library], rows:
 
 def test_quantize_transposed_is_quantize_and_its_transpose() -> None:
     for x in (torch.randn(5, 9), torch.randn(9, 5).t(), torch.randn(0, 4), torch.randn(1, 7)):
-        q, turned, scale = torch.ops.qsync.quantize_transposed.default(x, SEED, 3, "fp8", "stochastic")
+        q, turned, scale = quantize_transposed(x, SEED, 3, "fp8", "stochastic")
         want, scales = torch.ops.qsync.quantize.default(x, SEED, 3, "fp8", "stochastic", [])
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale, scales)
         assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), want.t().view(torch.uint8))
