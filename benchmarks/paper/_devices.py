@@ -51,16 +51,16 @@ class Looked:
 
 
 def looked(
-    model: nn.Module, step: Any, batches: Sequence[Any], inputs: Mapping[str, Tensor], methods: Sequence[str]
+    model: nn.Module, step: Any, batches: Sequence[Any], inputs: Sequence[Tensor], methods: Sequence[str]
 ) -> Looked:
-    """Looks at a model; `inputs` are those of its forward, by name, their first dimension the batch."""
+    """Looks at a model; `inputs` are those of its forward, their first dimension the batch."""
     graphs = {}
     for device, formats in FORMATS.items():
         torch._dynamo.reset()
-        marked = {name: tensor.clone() for name, tensor in inputs.items()}
-        for tensor in marked.values():
+        marked = [tensor.clone() for tensor in inputs]
+        for tensor in marked:
             torch._dynamo.mark_dynamic(tensor, 0)
-        graphs[device] = model_graph(qsync_fx.explain(model, **marked, options={"target": device}), formats)
+        graphs[device] = model_graph(qsync_fx.explain(model, *marked, options={"target": device}), formats)
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
     found = several(model, step, batches, methods, NARROW, len(batches), options=options)

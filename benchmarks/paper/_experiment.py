@@ -109,7 +109,7 @@ class OnImages(Experiment):
         steps = 1 if self.quick else LOOKED
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
-        return looked(model, loss, batches, {"x": batches[0][0][:2]}, METHODS)
+        return looked(model, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]) -> dict[str, Any]:
         """Returns the accuracy of a plan of the T4 beside a V100 in FP32, over all seeds."""

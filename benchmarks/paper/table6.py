@@ -152,7 +152,7 @@ def main() -> None:
     model = trained_before(texts, size)
     steps = 1 if experiment.quick else LOOKED
     parts = [part for part, _ in zip(shuffled(texts, size.batch, 0), range(steps), strict=False)]
-    known = looked(copy.deepcopy(model), loss, parts, {"texts": parts[0][0][:2]}, ("exact",))
+    known = looked(copy.deepcopy(model), loss, parts, [parts[0][0][:2]], ("exact",))
 
     def train(what: str, plan: Mapping[str, str], batches: Sequence[int]) -> Mapping[str, Any]:
         low = trained(plan)
