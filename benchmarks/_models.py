@@ -42,6 +42,19 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     return Case(build, loss, attention=True)
 
 
+def perceptron(batch: int = 8) -> Case:
+    """Two layers: of a benchmark that is to show, in little, that it runs."""
+    x, target = torch.randn(batch, 64), torch.randn(batch, 16)
+
+    def build(attention: str) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def loss(model: Callable[..., Any]) -> Tensor:
+        return nn.functional.mse_loss(model(x).float(), target)
+
+    return Case(build, loss, attention=False)
+
+
 def gpt2_block(batch: int = 4, length: int = 256) -> Case:
     from transformers import GPT2Config, GPT2Model
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from _harness import Row, arguments, finish
-from _models import Case, bert, gpt2_block, resnet
+from _models import Case, bert, perceptron, resnet
 from torch import fx
 
 from qsync_fx.backend import compile as backend
@@ -53,7 +53,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
     cases = (
-        {"GPT-2 block": gpt2_block(1, 32)}
+        {"two layers": perceptron()}
         if options.quick
         else {"BERT-base": bert(12, 2, 64), "ResNet-50": resnet((3, 4, 6, 3), "bottleneck", 2, 64)}
     )

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from _harness import Row, arguments, finish, selected, write_json
-from _models import Case, bert, gpt2_block, resnet, vit
+from _models import Case, bert, gpt2_block, perceptron, resnet, vit
 from memory_accuracy import without_kernels
 from step_time import Variant
 from torch import Tensor
@@ -98,7 +98,7 @@ def main() -> None:
     options = arguments(__doc__, only={"help": "cases that begin so: bert, gpt-2, resnet, vit"})
     cases: dict[str, tuple[Callable[[int], Case], int]]
     if options.quick:
-        cases = {"GPT-2 block, 2 x 32 tokens": (partial(gpt2_block, length=32), 2)}
+        cases = {"two layers": (perceptron, 8)}
     else:
         cases = {
             "BERT 2 layers, 4 x 128 tokens": (partial(bert, 2), 4),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from _harness import Row, Times, arguments, finish, measure, selected, write_json
-from _models import Case, bert, gpt2_block, resnet, vgg16_bn, vit
+from _models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn, vit
 from torch.profiler import ProfilerActivity, profile
 
 import qsync_fx
@@ -109,7 +109,7 @@ def main() -> None:
     # All variants share the code of one model.
     torch._dynamo.config.recompile_limit = 64
     if options.quick:
-        cases = {"GPT-2 block, 1 x 32 tokens": gpt2_block(1, 32)}
+        cases = {"two layers": perceptron()}
     else:
         cases = {
             "BERT 4 layers, 12 x 128 tokens": bert(),

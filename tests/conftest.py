@@ -3,6 +3,7 @@
 Invariant: a test run is repeatable where it has to be (CI derandomizes hypothesis), and looks at new inputs everywhere else.
 """
 
+import gc
 import os
 import signal
 
@@ -37,6 +38,13 @@ hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "fres
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: Python need not look through millions of objects again and again while models compile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
