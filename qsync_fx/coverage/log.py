@@ -131,9 +131,7 @@ class Log:
         self.last = next(_counting)
         key = (code, weakref.ref(module))
         if key not in self.frames:
-            # What torch puts around a module is for that module.
-            alone = code.co_filename.startswith(_TORCH)
-            self.frames[key] = Frame(*_named(code, module), key[1], shape_of(module), key[1], alone=alone)
+            self.frames[key] = Frame(*_named(code, module), key[1], shape_of(module), key[1])
         found = self.frames[key]
         if (touched := getattr(_thread, "touched", None)) is not None:
             touched.append(found)

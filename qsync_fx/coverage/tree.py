@@ -1,7 +1,8 @@
 """A model's modules with what a log says of each.
 
-Modules of one class with equal parts share compiled code: Dynamo meets the function of the first of them alone. What it made of that holds
-for the others, unless it met theirs too. Invariant: every answer is about the modules of `root`, by their paths in it.
+Modules of one class with equal parts share compiled code: Dynamo meets the function of the first of them alone, or what torch puts around
+it, as around a Sequential. What it made of that holds for the others, unless it met theirs too. Invariant: every answer is about the
+modules of `root`, by their paths in it.
 """
 
 from __future__ import annotations

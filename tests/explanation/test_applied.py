@@ -107,6 +107,21 @@ def test_modules_that_share_compiled_code() -> None:
     assert uncovered(twin) == {}
 
 
+def test_models_of_torchs_own_classes_share_compiled_code() -> None:
+    """Of a Sequential Dynamo compiles what torch puts around it, and uses that for the next one, though the first is gone by then."""
+
+    def trained(width: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
+        assert step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16))) == []
+        assert qsync_fx.applied(model).complete
+        return [f"{ran.id} {ran.precision}" for ran in qsync_fx.applied(model).operators]
+
+    first = trained(16)
+    assert first == ["0/linear bf16", "1/relu bf16", "2/linear bf16"]
+    assert trained(16) == first
+    assert trained(8) == first, "which needs code of its own"
+
+
 def test_the_options_of_the_last_compilation_count() -> None:
     model, x = Plain(), torch.randn(4, 16)
     for precision in ("int8", "bf16"):
