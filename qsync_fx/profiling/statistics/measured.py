@@ -32,7 +32,7 @@ from qsync_fx.profiling.statistics.interrupted import INTERRUPTED
 from qsync_fx.profiling.statistics.kept import Kept
 from qsync_fx.profiling.statistics.methods import method as method_called
 from qsync_fx.profiling.statistics.roundings import Change, changes
-from qsync_fx.profiling.statistics.step import Key, Method, Step
+from qsync_fx.profiling.statistics.step import Key, Method, Step, gradients_of
 from qsync_fx.profiling.statistics.undisturbed import repeatable, trained, undisturbed
 from qsync_fx.profiling.steps import StepFunction
 
@@ -118,7 +118,6 @@ def several(
     kept = Kept(partial, made, about, root)
     with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)
-        coding: Mapping[str, Mapping[str, float]] = {}
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
             if at == 0:
@@ -134,9 +133,6 @@ def several(
                     looking.through(now)
                 else:
                     kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
-                if at == 0:
-                    # Behind what may be interrupted or be no variance: it is a step more, and found again by whoever goes on.
-                    coding = of_gradients(now().gradients())
                 if trainer is not None:
                     _train(trainer, now())
             done(f"step {at + 1}")
@@ -144,7 +140,8 @@ def several(
                 say(f"step {at + 1} of {steps}, about {kept.seconds_left(steps, at + 1):.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [
-        _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], coding) for name in methods
+        _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], looking.coding)
+        for name in methods
     ]
 
 
@@ -159,11 +156,13 @@ def _on_a_terminal(text: str) -> None:
 
 
 class _Looking:
-    """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step."""
+    """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step. What codecs add
+    to gradients is found in the pass that makes the first of them, also where a run goes on from one that was interrupted."""
 
     def __init__(self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int) -> None:
         self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
         self.changes: dict[str, dict[str, Change]] = {}
+        self.coding: Mapping[str, Mapping[str, float]] = {}
         self._known = 0
 
     @contextlib.contextmanager
@@ -180,8 +179,9 @@ class _Looking:
                 if not self._known:
                     again(0)
                     with self.captured.running(as_it_is):
-                        loss()
+                        exact = gradients_of(loss(), self.captured.model)
                     self.learn()
+                    self.coding = of_gradients(exact)
                 generator = torch.Generator().manual_seed(seed)
                 return Step(self.captured, loss, again, self.changes, generator, samples(batch))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.captured import Captured, Run, as_it_is
@@ -62,10 +62,8 @@ class Step:
     def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
         """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""
         self.again(sample)
-        parameters = trained(self.captured.model)
         with self.captured.running(run):
-            found = torch.autograd.grad(self.loss(), list(parameters.values()), allow_unused=True)
-        return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
+            return gradients_of(self.loss(), self.captured.model)
 
 
 class Method(Protocol):
@@ -73,6 +71,13 @@ class Method(Protocol):
 
     def look(self, step: Step) -> dict[Key, float]:
         """Returns what each operator adds in each precision in a step; keys that are left out add nothing."""
+
+
+def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
+    """Returns the gradients of a loss by the parameters of a model that it depends on."""
+    parameters = trained(model)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
 def square_distance(found: Gradients, exact: Gradients) -> float:
