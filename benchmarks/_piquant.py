@@ -1,0 +1,43 @@
+"""piquant's stochastic quantizer as a peer of the codecs of gradients, where `pip install pypiquant` has put it.
+
+It takes one scale for all values, which has to be found before, in a pass of its own; our codecs find one for each unit as they encode.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Calls = Mapping[str, Callable[[], object]]
+
+
+def encoders(values: Tensor) -> dict[int, Calls]:
+    """Returns, by bits, what quantizes FP32 values with as many threads as torch has: "piquant" with the scale given, and "piquant, scale
+    found"; nothing where it is not installed."""
+    try:
+        piquant: Any = importlib.import_module("piquant")
+    except ImportError:
+        return {}
+    context = piquant.Context(torch.get_num_threads())
+    return {bits: _encoder(piquant, context, values, bits) for bits in (8, 4, 2)}
+
+
+def _encoder(piquant: Any, context: Any, values: Tensor, bits: int) -> Calls:
+    kinds, modes = piquant.DataType, piquant.RoundMode
+    to, count = getattr(kinds, f"UINT{bits}"), values.numel()
+    made = torch.zeros(-(-count * bits // 8), dtype=torch.uint8)
+
+    def scale() -> tuple[float, int]:
+        found: tuple[float, int] = context.compute_quant_params_ptr_float32(values.data_ptr(), to, count)
+        return found
+
+    def quantize(given: tuple[float, int]) -> None:
+        given_to = values.data_ptr(), kinds.F32, made.data_ptr(), to, count
+        context.quantize_ptr(*given_to, *given, modes.STOCHASTIC)
+
+    known = scale()
+    return {"piquant": lambda: quantize(known), "piquant, scale found": lambda: quantize(scale())}
