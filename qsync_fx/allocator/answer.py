@@ -17,6 +17,7 @@ from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 
 if TYPE_CHECKING:
     from qsync_fx.profiling.profile import Profile
@@ -40,6 +41,8 @@ class NoteKind(StrEnum):
     WAITS = "waits for gradients, which codecs would make smaller; allow some, and it will be seen whether they pay"
     LEAVES = "planned on as slower than it is, so that others need not wait where a step takes longer than is foreseen"
     NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
+    ONE_NODE = "all ranks share one node, inside of which gradients go in FP32, so that codecs have nothing to do"
+    BETWEEN_NODES = "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
     NOT_HERE = "codecs run on the CPU alone so far, so that this is foreseen and cannot be had yet"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
     UNSETTLED = (
@@ -191,9 +194,11 @@ class Answer:
     def as_plan(self) -> Plan | ClusterPlan:
         """Returns what the option "plan" takes and files hold: the plan of the one class, or that of the cluster, with codecs of gradients
         where there are any."""
-        plans = self.to_plans()
-        alone = len(plans) == 1 and not self.codecs
-        return next(iter(plans.values())) if alone else ClusterPlan(plans, codecs=self.codecs)
+        plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
+        if len(plans) == 1 and not self.codecs:
+            return next(iter(plans.values()))
+        notes = {BETWEEN_NODES: f"{size} ranks"} if self.codecs and size > 1 else {}
+        return ClusterPlan(plans, notes=notes, codecs=self.codecs)
 
     def save(self, path: Path) -> None:
         """Writes it to a file for all ranks in one step; raises `PlanError` if it cannot."""

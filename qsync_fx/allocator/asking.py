@@ -85,6 +85,9 @@ def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], no
     if fleet.ranks == 1:
         notes.append(Note(NoteKind.NOT_SENT))
         return None
+    if fleet.ranks == fleet.nodes.ranks:
+        notes.append(Note(NoteKind.ONE_NODE))
+        return None
     for name, profile in known.items():
         if graph_of(name, profile).device != "cpu":
             notes.append(Note(NoteKind.NOT_HERE, name))

@@ -111,7 +111,7 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
         large = tuple(path for path in bucket.parameters if path not in left)
         inside.append(large)
         table = {
-            codec: coded(own, dict.fromkeys(large, codec), cluster.ranks, coding.rates, codec)
+            codec: coded(own, dict.fromkeys(large, codec), cluster.ranks, coding.rates, codec, cluster.nodes.ranks)
             for codec in coding.codecs
         }
         tables.append(table)
@@ -125,7 +125,8 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
     """Returns what a codec adds to the variance of the mean gradient.
 
     Each rank codes its gradient, and these errors are independent: over all ranks their mean has that of one over the number of ranks. Of
-    more than two ranks the mean is coded again, for which the gradient of a rank stands in: it is no larger, as a rule.
+    more than two ranks the mean is coded again, for which the gradient of a rank stands in: it is no larger, as a rule. Where ranks share
+    nodes, it is nodes that code their means, for which it stands in, too.
     """
     if codec == PLAIN.name:
         return 0.0
@@ -133,7 +134,8 @@ def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
     for name, part in problem.classes.items():
         share = problem.cluster.devices[name].count / ranks
         mean += share * sum(_known(part.sensitivity.gradients, path, codec) for path in paths)
-    return mean * (1 / ranks + (ranks > 2))
+    nodes = ranks // problem.cluster.nodes.ranks
+    return mean * (1 / nodes + (nodes > 2))
 
 
 def _known(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) -> float:

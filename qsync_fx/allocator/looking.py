@@ -26,6 +26,8 @@ def looked(answer: Answer) -> Iterator[Note]:
     judge = Judge(answer.problem, answer.plans, answer.judged.codecs)
     yield from _binding(answer)
     yield from _waiting(answer)
+    if answer.codecs and (size := answer.problem.cluster.nodes.ranks) > 1:
+        yield Note(NoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
     yield from _joining(answer, judge)
     for name in answer.problem.open:
         yield from _not_faster(answer, judge, name)
@@ -45,8 +47,9 @@ def _binding(answer: Answer) -> Iterator[Note]:
 
 
 def _waiting(answer: Answer) -> Iterator[Note]:
-    """The classes that wait for gradients to travel, where no codecs were allowed."""
-    if answer.problem.coding is not None:
+    """The classes that wait for gradients to travel, where no codecs were allowed, and any could win."""
+    cluster = answer.problem.cluster
+    if answer.problem.coding is not None or cluster.ranks == cluster.nodes.ranks:
         return
     for name, figures in answer.judged.classes.items():
         if figures.sending > LONG * answer.judged.seconds:

@@ -26,6 +26,7 @@ _EXAMPLES = """\
 examples:
   qsync comm predict bert:small --gpus 16 --bandwidth 1gbit
   qsync comm predict bert:small --gpus 8 --device v100 --bandwidth 100gbit
+  qsync comm predict bert:small --gpus 16 --gpus-per-node 4 --inside 100gbit --bandwidth 1gbit
   qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json
   qsync comm bench --json > rates.json; qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
 
@@ -43,6 +44,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", metavar="SECONDS", type=float, default=5e-5, help="of the smallest all-reduce; %(default)s"
     )
     asked.add_argument(
+        "--gpus-per-node",
+        "--ranks-per-node",
+        dest="size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="how many share a node and its link to others; gradients then go in the codec between nodes alone",
+    )
+    asked.add_argument("--inside", metavar="RATE", help="of each device inside its node, as --bandwidth")
+    asked.add_argument(
+        "--inside-latency", metavar="SECONDS", type=float, default=1e-5, help="of the smallest one there; %(default)s"
+    )
+    asked.add_argument(
         "--device", metavar="NAME", help="of the catalog, which the model is reckoned for; t4 by default"
     )
     asked.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
@@ -58,7 +72,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan import Plan
     from qsync_fx.plan.gradient_codecs import CODECS
     from qsync_fx.predictor.mapper import CostMapper
-    from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+    from qsync_fx.predictor.replay.cluster import Cluster, Device, Network, Nodes
     from qsync_fx.timeline.coding import rates
     from qsync_fx.timeline.paying import paying
 
@@ -67,9 +81,12 @@ def _predict(arguments: argparse.Namespace) -> None:
     formats = (arguments.precisions or "fp32").split(",")
     if len(formats) > 1:
         raise OptionError("the model trains in one format here", where="--precisions", do="name one")
-    bandwidth = _bytes_a_second(arguments.bandwidth)
+    network = Network(_bytes_a_second(arguments.bandwidth, "--bandwidth"), arguments.latency)
+    inside = _inside(arguments)
     profile = _profile(arguments, formats)
-    fleet = Cluster({"devices": Device(arguments.ranks)}, Network(bandwidth, arguments.latency))
+    # gloo sends gradients of the CPU around one ring.
+    nodes = Nodes(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
+    fleet = Cluster({"devices": Device(arguments.ranks)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(formats[0]))
     schedules = {"devices": mapper.schedule()}
     how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
@@ -119,11 +136,23 @@ def _read(path: str) -> Rates:
     return Rates(f"measured, {path}", found)
 
 
-def _bytes_a_second(text: str) -> float:
+def _inside(arguments: argparse.Namespace) -> float | None:
+    """Returns the bytes a second of links inside nodes; None where each device is a node of its own."""
+    size, ranks = arguments.size, arguments.ranks
+    if size < 1 or ranks % size or (size > 1 and ranks == size):
+        what = f"{ranks} devices do not make several nodes of {size}"
+        raise OptionError(what, where="--gpus-per-node", do="give a number that divides --gpus, and is less")
+    if (size > 1) != (arguments.inside is not None):
+        what = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
+        raise OptionError(what, where="--inside", do="give both, as --gpus-per-node 4 --inside 100gbit, or neither")
+    return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
+
+
+def _bytes_a_second(text: str, where: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
     size = float(found[1]) * _POWERS[found[2].lower()] * _UNITS[found[3].lower()] if found else 0.0
     if not size:
-        raise OptionError(f"{text[:40]!r} is no bandwidth", where="--bandwidth", do="write 1gbit, 100mbit or 12.5GB")
+        raise OptionError(f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB")
     return size
 
 
@@ -143,11 +172,14 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     assert network is not None and network.bandwidth is not None
     bandwidth = network.bandwidth
     print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
-    print(f"links of {_rate(bandwidth)}; how fast codecs are is {rates.source}\n")
+    nodes = fleet.nodes
+    several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside" if nodes.bandwidth else ""
+    print(f"links of {_rate(bandwidth)}{several}; how fast codecs are is {rates.source}\n")
     rows = [
         (
             one.codec,
             short(one.sent, "B"),
+            *([short(one.inside, "B")] if several else []),
             duration(one.seconds),
             f"{without.seconds / one.seconds:.2f}" if one is not without else "-",
             duration(one.coding) if one is not without else "-",
@@ -157,7 +189,8 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
         )
         for one in (without, *found)
     ]
-    columns = ("codec", "a rank sends", "a step", "faster", "coding", "communicating", "hidden", "pays below")
+    sent = ("a node sends", "a rank inside") if several else ("a rank sends",)
+    columns = ("codec", *sent, "a step", "faster", "coding", "communicating", "hidden", "pays below")
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, found)
     limit = max((one.until for one in found if one.until is not None), default=0.0)
@@ -171,6 +204,8 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
             f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
             f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
         )
+    if several:
+        told += " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
     output.show(Text(told))
     if profile.graph.device != "cpu":
         print(
@@ -195,6 +230,7 @@ def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, fo
         return {
             "codec": one.codec,
             "bytes": one.sent,
+            "bytes_inside": one.inside,
             "seconds": one.seconds,
             "coding": one.coding,
             "communicating": one.communicating,
@@ -208,7 +244,9 @@ def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, fo
         "model": _model(profile),
         "device": profile.machine.name,
         "ranks": fleet.ranks,
+        "ranks_a_node": fleet.nodes.ranks,
         "bits_a_second": 8 * network.bandwidth,
+        "bits_a_second_inside": None if fleet.nodes.bandwidth is None else 8 * fleet.nodes.bandwidth,
         "rates": rates.source,
         "best": best(without, found).codec,
         "codecs": [row(one) for one in (without, *found)],

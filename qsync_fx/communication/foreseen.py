@@ -1,7 +1,7 @@
 """What a bucket of gradients will cost in a codec: bytes on the wire, and seconds of coding.
 
-Invariant: bytes are those that `reduction` sends, headers included, on average over the ranks; seconds are of as many values as it encodes
-and decodes. Both follow from sizes of parameters: nothing is coded.
+Invariant: bytes are those that `reduction` and `hierarchy` send, headers included, on average over the ranks; seconds are of as many
+values as they encode and decode. Both follow from sizes of parameters: nothing is coded.
 """
 
 from __future__ import annotations
@@ -32,29 +32,41 @@ class Sized(Protocol):
     def numel(self) -> int: ...
 
 
-def coded(parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, rates: Rates, name: str = "") -> Coded:
+def coded(
+    parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, rates: Rates, name: str = "", size: int = 1
+) -> Coded:
     """Returns what a bucket of these parameters costs; those without a codec go in FP32.
 
     Args:
         name: of the bucket's codec, where it is not to be that of most values.
+        size: ranks of a node, inside of which all go in FP32; 1 for a codec between all ranks.
 
     Raises:
         ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
     """
     made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
-    ways = gathered(made, ranks)
+    # Between nodes each rank averages a part of all values.
+    nodes = ranks // size
+    ways = gathered(made, nodes)
     values: dict[str, int] = {}
     sent = seconds = 0.0
     for parameter, codec, whole in zip(parameters, made, ways, strict=True):
-        encoded, decoded = volumes(ranks, whole)
-        rate, size = rates.of(codec.name), _WIDE * parameter.numel
-        sent += _given(codec.nbytes(parameter.numel), ranks, whole)
-        seconds += size * (encoded / rate.encode + decoded / rate.decode)
+        encoded, decoded = volumes(nodes, whole)
+        rate, nbytes = rates.of(codec.name), _WIDE * parameter.numel
+        sent += _given(codec.nbytes(parameter.numel), nodes, whole)
+        seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
-    # A message to every other rank in each phase.
-    heads = sum(_given(HEADER, ranks, True) if whole else HEADER * ranks for whole in set(ways))
+    # Of each rank of a node, a message to every other node in each phase.
+    heads = size * sum(_given(HEADER, nodes, True) if whole else HEADER * nodes for whole in set(ways))
     phases = sum(1 if whole else 2 for whole in set(ways))
-    return Coded(name or max(values, key=values.__getitem__, default=PLAIN.name), sent + heads, seconds, phases)
+    inside = 0.0
+    if size > 1:
+        rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
+        # A rank writes all of its gradients and its part's mean, and reads its part of all ranks and the means of the others.
+        seconds += nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
+        inside = float(nbytes + HEADER * size)
+    named = name or max(values, key=values.__getitem__, default=PLAIN.name)
+    return Coded(named, sent + heads, seconds, phases, inside)
 
 
 def by_bucket(
@@ -65,11 +77,13 @@ def by_bucket(
         return None
     parameters = next(iter(schedules.values())).parameters
     buckets = [[parameters[at] for at in which] for which in buckets_of(schedules, fleet)]
-    return [coded(bucket, codecs, fleet.ranks, rates) for bucket in buckets]
+    return [coded(bucket, codecs, fleet.ranks, rates, size=fleet.nodes.ranks) for bucket in buckets]
 
 
 def volumes(ranks: int, whole: bool) -> tuple[float, float]:
     """Returns how many times a rank encodes, and decodes, as many values as there are; `whole` is where all ranks are sent all of them."""
+    if ranks == 1:
+        return 0.0, 0.0
     # Else each decodes its part of all, codes the mean of that part, and decodes all means.
     return (1.0, float(ranks)) if whole else (1 + 1 / ranks, 2.0)
 

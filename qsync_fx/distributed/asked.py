@@ -6,6 +6,7 @@ Invariant: nothing is sent, and nothing changes.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from qsync_fx.distributed.statements import parallel_in
 from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 from qsync_fx.plan.reading import read_plan
 
 Way = Codec | Duo | Mapping[str, str]
@@ -38,7 +40,8 @@ def checked(
     fsdp: bool,
 ) -> Way:
     """Returns in what gradients are to go; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
-    planned = _planned(codec)
+    plan = _plan(codec)
+    planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
     chosen = planned if planned is not None else _made(codec)
     if optimizer is not None and not isinstance(chosen, Duo):
         raise OptionError(
@@ -69,6 +72,12 @@ def checked(
             "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
             where="compress(..., hierarchical=...)",
             do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
+        )
+    if planned and plan is not None and not hierarchical and (between := plan.notes.get(BETWEEN_NODES)):
+        warnings.warn(
+            f"the plan's codecs were chosen for what goes between nodes of {between}, and here all ranks send each other gradients in "
+            "them: steps take longer than it says; give compress hierarchical=True",
+            stacklevel=3,
         )
     return chosen
 
@@ -104,6 +113,31 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     return parallel, named
 
 
+def of_units(chosen: Way) -> Codec:
+    """Returns the codec of what FSDP reduces; raises `OptionError` where it cannot go in what is asked for."""
+    if not isinstance(chosen, Codec):
+        raise OptionError(
+            "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
+            if isinstance(chosen, Duo)
+            else "a plan has a codec for each parameter, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use DistributedDataParallel, or a codec such as "qsgd8"',
+        )
+    if isinstance(chosen, Adaptive):
+        raise OptionError(
+            "AQGB chooses bits while gradients come, and FSDP waits for each of its units",
+            where="compress",
+            do='use one level, such as "aqgb16", or another codec',
+        )
+    if chosen.fitted((3, 5)) != chosen:
+        raise OptionError(
+            f"{chosen.name} codes columns of parameters, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use a codec of consecutive values, such as "1bit*"',
+        )
+    return chosen
+
+
 def assignment(chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None) -> Assigned:
     """Returns the codec of each parameter; raises `PlanError` where a plan is one of another model."""
     if isinstance(chosen, Duo):
@@ -118,13 +152,11 @@ def weights(duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: 
     return assigned.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
 
 
-def _planned(given: object) -> Mapping[str, str] | None:
-    """Returns the codec of each parameter that a plan names; None for what is no plan."""
+def _plan(given: object) -> Plan | ClusterPlan | None:
+    """Returns the plan that is given, or whose file is; None for what is none."""
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        given = read_plan(given)
-    if isinstance(given, ClusterPlan):
-        return given.codecs
-    return {} if isinstance(given, Plan) else None
+        return read_plan(given)
+    return given if isinstance(given, Plan | ClusterPlan) else None
 
 
 def _made(given: object) -> Codec | Duo:

@@ -26,6 +26,8 @@ CODECS: Final = (
     *(f"qsgd{bits}" for bits in (2, 4, 8, 16)),
 )
 """What a plan may name."""
+BETWEEN_NODES: Final = "codecs between nodes of"
+"""The note of a plan whose codecs were chosen for what goes between nodes alone; says how many ranks these have."""
 
 
 def checked(given: object) -> dict[str, str]:

@@ -48,7 +48,8 @@ def _head(timeline: Timeline) -> str:
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
-        parts.append(f"sent as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})")
+        between = " between nodes" if timeline.played.cluster.nodes.ranks > 1 else ""
+        parts.append(f"sent{between} as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})")
     return ", ".join(parts)
 
 

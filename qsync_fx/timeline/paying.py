@@ -14,8 +14,7 @@ from typing import Final
 from qsync_fx.communication.foreseen import by_bucket, uniform
 from qsync_fx.communication.rates import Rates
 from qsync_fx.predictor.replay.cluster import Cluster, Network
-from qsync_fx.predictor.replay.collectives import share
-from qsync_fx.predictor.replay.fleet import Coded, Played, played
+from qsync_fx.predictor.replay.fleet import Coded, Played, played, sent
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.timeline.timeline import Timeline
 
@@ -33,12 +32,13 @@ class Paying:
 
     Attributes:
         codec: its name; what DistributedDataParallel does itself is "none".
-        sent: bytes that a rank sends.
+        sent: bytes that a rank sends, or the ranks of a node together to others.
         seconds: from one step to the next.
         coding: seconds that a rank codes and decodes in a step.
         communicating: seconds that the stream of communication is at work, coding included.
         waiting: of these, what a device waits for.
         until: bytes a second of a link from which on a step takes no less than without; 0 where it never pays, None where it always does.
+        inside: bytes that a rank sends inside its node, where several share one.
     """
 
     codec: str
@@ -48,6 +48,7 @@ class Paying:
     communicating: float
     waiting: float
     until: float | None = 0.0
+    inside: float = 0.0
 
     @property
     def hidden(self) -> float:
@@ -78,13 +79,15 @@ def best(without: Paying, found: Sequence[Paying]) -> Paying:
 
 def _paying(codec: str, step: Played) -> Paying:
     found = Timeline(step)
+    across, inside = (sum(way) for way in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True))
     return Paying(
         codec,
-        share(step.cluster.ranks) * sum(bucket.travelling for bucket in step.buckets),
+        across,
         found.seconds,
         sum(bucket.coded.seconds for bucket in step.buckets if bucket.coded is not None),
         float((step.step.arrived - step.step.sent).sum()),
         max(found.sending.values()),
+        inside=inside,
     )
 
 
@@ -113,7 +116,7 @@ def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _at(fleet: Cluster, bandwidth: float) -> Cluster:
-    """Returns a cluster whose links are all alike."""
+    """Returns a cluster whose links, or those of its nodes, are all alike."""
     network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
     devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
     return replace(fleet, devices=devices, network=network)

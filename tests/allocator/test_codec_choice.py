@@ -15,9 +15,11 @@ import qsync_fx
 from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
 from qsync_fx.allocator import Judge, NoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
+from qsync_fx.communication.messages import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.predictor.replay.cluster import Compression, Device, Network
+from qsync_fx.predictor.replay.cluster import Compression, Device, Network, Nodes
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.statistics.coding import of_gradients
 
@@ -69,6 +71,27 @@ def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
     assert answer.judged.coding == 0
     assert isinstance(answer.as_plan(), Plan)
     assert not any(note.kind is NoteKind.WAITS for note in answer.notes)
+
+
+def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tmp_path: Path) -> None:
+    nodes = replace(fleet(1e4, 8), nodes=Nodes(4, 1e12))
+    wishes = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
+    answer, flat = (qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2)))  # type: ignore[arg-type]
+    assert answer.codecs == flat.codecs
+    assert answer.judged.coding == pytest.approx(flat.judged.coding), "two nodes code two means"
+    heads = 3 * HEADER * len(answer.judged.codecs) / 1e4
+    assert answer.judged.seconds == pytest.approx(flat.judged.seconds + heads, rel=1e-4), (
+        "a node sends what a rank would, by four"
+    )
+    assert NoteKind.BETWEEN_NODES in {note.kind for note in answer.notes}
+    assert "hierarchical=True" in str(answer)
+    answer.save(tmp_path / "plan.json")
+    plan = ClusterPlan.load(tmp_path / "plan.json")
+    assert plan.notes == {BETWEEN_NODES: "4 ranks"}
+    assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(answer.judged.seconds)
+    one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": Device(4)}), **wishes)  # type: ignore[arg-type]
+    assert not one.codecs
+    assert {note.kind for note in one.notes} & {NoteKind.ONE_NODE, NoteKind.WAITS} == {NoteKind.ONE_NODE}
 
 
 def test_what_is_missing_is_told() -> None:
@@ -136,6 +159,20 @@ def test_sensitivity_says_what_codecs_add_to_each_gradient() -> None:
         assert by["qsgd4"] == pytest.approx(sum(errors) / len(errors), rel=0.1)
         assert by["bf16"] == pytest.approx(float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3)
     assert Sensitivity.from_json(found.to_json()) == found
+
+
+def test_what_codecs_add_takes_no_step_of_its_own() -> None:
+    calls = []
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        calls.append(batch)
+        found: Tensor = model(batch).square().mean()
+        return found
+
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 5))
+    found = qsync_fx.sensitivity(model, step, [torch.randn(16, 40)], "random", ("bf16",), steps=1)
+    assert found.gradients.keys() == dict(model.named_parameters()).keys()
+    assert len(calls) == 1, "the pass that made the graphs"
 
 
 def test_stretches_of_a_large_gradient_stand_for_all_of_it() -> None:

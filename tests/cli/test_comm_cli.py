@@ -66,6 +66,33 @@ def test_predict_says_which_codec_pays(model: str, capsys: pytest.CaptureFixture
     assert 0 <= rows["none"]["hidden"] <= 1
 
 
+def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["comm", "predict", model, "--gpus", "16", "--bandwidth", "1gbit", "--codec", "qsgd8", "--codec", "fp16"]
+    nodes = [*how, "--gpus-per-node", "4", "--inside", "100gbit"]
+    assert main(nodes) == 0
+    told = capsys.readouterr().out
+    assert "links of 1 Gbit/s between nodes of 4, 100 Gbit/s inside" in told
+    assert "a node sends" in told
+    assert "compress(..., hierarchical=True)" in " ".join(told.split())
+    assert main([*nodes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks_a_node"], found["bits_a_second_inside"]) == (4, 1e11)
+    rows = {row["codec"]: row for row in found["codecs"]}
+    values = 2 * 512 * 2048 + 2048 + 512
+    assert rows["none"]["bytes"] == rows["none"]["bytes_inside"] == pytest.approx(1.5 * 4 * values)
+    assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
+    assert rows["qsgd8"]["bytes_inside"] == pytest.approx(rows["none"]["bytes_inside"], rel=0.01)
+    for wrong, text in (
+        (["--gpus-per-node", "3", "--inside", "1gbit"], "16 devices do not make several nodes of 3"),
+        (["--gpus-per-node", "16", "--inside", "1gbit"], "16 devices do not make several nodes of 16"),
+        (["--gpus-per-node", "4"], "belong together"),
+        (["--inside", "1gbit"], "belong together"),
+        (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is no bandwidth"),
+    ):
+        assert main([*how, *wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
 def test_predict_says_not_to_compress_where_nothing_is_won(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["comm", "predict", model, "--gpus", "2", "--bandwidth", "100tbit", "--codec", "qsgd8"]) == 0
     told = capsys.readouterr().out

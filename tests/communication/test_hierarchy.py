@@ -8,16 +8,35 @@ from pathlib import Path
 import pytest
 import ranks
 import tiers
+from compressed_training import Network
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
+from qsync_fx.communication.foreseen import coded, uniform
+from qsync_fx.communication.messages import HEADER
+from qsync_fx.communication.rates import of_copy
 from qsync_fx.distributed.hosts import grouped, in_a_row
+from qsync_fx.predictor.replay.collectives import share
+from qsync_fx.predictor.schedule import Parameter
 
 run = functools.partial(ranks.results, script="hierarchy_rank.py")
 
 
 EXACT = ("fp32", "1bit*")
 """Those that draw no random numbers and code values as they lie: their means are known to the bit."""
+
+
+def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
+    """Returns the bytes that all ranks are foreseen to send between nodes, and inside them, in five steps of the training."""
+    parameters = [Parameter(name, p.numel()) for name, p in Network().named_parameters()]
+    nodes = world // size
+    one = coded(parameters, uniform(parameters, codec), world, of_copy(1e9, ""), size=size)
+    # DistributedDataParallel makes its buckets anew after the first step, and each has a header.
+    across, inside = size * HEADER * (1 if nodes == 2 else nodes), size * HEADER
+    return [
+        nodes * share(nodes) * (5 * (one.nbytes - across) + buckets * across),
+        world * share(size) * (5 * (one.inside - inside) + buckets * inside),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +59,9 @@ def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: 
         heads = 36 * 2 * found["buckets"] * (world // size - 1)
         assert wire <= 1.03 * theory + heads + 40 * 6 * 9 * world, name
         assert inside >= raw, "as much inside a node as goes between nodes, and more, in FP32"
+        if name != "1bit":  # its bytes follow from shapes
+            sums = [[rank[name]["wire"][at] for rank in (first, *others)] for at in (0, 3)]
+            assert [sum(one) for one in sums] == foreseen(name, world, size, found["buckets"]), name
         assert found["checks"] == 3
         assert "inside the node sent" in found["printed"]
         if name == "qsgd2":
@@ -56,6 +78,9 @@ def test_nodes_are_found(tmp_path: Path) -> None:
     assert "nothing is compressed" in warned[0]
     assert stated == ["1 nodes of 4 ranks: 0, 1, 2, 3"]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3"]
+    assert first["plan"] == 0
+    assert len(first["plan without"]) == 1
+    assert "between nodes of 2 ranks" in first["plan without"][0]
     for name, text in {
         "unequal": "has 3 ranks, and",
         "number": "4 ranks do not make nodes of 3",

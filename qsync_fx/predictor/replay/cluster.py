@@ -16,11 +16,16 @@
     bandwidth = 12.5e9
     latency = 30e-6
 
+    [nodes]
+    ranks = 8                # with one link between them and others
+    bandwidth = 120e9        # bytes a second of each rank inside its node
+
 Invariant: whoever wrote the file, what is read is a cluster that can be replayed, or an error says what is wrong, and where.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -31,7 +36,7 @@ from qsync_fx.codec import Check, Path
 from qsync_fx.codec.toml import TomlSchema
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replay.buckets import BUCKET_BYTES, FIRST_BYTES
-from qsync_fx.predictor.replay.collectives import AllReduce, Link, Measured
+from qsync_fx.predictor.replay.collectives import AllReduce, Levels, Link, Measured
 from qsync_fx.predictor.replay.step import Overlap
 
 
@@ -45,7 +50,7 @@ class Device:
         profile: path of a profile, from where the cluster's file lies.
         batch: samples of one device in a step; None where that is not known.
         memory: bytes that a plan may take on it; None where that is not known.
-        bandwidth, latency: of its link; those of the network where None.
+        bandwidth, latency: of its link, or its node's; those of the network where None.
         slowdown: what it takes longer than its profile says: 1.1 for a tenth.
         delay: seconds that it waits for something else in each step, such as data.
         launch: seconds that the host takes to hand over one entry of its schedule.
@@ -67,8 +72,8 @@ class Device:
 class Network:
     """
     Attributes:
-        bandwidth: bytes a second of each device's link.
-        latency: seconds of the smallest all-reduce.
+        bandwidth: bytes a second of each node's link, which its ranks share; of each device's where it is a node of its own.
+        latency: seconds of the smallest all-reduce; between nodes, where there are some.
         all_reduce: pairs of bytes and seconds that were measured, in place of the two.
         ranks: how many ranks took part in these; all devices of the cluster where None.
         slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
@@ -80,6 +85,23 @@ class Network:
     ranks: int | None = None
     slows_compute: float = 0.0
     slows_transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What shares a node: ranks of one class, with fast links between them and one link to all others.
+
+    Attributes:
+        ranks: of each node. With one, devices are linked by the network alone.
+        bandwidth: bytes a second that each of them sends inside the node; needed where there are several.
+        latency: seconds of the smallest all-reduce inside a node.
+        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as gloo's. Else it goes in two levels.
+    """
+
+    ranks: int = 1
+    bandwidth: float | None = None
+    latency: float = 0.0
+    ring: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,12 +142,14 @@ class Cluster:
         network: what gradients travel on; None for one device alone.
         buckets: how gradients are put together.
         compression: what is done to them first; None for nothing.
+        nodes: how many ranks share one.
     """
 
     devices: Mapping[str, Device]
     network: Network | None = None
     buckets: Buckets = Buckets()
     compression: Compression | None = None
+    nodes: Nodes = Nodes()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -133,9 +157,12 @@ class Cluster:
         # Files are checked part by part while they are read, which says the place; from Python come others as wrong.
         parts: dict[str, Any] = {f"devices.{name}": device for name, device in self.devices.items()}
         parts |= {"network": self.network, "buckets": self.buckets, "compression": self.compression}
+        parts["nodes"] = self.nodes
         for where, part in parts.items():
             if part is not None and (why := _CHECKS[type(part)](part)):
                 raise ProfileError(f"the cluster{why}", where=where, do=_REMEDY)
+        if why := self._uneven():
+            raise ProfileError(f"the cluster{why}", where="nodes", do=_REMEDY)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
@@ -151,11 +178,32 @@ class Cluster:
 
     @property
     def all_reduce(self) -> AllReduce:
-        """How long it takes to send a bucket: what was measured, or the ring over all links.
+        """How long it takes DistributedDataParallel to send a bucket: what was measured, or the ring over all links, or two levels.
 
         Raises:
-            ProfileError: neither is known.
+            ProfileError: how fast links are is not known.
         """
+        across, nodes = self._across(), self.nodes
+        if nodes.ranks == 1 or isinstance(across, Measured):
+            return across
+        if not nodes.ring:
+            return self.exchange
+        if self.ranks == nodes.ranks:
+            return self.exchange.inside
+        # One rank of each node sends to the next node, so that the node's link carries what every link of the ring does.
+        return Link(min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency)
+
+    @property
+    def exchange(self) -> Levels:
+        """How long it takes to send a bucket that is coded: between nodes in a codec, and inside them in FP32.
+
+        Raises:
+            ProfileError: how fast links are is not known.
+        """
+        nodes = self.nodes
+        return Levels(self._across(), Link(nodes.bandwidth or math.inf, nodes.latency), nodes.ranks)
+
+    def _across(self) -> Link | Measured:
         network = self.network or Network()
         if network.all_reduce:
             return Measured(tuple(network.all_reduce), network.ranks or self.ranks)
@@ -167,6 +215,18 @@ class Cluster:
             bandwidths.append(bandwidth)
         latencies = [network.latency if one.latency is None else one.latency for one in self.devices.values()]
         return Link(min(bandwidths), max(latencies))
+
+    def _uneven(self) -> str | None:
+        """Returns why nodes do not go with devices and links, None where they do."""
+        size = self.nodes.ranks
+        for name, device in self.devices.items():
+            if device.count % size:
+                return f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
+        if size > 1 and self.network is not None and self.network.all_reduce:
+            return (
+                " has an all_reduce that was measured, which does not tell what of it is inside nodes; say a bandwidth"
+            )
+        return None
 
     @property
     def overlap(self) -> Overlap:
@@ -217,6 +277,12 @@ def _network(network: Network) -> str | None:
     return _positive(network)
 
 
+def _nodes(nodes: Nodes) -> str | None:
+    if nodes.ranks > 1 and nodes.bandwidth is None:
+        return f" has nodes of {nodes.ranks} ranks, and does not say how fast the links inside are (bandwidth)"
+    return _positive(nodes)
+
+
 def _beside(folder: pathlib.Path, device: Device) -> Device:
     return device if device.profile is None else replace(device, profile=str(folder / device.profile))
 
@@ -224,6 +290,7 @@ def _beside(folder: pathlib.Path, device: Device) -> Device:
 _CHECKS: Final[Mapping[Any, Check]] = {
     Device: _device,
     Network: _network,
+    Nodes: _nodes,
     Buckets: _positive,
     Compression: _positive,
 }

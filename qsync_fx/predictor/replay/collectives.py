@@ -1,4 +1,4 @@
-"""How long an all-reduce takes: by bandwidth and latency of the slowest link, or by a table that was measured.
+"""How long an all-reduce takes: by bandwidth and latency of the slowest link, in two levels, or by a table that was measured.
 
 Invariant: more bytes take no less time, whatever the table says between its points, and no bytes take none.
 """
@@ -69,6 +69,42 @@ class Measured:
         beyond = np.maximum(sizes / points[-1, 0], 1)
         scaled: Array = np.where(sizes > 0, taken * beyond * share(ranks) / share(self.ranks), 0.0)
         return scaled
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Inside each of M nodes its s ranks sum a part of its gradients each; the ranks of all nodes that have the same part average it; and
+    each gives its mean to the others of its node. With P bytes given,
+
+        seconds = latency inside + 2 (s - 1)/s P/inside + latency across + 2 (M - 1)/M P/across
+
+    as each rank of a node averages an s-th, and all of them send over the same link. H. Mikami et al., "Massively Distributed SGD", 2018;
+    M. Cho et al., "BlueConnect: Decomposing All-Reduce for Deep Learning on Heterogeneous Network Hierarchy", MLSys 2019.
+
+    Attributes:
+        across: between nodes, over the link that the ranks of a node share.
+        inside: between the ranks of a node.
+        size: ranks of a node.
+    """
+
+    across: AllReduce
+    inside: Link
+    size: int
+
+    def seconds(
+        self,
+        nbytes: Sequence[float] | Array,
+        ranks: int,
+        phases: int = _PHASES,
+        inside: Sequence[float] | Array | None = None,
+    ) -> Array:
+        """Returns the seconds where ranks of a node give so many bytes together; `inside`, where other numbers of bytes travel there.
+
+        Phases are those between nodes: inside there are two.
+        """
+        within = self.inside.seconds(nbytes if inside is None else inside, self.size)
+        found: Array = within + self.across.seconds(nbytes, ranks // self.size, phases)
+        return found
 
 
 def share(ranks: int) -> float:

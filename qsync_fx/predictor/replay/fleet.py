@@ -15,6 +15,7 @@ from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replay.buckets import ddp_buckets
 from qsync_fx.predictor.replay.closed_form import Array
 from qsync_fx.predictor.replay.cluster import Cluster, Compression
+from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.replay.local import Local, arrival, local
 from qsync_fx.predictor.replay.step import Step, steady
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
@@ -26,15 +27,17 @@ class Coded:
 
     Attributes:
         codec: what it is called.
-        nbytes: that a rank gives in place of its gradients: an all-reduce of so many sends as many bytes.
+        nbytes: that a rank, or the ranks of a node together, give in place of gradients: an all-reduce of so many sends as many bytes.
         seconds: of coding and decoding.
         phases: in which they are exchanged.
+        inside: bytes that a rank gives inside its node, where several share one.
     """
 
     codec: str
     nbytes: float
     seconds: float
     phases: int
+    inside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,24 @@ def played(
 def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     """Returns the seconds that communication spends on each bucket: what the cluster's links make of its bytes, and coding."""
     taken = np.zeros(len(buckets))
-    for phases in {_phases(bucket) for bucket in buckets}:
-        those = [at for at, bucket in enumerate(buckets) if _phases(bucket) == phases]
-        sizes = [buckets[at].travelling for at in those]
-        taken[those] = cluster.all_reduce.seconds(sizes, cluster.ranks, phases)
-    taken += [0.0 if bucket.coded is None else bucket.coded.seconds for bucket in buckets]
+    plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
+    if plain:
+        taken[plain] = cluster.all_reduce.seconds([buckets[at].travelling for at in plain], cluster.ranks)
+    for at, bucket in enumerate(buckets):
+        if (how := bucket.coded) is not None:
+            (seconds,) = cluster.exchange.seconds([bucket.travelling], cluster.ranks, how.phases, [how.inside])
+            taken[at] = seconds + how.seconds
     return taken
+
+
+def sent(cluster: Cluster, bucket: Bucket) -> tuple[float, float]:
+    """Returns the bytes of a bucket that a node sends over its link, and those that a rank sends inside its node."""
+    size, how = cluster.nodes.ranks, bucket.coded
+    if how is None and cluster.nodes.ring:
+        whole = share(cluster.ranks) * bucket.travelling
+        return whole if size < cluster.ranks else 0.0, whole if size > 1 else 0.0
+    inside = bucket.travelling if how is None else how.inside
+    return share(cluster.ranks // size) * bucket.travelling, share(size) * inside
 
 
 def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list[int]]:
@@ -148,10 +163,6 @@ def _steady(devices: Mapping[str, Local], cluster: Cluster, transfer: Array) -> 
         transfer,
         cluster.overlap,
     )
-
-
-def _phases(bucket: Bucket) -> int:
-    return 2 if bucket.coded is None else bucket.coded.phases
 
 
 def _bucket(parameters: Sequence[Parameter], which: Sequence[int], how: Compression | Coded | None) -> Bucket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster, Device, Network
-from qsync_fx.predictor.replay.collectives import Link, Measured
+from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster, Device, Network, Nodes
+from qsync_fx.predictor.replay.collectives import Levels, Link, Measured
 
 GOOD = """
 [devices.v100]
@@ -80,6 +81,18 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nranks = 1", "all_reduce of fewer than 2 ranks", "network"),
         ("[devices.a]\n[buckets]\nbytes = 0", "has the bytes 0", "buckets"),
         ("[devices.a]\n[compression]\nratio = 0", "has the ratio 0", "compression"),
+        ("[devices.a]\n[nodes]\nranks = 0", "has the ranks 0, which must be above 0", "nodes"),
+        ("[devices.a]\ncount = 4\n[nodes]\nranks = 2", "does not say how fast the links inside are", "nodes"),
+        (
+            "[devices.a]\ncount = 4\n[nodes]\nranks = 3\nbandwidth = 1",
+            "4 devices 'a', which do not make nodes",
+            "nodes",
+        ),
+        (
+            "[devices.a]\ncount = 2\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
+            "does not tell what of it is inside nodes",
+            "nodes",
+        ),
         ("[devices.a]\n[devices.a]", "is not TOML", "line 2"),
         ("[devices.a\n", "is not TOML", "line 1"),
         ("x = " + "[" * 5000, "is nested too deeply", ""),
@@ -96,6 +109,16 @@ def test_bad_files(text: str | bytes, what: str, where: str, tmp_path: Path) -> 
     assert what in caught.value.what
     assert caught.value.where is not None and str(path) in caught.value.where and where in caught.value.where
     assert caught.value.do
+
+
+def test_nodes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.a]\ncount = 8\n[network]\nbandwidth = 1e9\n[nodes]\nranks = 4\nbandwidth = 1e11\n")
+    cluster = Cluster.load(path)
+    assert cluster.nodes == Nodes(4, 1e11)
+    assert cluster.all_reduce == cluster.exchange == Levels(Link(1e9), Link(1e11), 4)
+    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == Link(1e9)
+    assert replace(cluster, nodes=Nodes()).all_reduce == Link(1e9), "by default each device is a node of its own"
 
 
 def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:

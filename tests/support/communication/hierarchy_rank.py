@@ -20,6 +20,8 @@ from qsync_fx.communication import hierarchy
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.distributed import check_replicas, compress
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 
 EXACT = ("fp32", "1bit*")
 """Those that draw no random numbers and code values as they lie: their means are known to the bit."""
@@ -127,6 +129,15 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     list(train(again, optimizer, range(2, 4)))
     found["resumed"] = [weights(whole), weights(again)]
     says("flat", lambda: compress(parallel(), "1bit*").load_state_dict(saved[2]))
+    plan = ClusterPlan(
+        {"all": Plan.uniform("fp32")}, notes={BETWEEN_NODES: "2 ranks"}, codecs={"first.weight": "qsgd8"}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compress(parallel(), plan, hierarchical=2)
+        found["plan"] = len(caught)
+        compress(parallel(), plan)
+    found["plan without"] = [str(warning.message) for warning in caught]
     return found
 
 
