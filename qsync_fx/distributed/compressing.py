@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from qsync_fx.communication.codecs import Codec
-from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
 from qsync_fx.communication.duo import pure
 from qsync_fx.communication.duo.rates import Duo
@@ -27,7 +26,6 @@ from qsync_fx.communication.sharded import ShardedCompression
 from qsync_fx.distributed import asked, sharding, timeouts
 from qsync_fx.distributed.hosts import nodes_of_ranks
 from qsync_fx.distributed.meeting import Meeting, several_ranks, told_to_all
-from qsync_fx.errors import OptionError
 from qsync_fx.plan import ClusterPlan, Plan
 
 _REMEDIES: Final = {
@@ -107,18 +105,20 @@ def compress(
     """
     seed, rank = seed % 2**64, distributed.get_rank() if several_ranks() else 0
     with told_to_all():
-        chosen = asked.checked(
-            codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp=sharding.is_sharded(model)
-        )
-        if not sharding.is_sharded(model):
+        fsdp = sharding.is_sharded(model)
+        chosen = asked.checked(codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp)
+        if fsdp:
+            units, rows = asked.of_units(chosen), sharding.rows(model)
+        else:
             parallel, named = asked.trained(model)
             names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
             what = asked.assignment(chosen, names, sizes, least)
             weights = asked.weights(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
             stepped = pure.checked(optimizer, named) if isinstance(chosen, Duo) else None
-    if sharding.is_sharded(model):
-        return _sharded(model, chosen, seed, least, check_every, scaler)
+    # Here an error of one rank is told on the others, which have not begun to make a group yet.
     nodes = nodes_of_ranks(hierarchical, timeouts.patience()) if several_ranks() else None
+    if fsdp:
+        return _sharded(model, rows, units, seed, least, check_every, scaler)
     world, own = distributed.get_world_size(parallel.process_group), _group_of_our_own()
     if stepped is not None and isinstance(chosen, Duo):
 
@@ -140,37 +140,18 @@ def compress(
 
 def _sharded(
     model: nn.Module,
-    chosen: Codec | Duo | Mapping[str, str],
+    rows: Mapping[str, int],
+    codec: Codec,
     seed: int,
     least: int | None,
     check_every: int,
     scaler: object,
 ) -> ShardedCompression:
-    if not isinstance(chosen, Codec):
-        raise OptionError(
-            "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
-            if isinstance(chosen, Duo)
-            else "a plan has a codec for each parameter, and FSDP gives the gradients of many parameters as one row",
-            where="compress",
-            do='use DistributedDataParallel, or a codec such as "qsgd8"',
-        )
-    if isinstance(chosen, Adaptive):
-        raise OptionError(
-            "AQGB chooses bits while gradients come, and FSDP waits for each of its units",
-            where="compress",
-            do='use one level, such as "aqgb16", or another codec',
-        )
-    if chosen.fitted((3, 5)) != chosen:
-        raise OptionError(
-            f"{chosen.name} codes columns of parameters, and FSDP gives the gradients of many parameters as one row",
-            where="compress",
-            do='use a codec of consecutive values, such as "1bit*"',
-        )
-    rows, world = sharding.rows(model), distributed.get_world_size()
+    world = distributed.get_world_size()
     if least is None:
         least = threshold([row * world for row in rows.values()])
     found = ShardedCompression(
-        _group_of_our_own(), distributed.get_rank(), world, rows, chosen, seed, least, check_every, scaler
+        _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler
     )
     _agree(found)
     sharding.reduce_by(model, found)

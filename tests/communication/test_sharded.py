@@ -80,7 +80,17 @@ def test_whatever_a_training_does(world: int, tmp_path: Path) -> None:
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
-    first, *others = run("refused", world, tmp_path)
+    first, *others = run("refused", world, tmp_path, where=str(tmp_path))
+    alone = [rank.pop("of one rank") for rank in (first, *others)]
+    for name, kind, text in (
+        ("plan", "OptionError", "a plan has a codec for each parameter"),
+        ("missing", "PlanError", "nowhere.json"),
+        ("columns", "OptionError", "codes columns of parameters"),
+        ("part", "OptionError", "FSDP does not shard a parameter"),
+    ):
+        assert [rank[name]["kind"] for rank in alone] == ["RankError", kind, *["RankError"] * (world - 2)], name
+        assert all(text in rank[name]["text"] for rank in alone), name
+        assert all(rank[name]["rank"] == 1 for rank in alone if rank is not alone[1]), name
     assert all(
         {name: one["text"] for name, one in other.items()} == {name: one["text"] for name, one in first.items()}
         for other in others

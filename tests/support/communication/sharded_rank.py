@@ -23,6 +23,7 @@ import qsync_fx
 from qsync_fx.communication import sharded
 from qsync_fx.communication.duo.rates import Signs
 from qsync_fx.distributed import compress
+from qsync_fx.plan import ClusterPlan, Plan
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +177,15 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     one.set_gradient_divide_factor(7.0)
     compress(one, "qsgd8")
     says("factor", lambda: gradients(one, rank))
+    found["of one rank"] = {}
+    alone = partial(refusal, found["of one rank"])
+    odd, path = rank == 1, Path(job["where"]) / f"here-{rank}.json"
+    ClusterPlan({"all": Plan.uniform("fp32")}, codecs={"last.weight": "qsgd8"}).save(path)
+    alone("plan", lambda: compress(model(), str(path) if odd else "qsgd8"))
+    alone("missing", lambda: compress(model(), "nowhere.json" if odd else "qsgd8"))
+    alone("columns", lambda: compress(model(), "1bit" if odd else "1bit*"))
+    one = model()  # whose mesh all ranks make together
+    alone("part", lambda: compress(part if odd else one, "qsgd8"))
     return found
 
 
