@@ -168,7 +168,7 @@ class Search(Learned):
         """Whether what is certain to be held under the judge's plans is beyond a limit, which is quicker to know than what is held."""
         known = ((limit, self._certain.get(name), name) for name, limit in self._asked.memory.items())
         return any(
-            beyond(certain.of(self.judge.states(name).names), limit)
+            beyond(certain.of(self.judge.states(name).names, waiting=False), limit)
             for limit, certain, name in known
             if certain is not None
         )

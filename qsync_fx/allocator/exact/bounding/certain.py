@@ -68,7 +68,10 @@ class Certain:
         """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are."""
         # Of thousands of operators all moments would take minutes.
         every = 1 + len(names) * len(self.during.moments) // _ASKED
-        found = {moment: self._before + self.during.of(names, moment) for moment in self.during.moments[::every]}
+        found = {
+            moment: self._before + self.during.of(names, moment, above=limit - self._before)
+            for moment in self.during.moments[::every]
+        }
         above = [moment for moment, held in found.items() if beyond(held, limit) and moment not in self.moments]
         new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
         self.moments += sorted(new)
@@ -82,11 +85,11 @@ class Certain:
         for moment in self.moments:
             yield total((1.0, before), (1.0, self.during.expression(formats, moment)))
 
-    def of(self, names: Sequence[StateNames]) -> float:
-        """Returns the most bytes under a plan, by the states that it puts operators into."""
+    def of(self, names: Sequence[StateNames], waiting: bool = True) -> float:
+        """Returns the most bytes under a plan, by the states that it puts operators into; without `waiting` sooner, and maybe less."""
         found = [
             self.kept.of(names),
             self.returning.of(names),
-            *(self.during.of(names, moment) for moment in self.moments),
+            *(self.during.of(names, moment, waiting) for moment in self.moments),
         ]
         return self._before + max(found)

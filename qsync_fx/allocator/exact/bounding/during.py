@@ -2,7 +2,8 @@
 
 That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
 (`qsync_fx.allocator.memories`). All that the backward passes before it read is there, and of the product itself its factors, the gradient
-that it is given, and those that are written; and the gradients of all parameters that operators behind it read.
+that it is given, and those that are written; the gradients of all parameters that operators behind it read; and what gradients that wait
+are computed from (`streams`).
 
 Invariant: `of` and `expression` count the same.
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
+from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.program import CONSTANT, Expression
@@ -34,6 +36,8 @@ class During:
     def __init__(self, kept: Kept) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
         self._waiting = Waiting(kept)
+        self._streams = Streams(kept, self._waiting)
+        self._planned: tuple[Sequence[StateNames], Planned] | None = None
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
@@ -48,10 +52,20 @@ class During:
                 found += [(at, which) for which, _ in enumerate(gradients(operator))]
         return found
 
-    def of(self, names: Sequence[StateNames], moment: Moment) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into."""
+    def of(self, names: Sequence[StateNames], moment: Moment, waiting: bool = True, above: float = 0.0) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into.
+
+        Args:
+            waiting: whether what gradients that wait are computed from counts, which takes long to know.
+            above: what is no more than that may come out less.
+        """
         kept = self._kept.of(names, self._waiting.of(moment))
-        return kept + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
+        found = kept + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
+        if not waiting:
+            return found
+        if self._planned is None or self._planned[0] != names:
+            self._planned = names, Planned(names)
+        return found + self._streams.of(self._planned[1], moment, above - found)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
         """Returns the bytes."""
@@ -59,6 +73,7 @@ class During:
         found[CONSTANT] = found.get(CONSTANT, 0.0) + self._gradients(moment)
         for name, where in formats.precisions[moment[0]].items():
             add(found, where, self._own(moment)[name])
+        add(found, self._streams.expression(formats, moment), 1.0)
         return found
 
     def _own(self, moment: Moment) -> Sizes:

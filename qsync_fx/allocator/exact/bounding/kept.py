@@ -85,7 +85,7 @@ class Kept:
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
         self.passes = passes = [Passes(one) for one in uniform]
         self._factors: list[_Factor] = []
-        self._results: list[_Result] = []
+        self.results: list[_Result] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
         self._forward = forward = passes[0].forward
         self._incoming = 0
@@ -102,7 +102,7 @@ class Kept:
             if forward.multiplies(operator):
                 continue
             self.extras[at] = _extras(passes, at)
-            self._results += self._values_kept(passes, at)
+            self.results += self._values_kept(passes, at)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
@@ -114,7 +114,7 @@ class Kept:
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                 found.add((factor.value, fmt))
-        for result in _of(readers, self._results):
+        for result in _of(readers, self.results):
             fmt = result.kept[names[result.at]]
             held = fmt if result.maker is None else names[result.maker][1]
             found.add((result.value, min((fmt, held), key=_width)))
@@ -133,7 +133,7 @@ class Kept:
             for fmt, where in by_format.items():
                 if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result in _of(readers, self._results):
+        for result in _of(readers, self.results):
             for fmt, where in self._result(formats, result):
                 wants.setdefault((result.value, fmt), []).append(where)
         for at, sizes in self.extras.items():
@@ -171,7 +171,7 @@ class Kept:
         """Yields what an operator that is no product keeps under any plan: results of products, and what is lost otherwise."""
         operator, forward = self.graph.operators[at], self._forward
         for value in self.saved(operator):
-            maker, kept = forward.made_by(value), self._formats_of(at, value)
+            maker, kept = forward.made_by(value), self.formats_of(at, value)
             product = maker is not None and forward.multiplies(maker)
             # Of its own result a gate keeps a byte an element.
             gate = operator.row in GATES and operator.result == value
@@ -201,7 +201,7 @@ class Kept:
         names = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
         return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
 
-    def _formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
+    def formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
         """The format by state in which an operator keeps a value; None where it does not in each."""
         found: dict[StateNames, Name] = {}
         for state, cost in self.graph.operators[at].costs.items():

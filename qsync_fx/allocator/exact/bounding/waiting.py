@@ -73,12 +73,12 @@ class Waiting:
     def uses(self, value: int) -> bool:
         """Whether some kernel reads the gradient of a value."""
         maker = self._forward.made_by(value)
-        return maker is not None and self._used[self.graph.places[maker.id]]
+        return maker is not None and self.used[self.graph.places[maker.id]]
 
     def _passes(self, operator: Operator, read: Read, moment: int, passed: set[int]) -> bool:
         """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
         maker = self._forward.made_by(read.value)
-        if not read.gradient or maker is None or self._writes(operator) or self._summed(operator, read):
+        if not read.gradient or maker is None or self.writes(operator) or self.summed(operator, read):
             return False
         if self._leaving[self.graph.places[operator.id]] > READS:
             return False
@@ -87,16 +87,16 @@ class Waiting:
             return False
         place = self.graph.places[maker.id]
         # What the product itself is given has been computed.
-        return place != moment and (self._used[place] if place < moment else place in passed)
+        return place != moment and (self.used[place] if place < moment else place in passed)
 
     @cached_property
-    def _used(self) -> Sequence[bool]:
+    def used(self) -> Sequence[bool]:
         """Whether some kernel reads the gradient of each operator."""
         found: list[bool] = []
         for operator in self.graph.operators:
             makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
             on = any(maker is not None and found[self.graph.places[maker.id]] for maker in makers)
-            found.append(on or self._writes(operator) or norms(operator))
+            found.append(on or self.writes(operator) or norms(operator))
         return found
 
     @cached_property
@@ -114,59 +114,59 @@ class Waiting:
         arriving: defaultdict[int, dict[int, int]] = defaultdict(dict)
         leaving = [0] * len(self.graph.operators)
         for read in self.graph.outputs:
-            if self._differentiated(read.value):
+            if self.differentiated(read.value):
                 into = arriving[self._forward.root(read.value)]
                 into[-1] = into.get(-1, 0) + 1
         for at, operator in reversed(list(enumerate(self.graph.operators))):
             if not arriving[operator.result] or self._forward.root(operator.result) != operator.result:
                 continue
-            leaving[at] = min(sum(arriving[operator.result].values()) + self._added(operator), READS + 1)
-            for read in (read for read in operator.reads if read.gradient and self._differentiated(read.value)):
+            leaving[at] = min(sum(arriving[operator.result].values()) + self.added(operator), READS + 1)
+            for read in (read for read in operator.reads if read.gradient and self.differentiated(read.value)):
                 into = arriving[self._forward.root(read.value)]
-                if self._writes(operator) or self._summed(operator, read):
+                if self.writes(operator) or self.summed(operator, read):
                     # A product gives the gradient, and the scale of its other factor.
                     into[at] = into.get(at, 0) + 2
                 else:
                     into[at] = max(into.get(at, 0), leaving[at])
         return arriving, leaving
 
-    def _differentiated(self, value: int) -> bool:
+    def differentiated(self, value: int) -> bool:
         return all(self.graph.values[at].differentiated for at in (value, self._forward.root(value)))
 
-    def _added(self, operator: Operator) -> int:
+    def added(self, operator: Operator) -> int:
         """Returns from how much more than its own gradient those of an operator's operands are computed."""
-        beside = _beside(operator)
-        found = beside + sum(max(1, self._again[value]) for value in self._computed(self._kept.saved(operator)))
+        extras = beside(operator)
+        found = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
         if norms(operator):
             weights = [read.value for read in operator.reads if read.role == "weight"]
-            found += 2 * beside + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
+            found += 2 * extras + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
         return found
 
     @cached_property
-    def _again(self) -> Sequence[int]:
+    def again(self) -> Sequence[int]:
         """From how much each value is computed again at most, where it is."""
         found = [1] * len(self.graph.values)
         for operator in self.graph.operators:
             if self._forward.multiplies(operator) or operator.result in self._kept.lost:
                 continue
             used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
-            parts = (max(2, found[value]) for value in self._computed(used - {operator.result}))
-            found[operator.result] = min(_beside(operator) + sum(parts), READS + 1)
+            parts = (max(2, found[value]) for value in self.computed(used - {operator.result}))
+            found[operator.result] = min(beside(operator) + sum(parts), READS + 1)
         return found
 
-    def _computed(self, values: Iterable[int]) -> Iterable[int]:
+    def computed(self, values: Iterable[int]) -> Iterable[int]:
         return (value for value in values if not self._forward.given(value))
 
-    def _writes(self, operator: Operator) -> bool:
+    def writes(self, operator: Operator) -> bool:
         """Whether gradients of its operands are written when they are computed."""
         return self._forward.multiplies(operator) or pools(operator)
 
-    def _summed(self, operator: Operator, read: Read) -> bool:
+    def summed(self, operator: Operator, read: Read) -> bool:
         """Whether the gradient of an operand that was spread is summed up, and written."""
         values = self.graph.values
         return operator.row in SPREADS and whole(values[read.value].numel) < whole(values[operator.result].numel)
 
 
-def _beside(operator: Operator) -> int:
+def beside(operator: Operator) -> int:
     """How many masks and statistics an operator keeps at most."""
     return max((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)

@@ -1,0 +1,240 @@
+"""What gradients are computed again from, under any plan, as linear expressions of states: whether it can be, and from how much at most.
+
+A gate keeps its own result where a product keeps that in the same format. Else it is computed again from what is kept, unless something of
+that lies in memory and is kept in a scaled format alone; then a byte an element is kept.
+
+Invariant: at whole choices a value that is computed again is so from no more than `many` says, and is so where `lost` says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from qsync_fx.allocator.exact.bounding.kept import Kept
+from qsync_fx.allocator.exact.bounding.waiting import Waiting, beside
+from qsync_fx.allocator.exact.formats import Spread
+from qsync_fx.allocator.exact.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.memory.backward import READS
+from qsync_fx.predictor.memory.telling import GATES, pools
+from qsync_fx.predictor.model.value import Name, StateNames
+
+MANY: Final = 64
+"""More than anything is computed from: what is above `READS` is written down, so that more need not be told apart."""
+
+
+class Where(Protocol):
+    """Where operators are in which state, as expressions: of what is chosen, or of a plan."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def states(self) -> Sequence[Mapping[StateNames, Expression]]: ...
+
+    @property
+    def outputs(self) -> Sequence[Spread]: ...
+
+
+class Again:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        waiting: what of it has yet to be read.
+        where: the states.
+    """
+
+    def __init__(self, kept: Kept, waiting: Waiting, where: Where) -> None:
+        self._kept, self._waiting, self._where = kept, waiting, where
+        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+        self._products: dict[int, list[int]] = {}
+        self._keepers: dict[int, list[int]] = {}
+        for at, operator in enumerate(self.graph.operators):
+            if self._forward.multiplies(operator):
+                for value in {self._forward.root(read.value) for read in operator.reads}:
+                    self._products.setdefault(value, []).append(at)
+            for value in kept.saved(operator):
+                self._keepers.setdefault(value, []).append(at)
+        self._readers: dict[int, list[int]] = {}
+        for at, operator in enumerate(self.graph.operators):
+            for value in {self._forward.root(read.value) for read in operator.reads}:
+                self._readers.setdefault(value, []).append(at)
+        self._returned = {self._forward.root(read.value) for read in self.graph.outputs}
+        self._again = self._computed_again()
+        self._lost = self._not_computed_again()
+
+    def products(self, value: int) -> Sequence[int]:
+        """Returns the places of the products that read a value."""
+        return self._products.get(value, ())
+
+    def readers(self, value: int) -> Sequence[int]:
+        """Returns the places of the operators that read a value."""
+        return self._readers.get(value, ())
+
+    def keeper(self, value: int) -> int | None:
+        """Returns the place of the one operator, no product, that keeps a product's result: then it is kept in one format."""
+        keepers = self._keepers.get(value, ())
+        return keepers[0] if len(keepers) == 1 and not self.products(value) else None
+
+    def many(self, value: int) -> Expression:
+        """Returns from how many buffers a value is computed again at most, where it is."""
+        return self._again[value]
+
+    def lost(self, value: int) -> Expression:
+        """Returns where a value may not be computed again, as something that it is computed from is not kept."""
+        return self._lost[value]
+
+    def lost_part(self, value: int, lost: Sequence[Expression] | None = None) -> Expression:
+        """Where others may not be computed again from a value: it is not kept, and lies in memory or is not computed again itself."""
+        maker = self._forward.made_by(value)
+        assert maker is not None
+        if self._forward.multiplies(maker):
+            return {} if self.keeper(value) is not None else ONE
+        others = [
+            at for at in self._keepers.get(value, ()) if at not in self.products(value) and self.result_kept(at) is None
+        ]
+        lies = [at for at in self.readers(value) if pools(self.graph.operators[at])]
+        if others or lies or len(self.products(value)) > 1 or value in self._returned:
+            return ONE
+        scaled = self._only_scaled(value)
+        if self.products(value) and not self._told(value):
+            return ONE
+        again = total((1.0, scaled), (1.0, (self._lost if lost is None else lost)[value]))
+        return least_of(self.program, [ONE, again, total((1.0, ONE), (-1.0, self._certain_as_held(value)))])
+
+    def certain(self, value: int, fmt: Name) -> Expression:
+        """Returns where some product keeps a value in a format."""
+        wants: list[Expression] = []
+        for at in self.products(value):
+            hows = self._kept.formats_of(at, value)
+            if hows is not None and self._whole(at, value):
+                found = [where for state, where in self._where.states[at].items() if hows[state] == fmt]
+                wants.append(total(*((1.0, where) for where in found)))
+        if len(wants) <= 1:
+            return wants[0] if wants else {}
+        none = self.program.all_of([total((1.0, ONE), (-1.0, want)) for want in wants])
+        return total((1.0, ONE), (-1.0, none))
+
+    def result_kept(self, at: int) -> Mapping[StateNames, Expression] | None:
+        """Returns where a gate is in a state and a product keeps its result as it does; None for what is no gate."""
+        operator = self.graph.operators[at]
+        hows = self._kept.formats_of(at, operator.result)
+        gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
+        if not gate or hows is None:
+            return None
+        return {
+            state: self.program.all_of([where, self.certain(operator.result, hows[state])])
+            for state, where in self._where.states[at].items()
+        }
+
+    def _not_computed_again(self) -> Sequence[Expression]:
+        """By value, where it may not be computed again."""
+        found: list[Expression] = [ONE] * len(self.graph.values)
+        for operator in self.graph.operators:
+            result = operator.result
+            if self._forward.multiplies(operator) or self._waiting.writes(operator) or result in self._kept.lost:
+                continue
+            used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
+            parts = [self.lost_part(value, found) for value in self._waiting.computed(sorted(used - {result}))]
+            found[result] = least_of(self.program, [ONE, total(*((1.0, part) for part in parts))])
+        return found
+
+    def _computed_again(self) -> Sequence[Expression]:
+        """From how much each value is computed again at most, where it is."""
+        forward, waiting = self._forward, self._waiting
+        found: list[Expression] = [ONE] * len(self.graph.values)
+        for operator in self.graph.operators:
+            result = operator.result
+            if forward.multiplies(operator) or result in self._kept.lost:
+                continue
+            reads = {forward.root(read.value) for read in operator.reads}
+            used = sorted(waiting.computed((reads | set(self._kept.saved(operator))) - {result}))
+            many = total((float(beside(operator)), ONE), *((1.0, self._part(value, found[value])) for value in used))
+            cuts = [where_so(self._only_scaled(value), ONE) for value in used if value in reads]
+            found[result] = least_of(self.program, [many, {CONSTANT: READS + 1.0}, *cuts])
+        return found
+
+    def _part(self, value: int, again: Expression) -> Expression:
+        """As how many buffers a value counts that another is computed again from."""
+        maker = self._forward.made_by(value)
+        assert maker is not None
+        if self._forward.multiplies(maker):
+            return ONE if self.keeper(value) is not None else {CONSTANT: 2.0}
+        if len(self.products(value)) > 1 or self._waiting.writes(maker) or value in self._kept.lost:
+            return {CONSTANT: float(max(2, self._waiting.again[value]))}
+        return least_of(self.program, [where_so(self._certain_as_held(value), ONE), one_or_more(again)])
+
+    def _certain_as_held(self, value: int) -> Expression:
+        """Where some product keeps a value in the format that it has."""
+        maker = self._forward.made_by(value)
+        assert maker is not None
+        held = self._where.outputs[self.graph.places[maker.id]].items()
+        certain = [self.program.all_of([where, self.certain(value, fmt)]) for fmt, where in held]
+        return total(*((1.0, one) for one in certain))
+
+    def _told(self, value: int) -> bool:
+        """Whether it is known how the one product that reads a value keeps it."""
+        (at,) = self.products(value)
+        reads = [read for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
+        return self._kept.formats_of(at, value) is not None and len(reads) == 1 and self._whole(at, value)
+
+    def _only_scaled(self, value: int) -> Expression:
+        """Where a value lies in memory for one product alone, which keeps it in a scaled format: it is not computed again from there."""
+        maker = self._forward.made_by(value)
+        if maker is None or self._forward.multiplies(maker) or len(self.products(value)) != 1 or not self._told(value):
+            return {}
+        (at,) = self.products(value)
+        hows = self._kept.formats_of(at, value)
+        assert hows is not None
+        (read,) = (one for one in self.graph.operators[at].reads if self._forward.root(one.value) == value)
+        found = [
+            where
+            for state, where in self._where.states[at].items()
+            if scaled(hows[state]) and scaled(read.wanted.get(state[0] or ""))
+        ]
+        return total(*((1.0, where) for where in found))
+
+    def _whole(self, at: int, value: int) -> bool:
+        """Whether an operator reads all of a value, and no view of a part."""
+        reads = [read.value for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
+        return not any(self._forward.is_part(read) for read in reads)
+
+
+def where_so(condition: Expression, many: Expression) -> Expression:
+    """What is `many` where a condition is 1, and more than anything elsewhere."""
+    known = constant(condition)
+    if known is not None:
+        return many if known == 1 else {CONSTANT: float(MANY)}
+    return total((1.0, many), (float(MANY), ONE), (-float(MANY), condition))
+
+
+def one_or_more(many: Expression) -> Expression:
+    known = constant(many)
+    return many if known is None else {CONSTANT: max(1.0, known)}
+
+
+def least_of(program: Program, several: Sequence[Expression]) -> Expression:
+    """Returns what is no more than each of several."""
+    known = min((size for e in several if (size := constant(e)) is not None), default=INFINITY)
+    free = [one for one in several if constant(one) is None]
+    if not free:
+        return {CONSTANT: known}
+    if len(free) == 1 and known >= most(program, free[0]):
+        return free[0]
+    found = {program.variable(upper=min([known, *(most(program, one) for one in free)])): 1.0}
+    for one in free:
+        program.row(total((1.0, found), (-1.0, one)), most=0.0)
+    return found
+
+
+def most(program: Program, expression: Expression) -> float:
+    """Returns what an expression is at most."""
+    return sum(
+        factor if variable == CONSTANT else max(0.0, factor) * program.upper[variable]
+        for variable, factor in expression.items()
+    )
+
+
+def scaled(fmt: Name) -> bool:
+    return fmt is not None and FORMATS[fmt].scaled

@@ -1,0 +1,136 @@
+"""From how many buffers gradients are computed at most, under any plan, as linear expressions of states.
+
+What would be computed from more than `READS` a compiler writes down, and computes the rest from that. So of a gradient that may be one of
+these a whole variable says whether it is written down, which only a count that is high enough lets be 1.
+
+Invariant: with whole variables as a compiler decides, no gradient is computed from more than `sources` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from qsync_fx.allocator.exact.bounding.again import MANY, Again, Where, least_of, most, one_or_more, scaled, where_so
+from qsync_fx.allocator.exact.bounding.kept import Kept, factors, norms
+from qsync_fx.allocator.exact.bounding.waiting import Waiting
+from qsync_fx.allocator.exact.program import CONSTANT, ONE, Expression, total
+from qsync_fx.predictor.memory.backward import READS
+from qsync_fx.predictor.model.value import Operator
+
+
+class Counts:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        waiting: what of it has yet to be read.
+        where: the states.
+
+    Attributes:
+        again: what is computed again.
+        arriving: by value, what its gradient is computed from at most by the operators that it comes from, in the order of the backward
+            pass; -1 is who reads results.
+        written: by value, whether its gradient is written down; nothing of those that never are.
+    """
+
+    def __init__(self, kept: Kept, waiting: Waiting, where: Where) -> None:
+        self.again = Again(kept, waiting, where)
+        self._waiting, self._where = waiting, where
+        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+        self.arriving: dict[int, dict[int, Expression]] = {}
+        self.written: dict[int, Expression] = {}
+        self._arrive()
+
+    def sources(self, value: int) -> Expression:
+        """Returns from how many buffers the gradient of a value is computed at most."""
+        arriving = list(self.arriving[value].values())
+        every = total(*((1.0, one) for one in arriving))
+        written = self.written.get(value)
+        if written is None:
+            return every
+        rest = total((1.0, ONE), *((1.0, one) for one in arriving[1:]))
+        return least_of(self.program, [every, {CONSTANT: float(READS)}, where_so(written, rest)])
+
+    def written_down(self, arriving: Iterable[Expression]) -> Expression:
+        """Returns whether a gradient is written down that is computed from so many; nothing where it never is."""
+        many = total(*((1.0, one) for one in arriving))
+        if most(self.program, many) <= READS:
+            return {}
+        found = {self.program.variable(whole=True): 1.0}
+        self.program.row(total((READS + 1.0, found), (-1.0, many)), most=0.0)
+        return found
+
+    def _arrive(self) -> None:
+        waiting, forward = self._waiting, self._forward
+        for read in self.graph.outputs:
+            if waiting.differentiated(read.value):
+                self._add(forward.root(read.value), -1, ONE)
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            value = operator.result
+            if value not in self.arriving or forward.root(value) != value:
+                continue
+            if written := self.written_down(self.arriving[value].values()):
+                self.written[value] = written
+            leaving = total((1.0, self.sources(value)), (1.0, self._keeps(at, operator)))
+            passed: set[int] = set()
+            for place, read in enumerate(operator.reads):
+                root = forward.root(read.value)
+                if not read.gradient or forward.given(read.value) or not waiting.differentiated(read.value):
+                    continue
+                if waiting.writes(operator) or waiting.summed(operator, read):
+                    self._add(root, at, self._product(at, operator, place))
+                elif root not in passed:
+                    passed.add(root)
+                    self._add(root, at, leaving)
+
+    def _add(self, value: int, at: int, many: Expression) -> None:
+        into = self.arriving.setdefault(value, {})
+        into[at] = total((1.0, into.get(at, {})), (1.0, many))
+
+    def _product(self, at: int, operator: Operator, place: int) -> Expression:
+        """The gradient that a product gives, and the scale of its other factor where it has one."""
+        if not self._forward.multiplies(operator):
+            return {CONSTANT: 2.0}
+        wanted = [read.wanted for at, read in enumerate(factors(operator)) if at != place]
+        also = [
+            where
+            for state, where in self._where.states[at].items()
+            if any(scaled(formats.get(state[0] or "")) for formats in wanted)
+        ]
+        return total((1.0, ONE), *((1.0, where) for where in also))
+
+    def _keeps(self, at: int, operator: Operator) -> Expression:
+        """What the gradients of an operator's operands are computed from beside its own."""
+        if self._waiting.writes(operator):
+            return {}
+        certain = self.again.result_kept(at)
+        if certain is None:
+            return {CONSTANT: float(self._waiting.added(operator))}
+        there = total(*((1.0, where) for where in certain.values()))
+        several = [where_so(there, ONE), one_or_more(self.again.many(operator.result))]
+        if (behind := self._gate_behind(operator.result)) is not None:
+            gate, passed = behind
+            later = self.again.result_kept(gate)
+            assert later is not None
+            # What this is computed again from, or it itself, that gate keeps, too, where it is computed again from this.
+            new = [*later.values(), self.again.lost_part(operator.result)]
+            new += [self.written[value] for value in (*passed, operator.result) if value in self.written]
+            several.append(total(*((float(MANY), one) for one in new)))
+        return least_of(self.program, several)
+
+    def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
+        """Returns the gate that is computed from a value by elementwise operators alone, and what is computed between."""
+        for at in self.again.readers(value):
+            passed: list[int] = []
+            now, place = value, at
+            while not self._waiting.writes(operator := self.graph.operators[place]) and not norms(operator):
+                flows = [read for read in operator.reads if self._forward.root(read.value) == now and read.gradient]
+                if not flows or any(self._waiting.summed(operator, read) for read in flows):
+                    break
+                if self.again.result_kept(place) is not None:
+                    return place, passed
+                now = operator.result
+                if self._forward.root(now) != now or len(self.again.readers(now)) != 1:
+                    break
+                passed.append(now)
+                (place,) = self.again.readers(now)
+        return None

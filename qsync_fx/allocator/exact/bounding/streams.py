@@ -1,0 +1,239 @@
+"""What gradients that wait are computed from, in the order in which the backward pass is written, as a linear expression of states.
+
+Behind the other side of a residual a gradient waits for its operator. It lies nowhere until then: it is computed from gradients that
+products have written, and from what gates keep, and these are there. What would be computed from too many of these a compiler writes down
+sooner, and holds that instead: a whole variable (`counts`), as that follows from the whole plan.
+
+Invariant: at the best of these variables the expression is no more than what is held of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from qsync_fx.allocator.exact.bounding.again import Where, most
+from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
+from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, gradients
+from qsync_fx.allocator.exact.formats import Spread
+from qsync_fx.allocator.exact.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.predictor.memory.backward import computed_in
+from qsync_fx.predictor.memory.telling import whole
+from qsync_fx.predictor.model.value import Name, Operator, StateNames
+
+
+class Planned:
+    """The states of a plan in the place of expressions of choices."""
+
+    def __init__(self, names: Sequence[StateNames]) -> None:
+        self.program = Program()
+        self.states: Sequence[Mapping[StateNames, Expression]] = [{state: ONE} for state in names]
+        self.outputs: Sequence[Spread] = [{output: ONE} for _, output in names]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What is there where an expression is 1: so many bytes in each state of an operator."""
+
+    at: int
+    sizes: Mapping[StateNames, Expression]
+    most: int
+
+
+class Streams:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        waiting: what of it has yet to be read.
+    """
+
+    def __init__(self, kept: Kept, waiting: Waiting) -> None:
+        self._kept, self._waiting = kept, waiting
+        self.graph, self._forward = kept.graph, kept.passes[0].forward
+        self._counts: tuple[Where, Counts] | None = None
+        self._counted_elsewhere = {result.value for result in kept.results}
+
+    def of(self, planned: Planned, moment: Moment, above: float = 0.0) -> float:
+        """Returns the bytes under a plan; less, where they are no more than `above`."""
+        found, program = self.expression(planned, moment), planned.program
+        if constant(found) is not None or most(program, found) <= above:
+            return found.get(CONSTANT, 0.0)
+        before, program.costs = program.costs, [0.0] * len(program.costs)
+        for variable, factor in found.items():
+            if variable != CONSTANT:
+                program.costs[variable] = factor / _UNIT
+        solved = program.solve(0.0, INFINITY)
+        program.costs = before
+        return found.get(CONSTANT, 0.0) + solved.objective * _UNIT
+
+    def expression(self, where: Where, moment: Moment) -> Expression:
+        """Returns the bytes, with variables that are at their best where these are least."""
+        if any(operator.repeated for operator in self.graph.operators):
+            return {}
+        if self._counts is None or self._counts[0] is not where:
+            self._counts = where, Counts(self._kept, self._waiting, where)
+        counts, program, place = self._counts[1], where.program, moment[0]
+        there: dict[int, Expression] = {}
+        read: dict[int, Expression] = {}
+        found: dict[int, float] = {}
+        for value in self._arrived(counts, place):
+            now = read[value] = self._read(counts, value, place, there)
+            if not any(now.values()):
+                there[value] = {}
+                continue
+            behind = {at: many for at, many in counts.arriving[value].items() if at > place or at < 0}
+            written = counts.written.get(value, {})
+            if len(behind) < len(counts.arriving[value]):
+                written = counts.written_down(behind.values()) if written else {}
+            there[value] = program.any_of([now], written) if written else now
+            if written:
+                both = written if constant(now) == 1 else program.any_of([written], total((1.0, ONE), (-1.0, now)))
+                self._write(found, where, value, both)
+            self._hold(found, program, there[value], self._gradients(where, value, [at for at in behind if at > place]))
+        for value, now in read.items():
+            maker = self._forward.made_by(value)
+            if maker is not None and self.graph.places[maker.id] > place and any(now.values()):
+                self._hold(found, program, now, self._gate(counts, where, self.graph.places[maker.id], moment))
+        return found
+
+    def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
+        """Yields the values whose gradients have come from operators behind a place, those of later operators later."""
+        values = (value for value, into in counts.arriving.items() if any(at > place or at < 0 for at in into))
+        return iter(sorted(values, key=self._place))
+
+    def _place(self, value: int) -> int:
+        maker = self._forward.made_by(value)
+        return -1 if maker is None else self.graph.places[maker.id]
+
+    def _read(self, counts: Counts, value: int, place: int, there: Mapping[int, Expression]) -> Expression:
+        """Returns where what is computed from the gradient of a value has yet to be."""
+        maker = self._forward.made_by(value)
+        if maker is None:
+            return {}
+        at = self.graph.places[maker.id]
+        if at <= place:
+            return ONE if at < place and self._waiting.used[at] else {}
+        if self._waiting.writes(maker) or norms(maker):
+            return {}
+        passed = [
+            there.get(self._forward.root(read.value), {})
+            for read in maker.reads
+            if read.gradient and not self._forward.given(read.value) and not self._waiting.summed(maker, read)
+        ]
+        return counts.program.any_of(passed)
+
+    def _write(self, found: dict[int, float], where: Where, value: int, both: Expression) -> None:
+        """Adds a gradient that is written down, in the format of the value."""
+        sizes = {fmt: self._forward.bytes(value, fmt) for fmt in where.outputs[self._place(value)]}
+        least = min(sizes.values())
+        add(found, both, least)
+        for fmt, here in where.outputs[self._place(value)].items():
+            if sizes[fmt] > least:
+                wide = where.program.any_of([here], total((1.0, ONE), (-1.0, both)))
+                add(found, wide, sizes[fmt] - least)
+
+    def _hold(self, found: dict[int, float], program: Program, there: Expression, items: Sequence[_Item]) -> None:
+        """Adds bytes that are held where an expression is 1."""
+        if not items:
+            return
+        held: dict[int, float] = {}
+        for item in items:
+            for where in item.sizes.values():
+                add(held, where, 1.0)
+        if constant(there) == 1:
+            for variable, factor in held.items():
+                found[variable] = found.get(variable, 0.0) + factor
+            return
+        limit = float(sum(item.most for item in items))
+        known = {program.variable(upper=limit / _UNIT): 1.0}
+        # Nothing where it is not there, which takes all of it away.
+        gone = total((limit / _UNIT, ONE), (-limit / _UNIT, there))
+        program.row(total((1.0 / _UNIT, held), (-1.0, gone), (-1.0, known)), most=0.0)
+        add(found, known, _UNIT)
+
+    def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> list[_Item]:
+        """The gradients of a value that products have written."""
+        found: list[_Item] = []
+        for at in behind:
+            product = self.graph.operators[at]
+            if not self._forward.multiplies(product):
+                continue
+            for place in gradients(product):
+                read = product.reads[place].value
+                if self._forward.root(read) == value:
+                    sizes = {state: self._forward.bytes(read, computed_in(state[0])[1]) for state in product.costs}
+                    found.append(_item(at, where, sizes))
+        return found
+
+    def _gate(self, counts: Counts, where: Where, at: int, moment: Moment) -> list[_Item]:
+        """What a gate keeps: its result where a product keeps that; elsewhere a byte an element, or what it is computed again from."""
+        kept = counts.again.result_kept(at)
+        operator = self.graph.operators[at]
+        if kept is None or operator.result in self._counted_elsewhere:
+            return []
+        hows = self._kept.formats_of(at, operator.result)
+        assert hows is not None
+        product = self._product(counts, operator, moment)
+        floor = whole(self.graph.values[operator.result].numel) if product is not None else 0
+        sizes = {state: self._forward.bytes(operator.result, hows[state]) - floor for state in kept}
+        found: dict[StateNames, Expression] = {
+            state: total((float(sizes[state]), there)) for state, there in kept.items()
+        }
+        items = [_Item(at, found, max(sizes.values()))]
+        if product is not None:
+            items.append(_Item(at, {(None, None): {CONSTANT: float(floor)}}, floor))
+            otherwise = total(*((1.0, there) for there in kept.values()), (1.0, counts.again.lost(operator.result)))
+            items.append(self._computed_from(counts, where, product, floor, otherwise))
+        return items
+
+    def _computed_from(self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression) -> _Item:
+        """A product's result that a gate keeps, beyond a number of bytes, but where something is otherwise."""
+        keeper = counts.again.keeper(product)
+        assert keeper is not None
+        hows = self._kept.formats_of(keeper, product)
+        assert hows is not None
+        by_format: dict[Name, Expression] = {}
+        for state, there in where.states[keeper].items():
+            by_format[hows[state]] = total((1.0, by_format.get(hows[state], {})), (1.0, there))
+        found: dict[int, float] = {}
+        most = 0
+        for fmt, there in by_format.items():
+            for output, given in where.outputs[self._place(product)].items():
+                size = min(self._forward.bytes(product, fmt), self._forward.bytes(product, output)) - floor
+                no = total((1.0, otherwise), (1.0, ONE), (-1.0, given))
+                add(found, where.program.any_of([there], no), size)
+                most = max(most, size)
+        return _Item(keeper, {(None, None): found}, most)
+
+    def _product(self, counts: Counts, gate: Operator, moment: Moment) -> int | None:
+        """Returns the product's result, of its size, that a gate is computed again from, and no other gate; None for none.
+
+        What keeps it has run, so that it counts once.
+        """
+        readers = self._waiting.of(moment)
+        size = whole(self.graph.values[gate.result].numel)
+        values = [self._forward.root(read.value) for read in gate.reads]
+        for value in values:
+            maker = self._forward.made_by(value)
+            if maker is None or counts.again.products(value) or len(counts.again.readers(value)) != 1:
+                continue
+            if not self._forward.multiplies(maker):
+                values += [self._forward.root(read.value) for read in maker.reads]
+                continue
+            keeper = counts.again.keeper(value)
+            if keeper is None or keeper in readers.wholly or keeper in readers.passed or keeper == moment[0]:
+                continue
+            known = self._kept.formats_of(keeper, value) is not None
+            if known and whole(self.graph.values[value].numel) == size:
+                return value
+        return None
+
+
+_UNIT = 1e6
+"""Bytes that variables are in: rows of a program are to be of one size."""
+
+
+def _item(at: int, where: Where, sizes: Mapping[StateNames, int]) -> _Item:
+    found = {state: total((float(sizes[state]), here)) for state, here in where.states[at].items()}
+    return _Item(at, found, max(sizes.values()))
