@@ -21,7 +21,7 @@ from _ranks import found_by
 from torch import distributed
 
 from qsync_fx.communication.codecs import NAMES
-from qsync_fx.communication.reduction_speed import HALF, PLAIN, Reduction, reductions
+from qsync_fx.communication.speeds.reduction_speed import HALF, PLAIN, Reduction, reductions
 
 SIZE = 26e6
 LATENCY = 1e-4

@@ -24,8 +24,8 @@ import qsync_fx
 from qsync_fx.allocator import Answer, Problem
 from qsync_fx.allocator.asking import Wishes, problem_of
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
+from qsync_fx.allocator.judging.resizing import resized
 from qsync_fx.allocator.known import allocator_of
-from qsync_fx.allocator.resizing import resized
 from qsync_fx.devices import get
 from qsync_fx.errors import PlanError
 from qsync_fx.precision import FORMATS as EVERY

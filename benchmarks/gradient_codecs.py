@@ -21,7 +21,7 @@ from _piquant import encoders
 from qsync_fx import _C
 from qsync_fx.communication.codecs import NAMES, Draw, codec_named
 from qsync_fx.communication.codecs.onebit import Reshaped
-from qsync_fx.communication.speed import measured
+from qsync_fx.communication.speeds.speed import measured
 
 GOALS = {"encode_to_copy": 0.85, "decode_to_copy": 1.5}
 OF_OURS = ("qsgd", "1bit")

@@ -25,8 +25,8 @@ from qsync_fx import Plan
 from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory import Anchor, Category, OptimizerMemory, Training, anchored_bytes, step_memory
 from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.optimizers import optimizer_memory
-from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.profiling.measuring.optimizers import optimizer_memory
+from qsync_fx.profiling.measuring.peak import measured_peak
 
 SPACE = "passes", "step"
 

@@ -16,12 +16,12 @@ from messages import FORMATS, ROLES, RUNS, Foreseen, Job, Phase, Planned
 from training import Batch, batches, fresh, step_of
 
 import qsync_fx
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.plan.reading import read_plan
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.memory import Training, peak_bytes
 from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.optimizers import optimizer_memory
+from qsync_fx.profiling.measuring.optimizers import optimizer_memory
 
 SHARE = 0.8
 """How much of the memory that a step in FP32 takes the inference rank may have, unless the user says otherwise."""

@@ -24,7 +24,7 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.asking import Wishes, problem_of
-from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.precision import FORMATS as EVERY
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph, model_graph

@@ -26,12 +26,12 @@ from _harness import Row, arguments, show, write_json
 from torch import Tensor, distributed, nn
 
 from qsync_fx.communication import gathering, reduction
-from qsync_fx.communication.adaptive import Block, Broadcast, broadcast
+from qsync_fx.communication.aqgb.adaptive import Block, Broadcast, broadcast
 from qsync_fx.communication.assigned import to_all
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
-from qsync_fx.communication.exchange import exchange
+from qsync_fx.communication.wire.exchange import exchange
 
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
 DEADLINE = 0.765

@@ -17,7 +17,7 @@ from _timelines import picture
 from fleets import CASES, COUNTS, QUICK, narrow, problem, traced
 
 from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.files import write_text
 from qsync_fx.timeline.timeline import Timeline
 

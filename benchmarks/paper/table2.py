@@ -21,7 +21,7 @@ from _harness import arguments, show
 from qsync_fx.allocator import Answer
 from qsync_fx.allocator.baselines import Hessian, Random
 from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.allocator.paper import Greedy
 
 

@@ -24,7 +24,7 @@ from fleets import narrow
 from qsync_fx.allocator import Answer, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.resizing import resized
+from qsync_fx.allocator.judging.resizing import resized
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.judging.judge import Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest

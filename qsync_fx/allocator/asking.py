@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 
 from qsync_fx.allocator.answer import Note, NoteKind
 from qsync_fx.allocator.coding import Coding
-from qsync_fx.allocator.judge import Judge, beyond
+from qsync_fx.allocator.judging.judge import Judge, beyond
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
 from qsync_fx.devices import Device as CatalogDevice, get, names
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.communication.foreseen import coded, small
-from qsync_fx.communication.rates import Rates
+from qsync_fx.communication.speeds.foreseen import coded, small
+from qsync_fx.communication.speeds.rates import Rates
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replay.fleet import Bucket, Coded, travel
 from qsync_fx.predictor.schedule import Parameter

@@ -23,7 +23,7 @@ from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.steps import StepFunction, first_batch
+from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.timeline.known import Given, Known, known_devices
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from qsync_fx.allocator.judge import Figures
+from qsync_fx.allocator.judging.judge import Figures
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qsync_fx.allocator.finding import find_plan
-from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.cached.kept import KEPT, SUFFIX, KeptPlan, folder
 from qsync_fx.devices import default_precision
 from qsync_fx.devices.machine import this_machine

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem, width
-from qsync_fx.communication.foreseen import by_bucket
+from qsync_fx.communication.speeds.foreseen import by_bucket
 from qsync_fx.predictor.replay.fleet import played
 
 NEAR: Final = 0.02

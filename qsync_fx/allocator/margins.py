@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.answer import AGREES, Allocator, Answer, Note, NoteKind
-from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.profiling.profile import Profile

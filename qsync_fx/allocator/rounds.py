@@ -15,13 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
-from qsync_fx.allocator.judge import Judge, judged
+from qsync_fx.allocator.judging.judge import Judge, judged
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.profiling.measurement import measure
+from qsync_fx.profiling.measuring.steps import StepFunction
 from qsync_fx.profiling.profile import Profile
-from qsync_fx.profiling.steps import StepFunction
 from qsync_fx.timeline.known import Known
 
 CORRECTIONS: Final = 3

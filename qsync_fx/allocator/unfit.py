@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.judging.judge import Judged
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.errors import PlanError
 

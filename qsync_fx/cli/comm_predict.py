@@ -11,7 +11,7 @@ from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.communication.rates import Rates
+    from qsync_fx.communication.speeds.rates import Rates
     from qsync_fx.predictor.replay.cluster import Cluster
     from qsync_fx.profiling.profile import Profile
     from qsync_fx.timeline.paying import Paying
@@ -121,7 +121,7 @@ def _read(path: str) -> Rates:
     import json
     import pathlib
 
-    from qsync_fx.communication.rates import Rate, Rates
+    from qsync_fx.communication.speeds.rates import Rate, Rates
 
     try:
         rows = json.loads(pathlib.Path(path).read_text())

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.communication import geometry, tally
+from qsync_fx.communication.aqgb.control import Controller, Entry
 from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.communication.control import Controller, Entry
 from qsync_fx.communication.gathering import Gatherer
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.hierarchy import Hierarchy, Nodes
 from qsync_fx.communication.reduction import Reducer
 from qsync_fx.communication.residuals import finite, scale_of
 from qsync_fx.communication.state import State
-from qsync_fx.communication.worker import Worker
+from qsync_fx.communication.wire.worker import Worker
 from qsync_fx.errors import OptionError
 
 

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import messages
-from qsync_fx.communication.adaptive import mixed
+from qsync_fx.communication.aqgb.adaptive import mixed
+from qsync_fx.communication.aqgb.control import Controller
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Draw
 from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
-from qsync_fx.communication.control import Controller
-from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
-from qsync_fx.communication.messages import HEADER, Head
 from qsync_fx.communication.reduction import Reducer
+from qsync_fx.communication.wire import messages
+from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.messages import HEADER, Head
 
 _SEGMENTS = 2**12
 """More than a bucket has: the head of a message says which bucket's it is, and which segment's."""

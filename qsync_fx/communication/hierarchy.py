@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import geometry, messages
+from qsync_fx.communication import geometry
 from qsync_fx.communication.bucket import Bucket, volumes
-from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
-from qsync_fx.communication.messages import HEADER, Head
 from qsync_fx.communication.reduction import Reducer
+from qsync_fx.communication.wire import messages
+from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.messages import HEADER, Head
 
 
 @dataclass(frozen=True)

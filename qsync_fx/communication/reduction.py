@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.communication import messages, verdict
 from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
-from qsync_fx.communication.exchange import exchange
-from qsync_fx.communication.messages import HEADER, Head
 from qsync_fx.communication.state import State
 from qsync_fx.communication.tally import Tally
+from qsync_fx.communication.wire import messages, verdict
+from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.messages import HEADER, Head
 
 
 @dataclass

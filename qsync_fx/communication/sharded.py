@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication import messages, tally, verdict
+from qsync_fx.communication import tally
 from qsync_fx.communication.codecs import PLAIN, Codec
-from qsync_fx.communication.exchange import exchange
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.handle import Handle
-from qsync_fx.communication.messages import HEADER, Head
 from qsync_fx.communication.residuals import finite, scale_of
 from qsync_fx.communication.state import State
+from qsync_fx.communication.wire import messages, verdict
+from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.messages import HEADER, Head
 from qsync_fx.errors import QSyncError
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from qsync_fx.communication.aqgb.control import Adapted
 from qsync_fx.communication.codecs import Codec
-from qsync_fx.communication.control import Adapted
 
 
 @dataclass

@@ -17,7 +17,7 @@ from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
-from qsync_fx.distributed.statements import parallel_in
+from qsync_fx.distributed.agreeing.statements import parallel_in
 from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan

@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils import _pytree as pytree
 
-from qsync_fx.distributed.statements import parallel_in, uncompiled
+from qsync_fx.distributed.agreeing.statements import parallel_in, uncompiled
 from qsync_fx.errors import OptionError
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

@@ -23,9 +23,10 @@ from qsync_fx.communication.duo.training import LookingAhead
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.sharded import ShardedCompression
-from qsync_fx.distributed import asked, sharding, timeouts
+from qsync_fx.distributed import asked, sharding
+from qsync_fx.distributed.agreeing import timeouts
+from qsync_fx.distributed.agreeing.meeting import Meeting, several_ranks, told_to_all
 from qsync_fx.distributed.hosts import nodes_of_ranks
-from qsync_fx.distributed.meeting import Meeting, several_ranks, told_to_all
 from qsync_fx.plan import ClusterPlan, Plan
 
 _REMEDIES: Final = {

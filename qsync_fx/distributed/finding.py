@@ -19,18 +19,18 @@ from qsync_fx.allocator.asking import Memory, Objective
 from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
 from qsync_fx.devices import names
-from qsync_fx.distributed import statements
+from qsync_fx.distributed.agreeing import statements
+from qsync_fx.distributed.agreeing.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.averaging import samples_in
-from qsync_fx.distributed.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.precision import Precision
-from qsync_fx.profiling.collectives import collectives
 from qsync_fx.profiling.measurement import measure
+from qsync_fx.profiling.measuring.collectives import collectives
+from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.profiling.profile import PROFILE, Profile
-from qsync_fx.profiling.steps import StepFunction, first_batch
 from qsync_fx.this_process import named_class, this_process
 
 

@@ -18,10 +18,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.distributed import statements
+from qsync_fx.distributed.adapting.peaks import PeakCheck
+from qsync_fx.distributed.agreeing import statements
+from qsync_fx.distributed.agreeing.meeting import COMPILING, Meeting, compiles_told, several_ranks
 from qsync_fx.distributed.averaging import averages_by_batch
-from qsync_fx.distributed.meeting import COMPILING, Meeting, compiles_told, several_ranks
-from qsync_fx.distributed.peaks import PeakCheck
 from qsync_fx.distributed.replanned import Replanned
 from qsync_fx.distributed.replanning import Replanner, Replanning
 from qsync_fx.distributed.replicas import check_replicas

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from qsync_fx.communication.hierarchy import Nodes
-from qsync_fx.distributed.meeting import Meeting
+from qsync_fx.distributed.agreeing.meeting import Meeting
 from qsync_fx.errors import OptionError
 
 _WHERE = "compress(..., hierarchical=...)"

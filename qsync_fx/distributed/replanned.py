@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.judging.judge import Judged
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.report.numbers import duration, short
 

@@ -28,12 +28,12 @@ from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.communication.assigned import by_plan
 from qsync_fx.communication.compression import Compression
-from qsync_fx.distributed.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
-from qsync_fx.distributed.holding import free_bytes, held_bytes
-from qsync_fx.distributed.links import Links
-from qsync_fx.distributed.meeting import Meeting
-from qsync_fx.distributed.pace import Clock, Pace
-from qsync_fx.distributed.peaks import PeakCheck
+from qsync_fx.distributed.adapting.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
+from qsync_fx.distributed.adapting.holding import free_bytes, held_bytes
+from qsync_fx.distributed.adapting.links import Links
+from qsync_fx.distributed.adapting.pace import Clock, Pace
+from qsync_fx.distributed.adapting.peaks import PeakCheck
+from qsync_fx.distributed.agreeing.meeting import Meeting
 from qsync_fx.distributed.replanned import Cause, Change, Costs, Replanned
 from qsync_fx.distributed.survey import CODECS, FoundPlan, under
 from qsync_fx.errors import OptionError, PlanError

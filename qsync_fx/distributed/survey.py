@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.finding import find_plan
-from qsync_fx.allocator.judge import Judged, judged
-from qsync_fx.distributed.links import Probe
+from qsync_fx.allocator.judging.judge import Judged, judged
+from qsync_fx.distributed.adapting.links import Probe
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.replay.cluster import Cluster, Device
 from qsync_fx.profiling.profile import Profile

@@ -22,8 +22,8 @@ from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds
+from qsync_fx.profiling.measuring.quantizing import fitted
 from qsync_fx.profiling.profile import Profile
-from qsync_fx.profiling.quantizing import fitted
 from qsync_fx.profiling.runs import Measured, Run
 
 _WEIGHTS = (4, 4, 1, 1)

@@ -30,22 +30,22 @@ from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision, encoding, precision
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
-from qsync_fx.profiling.attribution import attribute
-from qsync_fx.profiling.coding_speed import coding_speeds
-from qsync_fx.profiling.collectives import collectives
-from qsync_fx.profiling.compiled import Compiled, compiling
 from qsync_fx.profiling.correcting import check_asked, check_same, corrected
-from qsync_fx.profiling.kernels import Files, watching
-from qsync_fx.profiling.lines import timing_lines
+from qsync_fx.profiling.measuring.attribution import attribute
+from qsync_fx.profiling.measuring.coding_speed import coding_speeds
+from qsync_fx.profiling.measuring.collectives import collectives
+from qsync_fx.profiling.measuring.compiled import Compiled, compiling
+from qsync_fx.profiling.measuring.kernels import Files, watching
+from qsync_fx.profiling.measuring.lines import timing_lines
+from qsync_fx.profiling.measuring.optimizers import known_memory
+from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.profiling.measuring.steps import StepFunction, Training, clock_for, first_batch
 from qsync_fx.profiling.observed import Observed, observed
-from qsync_fx.profiling.optimizers import known_memory
-from qsync_fx.profiling.peak import measured_peak
 from qsync_fx.profiling.profile import PROFILE, Profile
 from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
 from qsync_fx.profiling.statistics.measured import several as sensitivities
-from qsync_fx.profiling.steps import StepFunction, Training, clock_for, first_batch
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7

@@ -17,8 +17,8 @@ from qsync_fx.explanation import Explanation, explain
 from qsync_fx.explanation.replan import WRITTEN
 from qsync_fx.graph.values import describe
 from qsync_fx.options import Options
+from qsync_fx.profiling.measuring.steps import StepSeconds, Training
 from qsync_fx.profiling.profile import Model
-from qsync_fx.profiling.steps import StepSeconds, Training
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.schedule import Entry, Part
+from qsync_fx.profiling.measuring.optimizers import known_memory
+from qsync_fx.profiling.measuring.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.observed import observed
-from qsync_fx.profiling.optimizers import known_memory
 from qsync_fx.profiling.profile import Collective, Profile
 from qsync_fx.profiling.profile_plans import profile_plans
 from qsync_fx.profiling.runs import Measured, Quantized, Run
-from qsync_fx.profiling.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.untouched import untouched
 
 _SIZES = tuple(2**power for power in range(16, 31))

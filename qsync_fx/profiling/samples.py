@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from qsync_fx.codec import Path, Schema
 from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import ProfileError
-from qsync_fx.profiling.attribution import Passes
+from qsync_fx.profiling.measuring.attribution import Passes
 from qsync_fx.profiling.profile import Model
 from qsync_fx.profiling.profile_plans import States
 from qsync_fx.profiling.runs import Measured, Quantized, Run

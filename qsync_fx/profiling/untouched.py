@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qsync_fx.profiling.statistics.undisturbed import undisturbed
+from qsync_fx.profiling.statistics.tensors.undisturbed import undisturbed
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def _table(name: str, numbers: Sequence[str]) -> Table:
 
 
 def _notes(profile: Profile) -> list[str]:
-    from qsync_fx.profiling.quantizing import fitted
+    from qsync_fx.profiling.measuring.quantizing import fitted
 
     machine = profile.machine
     lines = [f"{profile.model}"]

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from qsync_fx.allocator.answer import Answer
-from qsync_fx.allocator.judge import Judged
+from qsync_fx.allocator.judging.judge import Judged
 from qsync_fx.allocator.studies import Compared, Front, OneStep
 from qsync_fx.report.numbers import duration, short
 from qsync_fx.report.text import table_of

@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.communication.foreseen import by_bucket
-from qsync_fx.communication.rates import COPY, Rates, of_copy, of_speeds, slowed, slowest
+from qsync_fx.communication.speeds.foreseen import by_bucket
+from qsync_fx.communication.speeds.rates import COPY, Rates, of_copy, of_speeds, slowed, slowest
 from qsync_fx.devices import Device, get, names
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.reckoned.times import DeviceTimes

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from qsync_fx.communication.foreseen import by_bucket, uniform
-from qsync_fx.communication.rates import Rates
+from qsync_fx.communication.speeds.foreseen import by_bucket, uniform
+from qsync_fx.communication.speeds.rates import Rates
 from qsync_fx.predictor.replay.cluster import Cluster, Network
 from qsync_fx.predictor.replay.fleet import Coded, Played, played, sent
 from qsync_fx.predictor.schedule import Schedule

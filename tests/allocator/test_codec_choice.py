@@ -15,7 +15,7 @@ import qsync_fx
 from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
 from qsync_fx.allocator import Judge, NoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.messages import HEADER
+from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 from qsync_fx.predictor.memory import ADAM

@@ -11,8 +11,8 @@ from catalog_fleets import of_catalog, symbolic
 from qsync_fx.allocator import Answer, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
 from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.judging.resizing import resized
 from qsync_fx.allocator.paper import Greedy
-from qsync_fx.allocator.resizing import resized
 
 
 def of_paper(name: str, count: int, room: float | None = None) -> Problem:

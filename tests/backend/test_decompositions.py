@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from qsync_fx.backend import relu, tuned
 from qsync_fx.backend.operators.gradients.gate import gate
 from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
-from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.profiling.measuring.peak import measured_peak
 
 aten = torch.ops.aten
 CHECKS = ("test_schema", "test_faketensor")

@@ -10,9 +10,9 @@ import pytest
 import ranks
 import tiers
 
-from qsync_fx.communication.foreseen import coded
-from qsync_fx.communication.messages import HEADER
-from qsync_fx.communication.rates import of_copy
+from qsync_fx.communication.speeds.foreseen import coded
+from qsync_fx.communication.speeds.rates import of_copy
+from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.schedule import Parameter
 

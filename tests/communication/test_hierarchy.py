@@ -12,9 +12,9 @@ from compressed_training import Network
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.communication.foreseen import coded, uniform
-from qsync_fx.communication.messages import HEADER
-from qsync_fx.communication.rates import of_copy
+from qsync_fx.communication.speeds.foreseen import coded, uniform
+from qsync_fx.communication.speeds.rates import of_copy
+from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.distributed.hosts import grouped, in_a_row
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.schedule import Parameter

@@ -17,9 +17,9 @@ import tiers
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.distributed import links as watched
-from qsync_fx.distributed.drift import Hysteresis, link_drift
-from qsync_fx.distributed.links import Links, Probe
+from qsync_fx.distributed.adapting import links as watched
+from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
+from qsync_fx.distributed.adapting.links import Links, Probe
 from qsync_fx.distributed.replanned import Cause, Change, Replanned
 from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
 

@@ -18,12 +18,12 @@ import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.distributed import average_by_batch, check_replicas, guard
-from qsync_fx.distributed.alive import gone, identity
-from qsync_fx.distributed.channel import Channel, Failure, StoreLost
-from qsync_fx.distributed.meeting import Meeting, compiles_told
+from qsync_fx.distributed.agreeing.alive import gone, identity
+from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
+from qsync_fx.distributed.agreeing.meeting import Meeting, compiles_told
+from qsync_fx.distributed.agreeing.timeouts import at_least, limit_of_group
 from qsync_fx.distributed.replicas import digests
 from qsync_fx.distributed.survey import under
-from qsync_fx.distributed.timeouts import at_least, limit_of_group
 from qsync_fx.errors import PlanError
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.distributed.holding import free_bytes
-from qsync_fx.distributed.peaks import PeakCheck
-from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.distributed.adapting.holding import free_bytes
+from qsync_fx.distributed.adapting.peaks import PeakCheck
+from qsync_fx.profiling.measuring.peak import measured_peak
 from qsync_fx.switching import when_called
 
 SIZE = 256

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from qsync_fx.graph.meta import Charge
-from qsync_fx.profiling.attribution import attribute
-from qsync_fx.profiling.kernels import Computed, Files, Kernel
+from qsync_fx.profiling.measuring.attribution import attribute
+from qsync_fx.profiling.measuring.kernels import Computed, Files, Kernel
 
 FILE, OTHER = "forward.py", "backward.py"
 

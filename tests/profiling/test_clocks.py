@@ -14,7 +14,7 @@ from measured_layer import Counted, layer, quick
 
 from qsync_fx import Profile
 from qsync_fx.errors import ProfileError
-from qsync_fx.profiling.steps import clock_for
+from qsync_fx.profiling.measuring.steps import clock_for
 
 BESIDE = 0.05
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from torch import distributed
 
-from qsync_fx.profiling.collectives import collectives
+from qsync_fx.profiling.measuring.collectives import collectives
 
 
 def test_alone_there_is_nothing_to_measure() -> None:

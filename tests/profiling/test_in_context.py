@@ -14,8 +14,8 @@ from qsync_fx.precision import precision
 from qsync_fx.predictor.model.file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiling.in_context import InContext
+from qsync_fx.profiling.measuring.quantizing import fitted
 from qsync_fx.profiling.profile import Model, Profile
-from qsync_fx.profiling.quantizing import fitted
 from qsync_fx.profiling.runs import Measured, Quantized, Run
 
 BF16, FP32, INT8 = "bf16", "fp32", "int8"

@@ -13,8 +13,8 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.profiling.kernels import watching
 from qsync_fx.profiling.measurement import measure
+from qsync_fx.profiling.measuring.kernels import watching
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.samples import SAMPLES
 

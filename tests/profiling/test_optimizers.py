@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.profiling.optimizers import optimizer_memory
-from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.profiling.measuring.optimizers import optimizer_memory
+from qsync_fx.profiling.measuring.peak import measured_peak
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.profiling.peak import measured_peak, memory_events
+from qsync_fx.profiling.measuring.peak import measured_peak, memory_events
 
 KIB = 256  # elements of FP32
 

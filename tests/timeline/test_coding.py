@@ -13,15 +13,15 @@ import qsync_fx
 from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
 from qsync_fx.cli import main
 from qsync_fx.communication.codecs import NAMES, codec_named
-from qsync_fx.communication.foreseen import coded, uniform
-from qsync_fx.communication.messages import HEADER
-from qsync_fx.communication.rates import COPY, Rate, Rates, of_copy, slowest
+from qsync_fx.communication.speeds.foreseen import coded, uniform
+from qsync_fx.communication.speeds.rates import COPY, Rate, Rates, of_copy, slowest
+from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster import Buckets, Compression, Device, Network
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.coding_speed import coding_speeds
+from qsync_fx.profiling.measuring.coding_speed import coding_speeds
 from qsync_fx.profiling.profile import CodecSpeed
 from qsync_fx.timeline.coding import of_catalog, rates
 from qsync_fx.timeline.paying import best, paying

@@ -17,7 +17,7 @@ from typing import Final
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.baselines.uniform import exceeded, full
-from qsync_fx.allocator.judge import Judge, beyond, judged
+from qsync_fx.allocator.judging.judge import Judge, beyond, judged
 from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import PlanError, shown
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
-from qsync_fx.allocator.judge import Judge, Judged
+from qsync_fx.allocator.judging.judge import Judge, Judged
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.allocator.unfit import excess
 from qsync_fx.allocator.uniforms import uniforms

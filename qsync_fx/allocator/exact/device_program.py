@@ -20,7 +20,7 @@ from qsync_fx.allocator.exact.casting import Casting
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 
 THOUSANDTHS = 1000.0

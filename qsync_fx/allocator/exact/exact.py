@@ -10,7 +10,7 @@ from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.exact.trying import begin_elsewhere, every, few, widen
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 
 GAP: Final = 1e-4

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qsync_fx.allocator.exact.solving import Limits, find
-from qsync_fx.allocator.judge import Judged, beyond
+from qsync_fx.allocator.judging.judge import Judged, beyond
 from qsync_fx.allocator.unfit import megabytes, milliseconds
 from qsync_fx.errors import PlanError, shown
 

@@ -11,9 +11,9 @@ from typing import Final
 from qsync_fx.allocator.coding import Codecs
 from qsync_fx.allocator.exact.memory import Held
 from qsync_fx.allocator.exact.prices import Prices
-from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged
+from qsync_fx.allocator.judging.judge import TOLERANCE, Judge, Judged
+from qsync_fx.allocator.judging.remembered import Remembered
 from qsync_fx.allocator.problem import Plans, Problem
-from qsync_fx.allocator.remembered import Remembered
 from qsync_fx.allocator.uniforms import uniforms
 
 NEAR: Final = 2e-3

@@ -20,7 +20,7 @@ from qsync_fx.allocator.exact.bounding import Certain, Holds
 from qsync_fx.allocator.exact.learned import Learned
 from qsync_fx.allocator.exact.prices import Least, Priced
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
-from qsync_fx.allocator.judge import TOLERANCE, beyond
+from qsync_fx.allocator.judging.judge import TOLERANCE, beyond
 from qsync_fx.allocator.problem import Plans, Problem
 
 _MOMENTS: Final = 8

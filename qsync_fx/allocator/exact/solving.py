@@ -18,7 +18,7 @@ from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.program import INFINITY, Expression, Program, total
 from qsync_fx.allocator.exact.relaxing import Coupling, Relaxing
 from qsync_fx.allocator.exact.sending import Sending, kept, sending
-from qsync_fx.allocator.judge import TOLERANCE, Judge
+from qsync_fx.allocator.judging.judge import TOLERANCE, Judge
 from qsync_fx.allocator.problem import Asked, Plans, Problem
 
 LARGE: Final = 4000

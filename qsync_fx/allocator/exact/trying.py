@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 from qsync_fx.allocator.exact.search import Search
-from qsync_fx.allocator.judge import TOLERANCE
+from qsync_fx.allocator.judging.judge import TOLERANCE
 from qsync_fx.allocator.paper import Greedy
 from qsync_fx.errors import PlanError
 

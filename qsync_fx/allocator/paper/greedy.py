@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qsync_fx.allocator.answer import Answer
-from qsync_fx.allocator.judge import Judge, Judged
+from qsync_fx.allocator.judging.judge import Judge, Judged
 from qsync_fx.allocator.paper.initial import initial
 from qsync_fx.allocator.paper.recovery import Indicator, recover
 from qsync_fx.allocator.paper.units import Unit, spread, units

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from qsync_fx.allocator.judge import Judge, beyond
+from qsync_fx.allocator.judging.judge import Judge, beyond
+from qsync_fx.allocator.judging.remembered import Remembered
 from qsync_fx.allocator.paper.blocks import Parts, parts
 from qsync_fx.allocator.paper.units import Unit, spread
 from qsync_fx.allocator.problem import Asked, DeviceClass
-from qsync_fx.allocator.remembered import Remembered
 from qsync_fx.predictor.mapper import CostMapper
 
 _SHRINKS: Final = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
-from qsync_fx.allocator.judge import Judge
+from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.paper.units import Unit
 
 Indicator = Callable[[str, str, str], float]

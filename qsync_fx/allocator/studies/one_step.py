@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from qsync_fx.allocator.answer import Answer
-from qsync_fx.allocator.judge import TOLERANCE, Judge, Judged
+from qsync_fx.allocator.judging.judge import TOLERANCE, Judge, Judged
 from qsync_fx.allocator.problem import width
 from qsync_fx.allocator.studies.selecting import open_class, selected
 from qsync_fx.errors import PlanError

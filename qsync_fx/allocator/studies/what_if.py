@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
-from qsync_fx.allocator.judge import judged
+from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.allocator.studies.selecting import open_class, selected
 from qsync_fx.errors import PlanError
 

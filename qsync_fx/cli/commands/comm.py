@@ -44,7 +44,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     import torch
 
     from qsync_fx.communication.codecs import NAMES, codec_named
-    from qsync_fx.communication.speed import measured
+    from qsync_fx.communication.speeds.speed import measured
     from qsync_fx.errors import OptionError
 
     for name in ("megabytes", "threads", "repeats"):
@@ -80,7 +80,7 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
 
     from torch import distributed
 
-    from qsync_fx.communication.reduction_speed import reductions
+    from qsync_fx.communication.speeds.reduction_speed import reductions
 
     distributed.init_process_group("gloo")
     found, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()

@@ -54,8 +54,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sensitivity(arguments: argparse.Namespace) -> None:
     from qsync_fx.predictor.sensitivity.value import SENSITIVITY
+    from qsync_fx.profiling.statistics.indicators.methods import method
     from qsync_fx.profiling.statistics.measured import several
-    from qsync_fx.profiling.statistics.methods import method
 
     method(arguments.method)
     if arguments.plan is not None:

@@ -66,7 +66,7 @@ class Truncated(Codec):
 
 @dataclass(frozen=True)
 class Adaptive(Truncated):
-    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.control` says. On its own it is FP32.
+    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.aqgb.control` says. On its own it is FP32.
 
     Attributes:
         segment: bytes of FP32 for which levels are chosen at once.

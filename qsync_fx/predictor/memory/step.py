@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def step_bytes(self) -> int:
-        """The most that the step holds beyond that, as `qsync_fx.profiling.peak.measured_peak` measures it."""
+        """The most that the step holds beyond that, as `qsync_fx.profiling.measuring.peak.measured_peak` measures it."""
         return self.peak.bytes - self.held_bytes
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ _FP32 = 4
 class OptimizerMemory:
     """What an optimizer takes, in FP32 values an element of a parameter.
 
-    `qsync_fx.profiling.optimizers.optimizer_memory` asks an optimizer for it. The values below are those of torch's on the CPU.
+    `qsync_fx.profiling.measuring.optimizers.optimizer_memory` asks an optimizer for it. The values below are those of torch's on the CPU.
 
     Attributes:
         state: what it keeps from step to step.

@@ -24,17 +24,17 @@ from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, Precision, precision
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
+from qsync_fx.profiling.measuring.steps import StepFunction
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
-from qsync_fx.profiling.statistics.captured import Captured, as_it_is
 from qsync_fx.profiling.statistics.coding import of_gradients
+from qsync_fx.profiling.statistics.indicators.methods import method as method_called
 from qsync_fx.profiling.statistics.interrupted import INTERRUPTED
 from qsync_fx.profiling.statistics.kept import Kept
-from qsync_fx.profiling.statistics.methods import method as method_called
-from qsync_fx.profiling.statistics.roundings import Change, changes
 from qsync_fx.profiling.statistics.step import Key, Method, Step, gradients_of
-from qsync_fx.profiling.statistics.undisturbed import repeatable, trained, undisturbed
-from qsync_fx.profiling.steps import StepFunction
+from qsync_fx.profiling.statistics.tensors.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.tensors.roundings import Change, changes
+from qsync_fx.profiling.statistics.tensors.undisturbed import repeatable, trained, undisturbed
 
 Say = Callable[[str], None]
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qsync_fx.ops import Place
-from qsync_fx.profiling.statistics.captured import Captured, Run, as_it_is
-from qsync_fx.profiling.statistics.following import Follower
-from qsync_fx.profiling.statistics.roundings import Changes
-from qsync_fx.profiling.statistics.undisturbed import Again, trained
+from qsync_fx.profiling.statistics.tensors.captured import Captured, Run, as_it_is
+from qsync_fx.profiling.statistics.tensors.following import Follower
+from qsync_fx.profiling.statistics.tensors.roundings import Changes
+from qsync_fx.profiling.statistics.tensors.undisturbed import Again, trained
 
 Key = tuple[str, str]
 """An operator and a precision."""

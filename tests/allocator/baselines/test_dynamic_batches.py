@@ -10,7 +10,7 @@ from catalog_fleets import of_catalog, sized, symbolic
 from qsync_fx import PlanError, ProfileError
 from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
-from qsync_fx.allocator.resizing import Scaled, resized
+from qsync_fx.allocator.judging.resizing import Scaled, resized
 from qsync_fx.predictor.replay.cluster import Cluster, Device
 
 

@@ -17,7 +17,7 @@ from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
 from qsync_fx.allocator.coding import Coding
 from qsync_fx.allocator.exact import solving
 from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.communication.rates import of_copy
+from qsync_fx.communication.speeds.rates import of_copy
 from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
 
 CODECS = ("fp32", "qsgd8", "qsgd2")

@@ -32,7 +32,7 @@ from qsync_fx.predictor.memory import (
     step_memory,
 )
 from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.peak import measured_peak
+from qsync_fx.profiling.measuring.peak import measured_peak
 
 torch.set_num_threads(1)
 NAMES = ("mlp", "odd", "broken", "checkpointed", "tied", "vgg")

@@ -12,7 +12,7 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     """The error of the gradient that passes, against real noise in front."""
     from torch.fx import symbolic_trace
 
-    from qsync_fx.profiling.statistics.gates import Flips, Gate, gate
+    from qsync_fx.profiling.statistics.tensors.gates import Flips, Gate, gate
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 4, 16, 16, generator=generator)

@@ -11,11 +11,11 @@ import torch
 from looked_models import batches, step
 from torch import Tensor, nn
 
-from qsync_fx.profiling.statistics.captured import Captured
-from qsync_fx.profiling.statistics.injected import Injected
+from qsync_fx.profiling.statistics.indicators.injected import Injected
+from qsync_fx.profiling.statistics.indicators.monte_carlo import MonteCarlo
+from qsync_fx.profiling.statistics.indicators.second_order import SecondOrder
 from qsync_fx.profiling.statistics.measured import _Looking
-from qsync_fx.profiling.statistics.monte_carlo import MonteCarlo
-from qsync_fx.profiling.statistics.second_order import SecondOrder
+from qsync_fx.profiling.statistics.tensors.captured import Captured
 
 
 class Scaled(nn.Module):

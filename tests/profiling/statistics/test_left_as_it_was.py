@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
-from qsync_fx.profiling.statistics.captured import Captured, as_it_is
-from qsync_fx.profiling.statistics.methods import METHODS
-from qsync_fx.profiling.statistics.tapped import tapped
+from qsync_fx.profiling.statistics.indicators.methods import METHODS
+from qsync_fx.profiling.statistics.tensors.captured import Captured, as_it_is
+from qsync_fx.profiling.statistics.tensors.tapped import tapped
 
 
 class Twice(nn.Module):

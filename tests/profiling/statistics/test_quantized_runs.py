@@ -12,8 +12,8 @@ from looked_models import batches, step, wide
 from torch import Tensor, nn
 
 from qsync_fx.predictor.sensitivity.agreement import agreement
-from qsync_fx.profiling.statistics.captured import Captured
 from qsync_fx.profiling.statistics.measured import several
+from qsync_fx.profiling.statistics.tensors.captured import Captured
 
 
 def test_exact_tells_a_network_of_gates_in_few_steps() -> None:
@@ -41,8 +41,8 @@ def test_exact_and_injected_are_what_quantized_runs_do(activation: type[nn.Modul
 @tiers.ALL
 def test_what_two_operators_add_adds_up() -> None:
     from qsync_fx.plan import Plan
+    from qsync_fx.profiling.statistics.indicators.monte_carlo import lowered, truth
     from qsync_fx.profiling.statistics.measured import _Looking
-    from qsync_fx.profiling.statistics.monte_carlo import lowered, truth
 
     model = small_models.build(lambda: wide(nn.GELU))
     looking = _Looking(Captured(model), step, ["int8"], 0)
@@ -84,9 +84,9 @@ class Residual(nn.Module):
 
 
 def test_an_error_in_a_gradient_counts_for_its_operator_alone() -> None:
-    from qsync_fx.profiling.statistics.injected import Injected
+    from qsync_fx.profiling.statistics.indicators.injected import Injected
+    from qsync_fx.profiling.statistics.indicators.second_order import SecondOrder
     from qsync_fx.profiling.statistics.measured import _Looking
-    from qsync_fx.profiling.statistics.second_order import SecondOrder
 
     model = small_models.build(Residual)
     looking = _Looking(Captured(model), step, ["bf16"], 0)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import ClusterPlan
 from qsync_fx.distributed import Replanning, compress, finding, guard
-from qsync_fx.distributed.holding import held_bytes
+from qsync_fx.distributed.adapting.holding import held_bytes
 from qsync_fx.profiling.profile import Collective
 
 BATCHES, WIDTH = (1536, 512), 256

@@ -15,7 +15,7 @@ from qsync_fx.allocator.exact.bounding.returning import Returning
 from qsync_fx.allocator.exact.bounding.waiting import Moment
 from qsync_fx.allocator.exact.formats import Formats
 from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
-from qsync_fx.allocator.judge import beyond
+from qsync_fx.allocator.judging.judge import beyond
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory

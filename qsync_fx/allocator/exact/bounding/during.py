@@ -1,9 +1,9 @@
 """What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, as a linear expression of states.
 
 That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
-(`qsync_fx.allocator.memories`). All that the backward passes before it read is there, and of the product itself its factors, the gradient
-that it is given, and those that are written; the gradients of all parameters that operators behind it read; and what gradients that wait
-are computed from (`streams`).
+(`qsync_fx.allocator.judging.memories`). All that the backward passes before it read is there, and of the product itself its factors, the
+gradient that it is given, and those that are written; the gradients of all parameters that operators behind it read; and what gradients
+that wait are computed from (`streams`).
 
 Invariant: `of` and `expression` count the same.
 """

@@ -110,7 +110,7 @@ def _target(device: str) -> str | None:
 
 def resizer(known: Known, problem: Problem) -> Callable[[str, int], DeviceClass]:
     """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
-    from qsync_fx.allocator.resizing import resized
+    from qsync_fx.allocator.judging.resizing import resized
 
     trained = known.trained
     if trained is None:

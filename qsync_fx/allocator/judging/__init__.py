@@ -1,0 +1,1 @@
+"""What plans cost, whoever found them: `judge`, and what it asks for."""

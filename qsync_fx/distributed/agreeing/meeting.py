@@ -1,0 +1,166 @@
+"""A meeting of all ranks: they see how the others fare, agree on what they state, and leave it together where one fails.
+
+Invariant: an error on any rank, whatever it is, ends the meeting on every rank with an error that names the rank and its reason, unless a
+process is killed before it can tell. A rank's own error stays what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from torch import distributed
+from torch._dynamo.callback import callback_handler
+
+from qsync_fx.distributed.agreeing import timeouts
+from qsync_fx.distributed.agreeing.agreement import Statement, agree, awaited, lost
+from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
+from qsync_fx.distributed.agreeing.watcher import Watcher
+from qsync_fx.errors import QSyncError, RankError
+
+COMPILING: Final = 1800.0
+_FOR_A_CAUSE: Final = 12.0
+"""Seconds after a failed collective in which some rank must have told, or have been silent long enough to be found gone."""
+_LEAST: Final = 10.0
+"""Seconds that a process has at least to come back from where it waits, once another rank has failed."""
+
+
+def several_ranks() -> bool:
+    """Whether torch.distributed is up, with more ranks than one."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+class Meeting:
+    """The context; collectives in it may take as long as compiling.
+
+    Args:
+        compiling: seconds that a rank may compile.
+        silence: seconds that a rank may say nothing; by default the limit of the process group.
+        collectives: whether ranks may wait for one that has failed in a collective: then a process that does not come back is ended.
+
+    Attributes:
+        rank, world: this rank's number, of how many.
+        compiling: as given.
+    """
+
+    def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
+        limit = timeouts.limit_of_group()
+        self._channel = Channel()
+        self.rank, self.world = self._channel.rank, self._channel.world
+        self._silence, self.compiling = silence or limit or COMPILING, compiling
+        # Only where it is given more time than the group has does a process need an end of its own.
+        ends = max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
+        self.watcher = Watcher(self._channel, self._silence, compiling, ends)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Meeting:
+        try:
+            self.watcher.start()
+        except StoreLost:
+            raise lost(self.rank) from None
+        self._stack.enter_context(timeouts.at_least(self.compiling))
+        return self
+
+    def agree(self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False) -> None:
+        """Returns once all ranks have stated the same; `patient` waits for them as long as they may compile.
+
+        Raises:
+            RankError: on every rank: they differ, one of them does not come, or one has failed.
+        """
+        agree(self._channel, self.watcher, about, mine, self.compiling if patient else self._silence, do)
+
+    def check(self) -> None:
+        """Raises `RankError` where a rank is known to have failed."""
+        if self.watcher.failure is not None:
+            raise self.watcher.failure.error()
+
+    def put(self, key: str, text: str) -> None:
+        """Gives a text to the other ranks."""
+        try:
+            self._channel.put(f"{key}/{self.rank}", text)
+        except StoreLost:
+            raise lost(self.rank) from None
+
+    def get(self, key: str, rank: int, limit: float) -> str:
+        """Returns the text that a rank gives, once it does; raises `RankError` if it fails, or takes longer."""
+        try:
+            return awaited(self._channel, self.watcher, f"{key}/{rank}", rank, limit, key)
+        except StoreLost:
+            raise lost(self.rank) from None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tells the others of an error, or says whose failure it comes from.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._stack.close()
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        cause = None
+        try:
+            if isinstance(error, RankError):
+                self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
+            elif error is not None:
+                cause = self._cause(error)
+            if error is not None:
+                self.watcher.linger()
+        except StoreLost:
+            pass
+        finally:
+            self.watcher.stop(done=error is None)
+        if cause is not None:
+            raise cause.error() from error
+
+    def _cause(self, error: BaseException) -> Failure | None:
+        """Returns whose failure an error comes from; None for this rank's own, which the others are told."""
+        if self.watcher.failure is None and _is_of_a_collective(error):
+            self.watcher.hurry()
+            self.watcher.wait(_FOR_A_CAUSE)
+        if self.watcher.failure is not None and self.watcher.failure.rank != self.rank:
+            return self.watcher.failure
+        self.watcher.tell(Failure.of(self.rank, error))
+        return None
+
+
+@contextlib.contextmanager
+def told_to_all() -> Iterator[None]:
+    """Tells the other ranks, which come to a meeting next, of an error on this one; it stays what it is."""
+    try:
+        yield
+    except QSyncError as error:
+        if several_ranks():
+            with contextlib.suppress(QSyncError), Meeting(timeouts.patience(), None, collectives=False):
+                raise error
+        raise
+
+
+@contextlib.contextmanager
+def compiles_told(meeting: Meeting) -> Iterator[None]:
+    """Tells the other ranks when this one compiles."""
+
+    def begins(_: Any) -> None:
+        meeting.watcher.compiles(True)
+
+    def ends(_: Any) -> None:
+        meeting.watcher.compiles(False)
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begins)
+        callback_handler.remove_end_callback(ends)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error is what torch.distributed raises where another rank is gone; gloo's have no class of their own."""
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting")
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )

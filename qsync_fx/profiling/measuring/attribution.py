@@ -1,0 +1,93 @@
+"""Whose time it was: from seconds a line to seconds an operator.
+
+A call of a library belongs to the node that it computes. A kernel that Inductor has fused is shared out among its nodes by the bytes that
+each reads and writes. What calls no kernel, such as taking memory and giving it back, belongs to the kernel beside it. Quantizers stay
+apart: how many there are, and of what, follows from all of a plan and not from an operator's state.
+
+Invariant: what comes out adds up to the seconds of the lines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsync_fx.profiling.measuring.kernels import Files, Kernel
+from qsync_fx.profiling.measuring.lines import Seconds
+from qsync_fx.profiling.runs import Quantized
+
+Passes = tuple[float, float]
+"""Seconds of the forward and of the backward pass."""
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """
+    Attributes:
+        operators: by id.
+        quantized: in the order that they ran.
+        nobody: what belongs to no operator.
+    """
+
+    operators: Mapping[str, Passes]
+    quantized: list[Quantized]
+    nobody: Passes
+
+
+def attribute(seconds: Seconds, files: Files) -> Attributed:
+    """Returns whose the seconds of a step's lines were."""
+    operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    quantized: list[Quantized] = []
+    nobody = [0.0, 0.0]
+    for (file, backward), lines in _by_file(seconds).items():
+        for kernel, taken in _with_beside(lines, files[file]):
+            owners = _owners(kernel)
+            if (found := _quantizer(kernel, backward, taken)) is not None:
+                quantized.append(found)
+            elif not owners:
+                nobody[backward] += taken
+            for owner, share in owners.items() if found is None else ():
+                operators[owner][backward] += taken * share
+    return Attributed({name: (f, b) for name, (f, b) in operators.items()}, quantized, (nobody[0], nobody[1]))
+
+
+def _by_file(seconds: Seconds) -> dict[tuple[str, bool], dict[int, float]]:
+    found: dict[tuple[str, bool], dict[int, float]] = defaultdict(dict)
+    for (file, line, backward), taken in seconds.items():
+        found[file, backward][line] = taken
+    return found
+
+
+def _with_beside(lines: Mapping[int, float], kernels: Mapping[int, Kernel]) -> list[tuple[Kernel | None, float]]:
+    """Returns each kernel with its seconds and those of the lines after it that call none; those before the first one go with it."""
+    found: list[tuple[Kernel | None, float]] = []
+    before = 0.0
+    for line in sorted(lines):
+        kernel = kernels.get(line)
+        if kernel is not None:
+            found.append((kernel, before + lines[line]))
+            before = 0.0
+        elif found:
+            found[-1] = found[-1][0], found[-1][1] + lines[line]
+        else:
+            before += lines[line]
+    return [*found, (None, before)] if before else found
+
+
+def _quantizer(kernel: Kernel | None, backward: bool, taken: float) -> Quantized | None:
+    for node in kernel.nodes if kernel is not None and kernel.library else ():
+        if node.quantizes is not None and node.charge is not None:
+            return Quantized(node.charge.owner, *node.quantizes, backward, taken)
+    return None
+
+
+def _owners(kernel: Kernel | None) -> dict[str, float]:
+    """Returns which share of a kernel's time belongs to whom."""
+    nodes = [node for node in kernel.nodes if node.charge is not None] if kernel is not None else []
+    whole = sum(node.bytes for node in nodes)
+    shares: dict[str, float] = defaultdict(float)
+    for node in nodes:
+        assert node.charge is not None
+        shares[node.charge.owner] += node.bytes / whole if whole else 1 / len(nodes)
+    return shares

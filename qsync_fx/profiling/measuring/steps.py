@@ -1,0 +1,85 @@
+"""One training step, timed.
+
+Invariant: with one thread, times are of the processor, for this thread alone: they stay what they are when others load the machine, as far
+as caches and memory let them, and when this process does something else beside. Several threads wait for one another, which counts as
+computing, so there times are those of the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from qsync_fx.errors import OptionError
+from qsync_fx.profiling.measuring.lines import Clock, Lines
+
+StepFunction = Callable[[Any, Any], Tensor]
+"""What a user writes: from a model and a batch to the loss."""
+
+
+def clock_for(threads: int) -> Clock:
+    """Returns the clock that times a thread from which torch computes with so many."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch, and all of them, also where they come one by one; raises `OptionError` where there is none."""
+    rest = iter(batches)
+    for batch in rest:
+        return batch, itertools.chain([batch], rest) if rest is batches else batches
+    raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step and its parts."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def passes(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one step takes, but for the model in the form that runs.
+
+    Attributes:
+        step: the user's.
+        batch: what it is given.
+        optimizer: None where there is none.
+        zero: lets gradients go.
+        clock: what times it.
+    """
+
+    step: StepFunction
+    batch: Any
+    optimizer: Optimizer | None
+    zero: Callable[[], None]
+    clock: Clock
+
+    def run(self, model: Any, lines: Lines | None = None) -> StepSeconds:
+        """Trains a model for one step."""
+        clock = self.clock
+        start = clock()
+        loss = self.step(model, self.batch)
+        middle = clock()
+        if lines is not None:
+            lines.backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = clock()
+        del loss
+        optimized = clock()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.zero()
+        return StepSeconds(middle - start, end - middle, clock() - optimized)

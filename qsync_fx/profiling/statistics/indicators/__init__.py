@@ -1,0 +1,1 @@
+"""The ways to find a sensitivity; `methods` lists them."""

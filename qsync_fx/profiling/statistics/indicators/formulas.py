@@ -1,0 +1,155 @@
+"""The methods that reckon from the tensors of one ordinary step: "paper", "depth" and "fisher".
+
+Invariant: one forward and one backward pass; tensors are looked at where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from qsync_fx.graph import PrecisionGraph, meta
+from qsync_fx.ops import Kind, Place
+from qsync_fx.precision import precision
+from qsync_fx.predictor.sensitivity import paper
+from qsync_fx.predictor.sensitivity.depth import depths, omega
+from qsync_fx.predictor.sensitivity.product_noise import (
+    input_gradient_noise,
+    product_noise,
+    weight_gradient_noise,
+)
+from qsync_fx.profiling.statistics.indicators.direct import factored
+from qsync_fx.profiling.statistics.step import Key, Step
+from qsync_fx.profiling.statistics.tensors.local import Erring, erring
+from qsync_fx.profiling.statistics.tensors.roundings import Change
+from qsync_fx.profiling.statistics.tensors.tapped import tapped
+from qsync_fx.profiling.statistics.tensors.taps import OUTPUT, Seen, Taps
+
+
+@dataclass(frozen=True)
+class Looked:
+    """One call of an operator after a step.
+
+    Attributes:
+        seen: the call.
+        gradients: of its tensors, by place.
+        depth, deepest: its own, and the model's.
+        gamma: the derivative of a mean over the batch.
+    """
+
+    seen: Seen
+    gradients: Mapping[Place, Tensor]
+    depth: int
+    deepest: int
+    gamma: float
+
+
+Formula = Callable[[Looked, str, Change], float]
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """
+    Args:
+        formula: what an operator adds in a precision.
+    """
+
+    formula: Formula
+
+    def look(self, step: Step) -> dict[Key, float]:
+        taps = Taps({op: places | {OUTPUT} for op, places in step.places.items()})
+        step.again(0)
+        with step.captured.running(tapped(taps.tap)):
+            loss = step.loss()
+        edges = taps.edges
+        found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
+        gradients: dict[int, dict[Place, Tensor]] = {}
+        for (at, place), g in zip(edges, found, strict=True):
+            if g is not None:
+                gradients.setdefault(at, {})[place] = g
+        deep = model_depths(step)
+        deepest = max(deep.values(), default=0)
+        sums: dict[Key, float] = {}
+        for at, seen in enumerate(taps.seen):
+            looked = Looked(seen, gradients.get(at, {}), deep[seen.operator], deepest, 1 / step.samples)
+            for name, change in step.changes[seen.operator].items():
+                if change.places:
+                    key = seen.operator, name
+                    sums[key] = sums.get(key, 0.0) + self.formula(looked, name, change)
+        return sums
+
+
+def model_depths(step: Step) -> dict[str, int]:
+    """Returns the number of adjustable operators on the longest path to each, itself included; graphs follow on one another."""
+    found: dict[str, int] = {}
+    for part in step.captured.graphs:
+        inputs: dict[fx.Node, list[fx.Node]] = {}
+        _flatten(part.graph, {}, inputs)
+        ids = {node: str(meta.NOTE[node].id) for node in inputs if node in meta.NOTE}
+        counted = [node for node in ids if meta.NOTE[node].kind is Kind.ADJUSTABLE]
+        before = max(found.values(), default=0)
+        for node, depth in depths(inputs, counted).items():
+            if node in ids:
+                found.setdefault(ids[node], before + depth)
+    return found
+
+
+def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]) -> None:
+    """Adds what each node of a graph and of its bodies reads."""
+    for node in graph.nodes:
+        for body in meta.bodies(node):
+            placeholders = [p for p in body.nodes if p.op == "placeholder"]
+            given = {p: used for p, used in zip(placeholders, node.args[1:], strict=True) if isinstance(used, fx.Node)}
+            _flatten(body, given, into)
+            into[node] = [body.nodes[-1]]
+        if not meta.bodies(node):
+            into[node] = [outside[node]] if node in outside else list(node.all_input_nodes)
+
+
+def of_paper(looked: Looked, name: str, change: Change) -> float:
+    """Equations 3 to 5, of an operator with a weight; of another what its own input and gradient add."""
+    fmt = precision(name)
+    values, gradient = looked.seen.tensors, looked.gradients.get(OUTPUT)
+    of_gradient = paper.moments(gradient, paper.gradient_format(fmt)) if gradient is not None else paper.Moments(0, 0)
+    factors = [paper.moments(values[place].value, fmt) for place in looked.seen.row.scaled if place in values]
+    if len(factors) == 2:
+        forward, backward = paper.forward(*factors), paper.backward(factors[0], of_gradient)
+    else:
+        forward = sum(paper.moments(t.value, fmt).spread for place, t in values.items() if place != OUTPUT) / 6
+        backward = of_gradient.spread / 6
+    return paper.indicator(looked.gamma, looked.depth, looked.deepest, forward, backward)
+
+
+def by_depth(looked: Looked, name: str, change: Change) -> float:
+    """The closed form with exact variances of each product."""
+    errors = erring(looked.seen, change, looked.gradients)
+    x, weight = (_square(errors, place) for place in looked.seen.row.scaled) if looked.seen.row.scaled else (None, None)
+    g = _square(errors, OUTPUT, gradient=True)
+    rest = sum(float(e.square.sum()) for e in errors if not e.gradient and e.place not in looked.seen.row.scaled)
+    incoming = looked.gradients.get(OUTPUT)
+    if x is None or weight is None or incoming is None:
+        backward = sum(float(e.square.sum()) for e in errors if e.gradient)
+        return omega(looked.gamma, looked.depth, looked.deepest, rest, 0.0, backward)
+    product, a, b = factored(looked.seen)
+    nothing = torch.zeros_like(incoming, dtype=torch.float64)
+    forward = float(product_noise(product, a, b, x, weight).sum())
+    to_weight = float(weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum())
+    to_input = float(input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum())
+    return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
+
+
+def by_fisher(looked: Looked, name: str, change: Change) -> float:
+    """The mean square of what the loss changes by to first order: squared gradients, weighed with the variance."""
+    found = 0.0
+    for one in erring(looked.seen, change, looked.gradients):
+        slope = looked.gradients.get(one.place)
+        if not one.gradient and slope is not None:
+            found += float((one.square * slope.double().square()).sum())
+    return found
+
+
+def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tensor | None:
+    return next((e.square for e in errors if e.place == place and e.gradient is gradient), None)

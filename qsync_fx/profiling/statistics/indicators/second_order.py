@@ -1,0 +1,213 @@
+"""The method "exact": what errors at each operator do to the gradients of all parameters, for all operators and precisions in one run.
+
+A tensor of an operator that is rounded errs by e, which changes the gradients by H e: by what follows in the forward pass, and by the
+operator's own part in the backward pass; `probed` gives |H e|**2. Errors that are random have no products in the mean: of them
+sum_i E[e_i**2] |H_i|**2 is taken. Those of roundings to nearest are known, belong together, and may add up.
+
+Gates flip beside that (see `gates`). Of an operator right in front of one it is known which elements its errors move past the jump (see
+`direct`). How much noise of others gets there is asked of all gates once and then of a few a step, those that were asked least, each by one
+backward pass from there.
+
+Operators that run where the model records no gradients are left to "injected".
+
+Invariant: unbiased where errors are small against what the model computes with. A step costs as many passes whatever the number of
+operators and precisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_fx.ops import Place
+from qsync_fx.profiling.statistics.indicators.direct import flipping
+from qsync_fx.profiling.statistics.indicators.injected import Injected
+from qsync_fx.profiling.statistics.interrupted import Values, by_key, by_operator
+from qsync_fx.profiling.statistics.step import Key, Step
+from qsync_fx.profiling.statistics.tensors.gates import Flips, Gate
+from qsync_fx.profiling.statistics.tensors.local import Erring, erring, erring_behind
+from qsync_fx.profiling.statistics.tensors.probed import Probed, probed, signs
+from qsync_fx.profiling.statistics.tensors.roundings import Change
+from qsync_fx.profiling.statistics.tensors.tapped import tapped
+from qsync_fx.profiling.statistics.tensors.taps import Seen, Taps
+from qsync_fx.profiling.statistics.tensors.undisturbed import trained
+
+
+@dataclass
+class Reach:
+    """The variance of what gates read that operators cause: sums over runs, by gate, and by operator and precision."""
+
+    sums: dict[str, dict[Key, float]] = field(default_factory=dict)
+    runs: dict[str, int] = field(default_factory=dict)
+
+    def rarest(self, gates: Sequence[Gate], most: int) -> list[Gate]:
+        """Returns the gates to ask: those that never were, else the ones that were asked least."""
+        never = [gate for gate in gates if gate.name not in self.runs]
+        return never or sorted(gates, key=lambda gate: self.runs[gate.name])[:most]
+
+    def add(self, gate: Gate, squares: Mapping[Key, float]) -> None:
+        """Takes in what one run says of a gate."""
+        self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
+        kept = self.sums.setdefault(gate.name, {})
+        for key, square in squares.items():
+            kept[key] = kept.get(key, 0.0) + square / max(1, gate.numel)
+
+    def deviations(self, gate: str) -> dict[Key, float]:
+        """Returns the standard deviation in front of a gate."""
+        runs = self.runs.get(gate, 0)
+        return {key: math.sqrt(total / runs) for key, total in self.sums.get(gate, {}).items()}
+
+
+@dataclass
+class SecondOrder:
+    """
+    Args:
+        draws: of signs a step.
+        gates: how many gates are asked for the noise in front of them in each step.
+
+    Attributes:
+        reach: what all steps so far have said of that.
+    """
+
+    draws: int = 8
+    gates: int = 4
+    reach: Reach = field(default_factory=Reach)
+
+    @property
+    def learned(self) -> dict[str, Values]:
+        """What the steps so far have said, as files hold it."""
+        runs = {"runs": {gate: {"": float(count)} for gate, count in self.reach.runs.items()}}
+        return {gate: by_operator(sums) for gate, sums in self.reach.sums.items()} | runs
+
+    def learn(self, learned: Mapping[str, Values]) -> None:
+        """Takes up what the steps before an interruption have said."""
+        self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
+        self.reach.sums = {gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned}
+
+    def look(self, step: Step) -> dict[Key, float]:
+        following = step.following
+        taps = Taps(step.places, following)
+        step.again(0)
+        with step.captured.running(tapped(taps.tap, taps.watch, following)), sdpa_kernel(SDPBackend.MATH):
+            loss = step.loss()
+        numbers = {place: number for number, place in enumerate(taps.edges)}
+        edges = list(taps.edges.values())
+        ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
+        found = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
+        asked = self.reach.rarest(taps.gates, self.gates)
+        before = {gate: len(edges) + 2 * at for at, gate in enumerate(taps.gates)}
+        sums = _Sums(
+            found, [_Asked(gate, self._gains(gate, found.gradients[before[gate]], edges, step)) for gate in asked]
+        )
+        for at, seen in enumerate(taps.seen):
+            mine = {place: numbers[at, place] for place in seen.tensors}
+            gradients = found.of(mine)
+            for change, keys in _alike(step, seen).items():
+                sums.add(keys, at, mine, erring(seen, change, gradients, change.handed))
+            for follower, keys in following.get(seen.operator, {}).items():
+                sums.add(keys, at, mine, erring_behind(seen, follower, gradients))
+        for one in sums.asked:
+            self.reach.add(one.gate, one.squares)
+        result = sums.smooth()
+        for gate, number in before.items():
+            weights = _weights(gate, found, number)
+            if weights is not None:
+                for key, square in self._flipped(step, taps, found, gate, weights).items():
+                    result[key] = result.get(key, 0.0) + square
+        if taps.unrecorded:
+            # What a model computes under torch.no_grad errs all the same, and no derivative leads there.
+            result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
+        return result
+
+    def _flipped(self, step: Step, taps: Taps, found: Probed, gate: Gate, weights: Tensor) -> dict[Key, float]:
+        """Returns what operators add by the flips of one gate."""
+        flips = Flips(gate.histogram(weights))
+        result = {key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()}
+        if gate.reads is None:
+            return result
+        seen = taps.seen[gate.reads]
+        gradients = found.of({place: at for at, (call, place) in enumerate(taps.edges) if call == gate.reads})
+        for change, keys in _alike(step, seen).items():
+            chance = flipping(seen, erring(seen, change, gradients, change.handed))
+            jumps = [(height, chance(place).view_as(weights)) for _, height, place in gate.places]
+            square = sum(height**2 * float((weights * moved).sum()) for height, moved in jumps)
+            for key in keys:
+                result[key] = result.get(key, 0.0) + square
+        return result
+
+    def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:
+        """Returns what each tensor does to a random sum of what a gate reads."""
+        if like is None or not edges:
+            return [None] * len(edges)
+        probe = [signs(like, step.generator)]
+        return torch.autograd.grad([gate.entry], edges, probe, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A gate that is asked, what tensors do to it, and the squares that get there."""
+
+    gate: Gate
+    gains: Sequence[Tensor | None]
+    squares: dict[Key, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What operators add in one run, without gates: what is random, and for each probe the sum of what is not."""
+
+    found: Probed
+    asked: Sequence[_Asked]
+    random: dict[Key, float] = field(default_factory=dict)
+    fixed: dict[Key, list[float]] = field(default_factory=dict)
+
+    def add(self, keys: Sequence[Key], call: int, numbers: Mapping[Place, int], errors: Sequence[Erring]) -> None:
+        """Takes in what errs in one call of an operator, by its number, for operators and precisions that come to the same."""
+        probes = self.found.probes
+        random, fixed = 0.0, [0.0] * len(probes)
+        reached = [0.0] * len(self.asked)
+        for one in errors:
+            number = numbers[one.place]
+            for at, probe in enumerate(probes):
+                weight = probe.by_gradient.get(number) if one.gradient else probe.by_value[number]
+                if weight is None:
+                    continue
+                if one.random:
+                    random += float((one.values * weight.double().square()).sum()) / len(probes)
+                else:
+                    fixed[at] += float((one.values * weight.double()).sum())
+            for at, asked in enumerate(self.asked):
+                gain = None if asked.gate.reads == call else asked.gains[number]
+                if gain is not None and not one.gradient:
+                    reached[at] += float((one.square * gain.double().square()).sum())
+        for key in keys:
+            self.random[key] = self.random.get(key, 0.0) + random
+            before = self.fixed.get(key, [0.0] * len(probes))
+            self.fixed[key] = [a + b for a, b in zip(before, fixed, strict=True)]
+            for asked, square in zip(self.asked, reached, strict=True):
+                asked.squares[key] = asked.squares.get(key, 0.0) + square
+
+    def smooth(self) -> dict[Key, float]:
+        """Returns what each operator adds in each precision."""
+        draws = len(self.found.probes)
+        return {key: value + sum(one**2 for one in self.fixed[key]) / draws for key, value in self.random.items()}
+
+
+def _alike(step: Step, seen: Seen) -> dict[Change, list[Key]]:
+    """Returns the precisions of a call by what changes in it: several may come to the same."""
+    found: dict[Change, list[Key]] = {}
+    for name, change in step.changes.get(seen.operator, {}).items():
+        found.setdefault(change, []).append((seen.operator, name))
+    return found
+
+
+def _weights(gate: Gate, found: Probed, number: int) -> Tensor | None:
+    """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
+    incoming, slopes = found.gradients[number + 1], [probe.by_gradient.get(number) for probe in found.probes]
+    weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None and incoming is not None]
+    return sum(weights[1:], weights[0]) / len(slopes) if weights else None
