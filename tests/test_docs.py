@@ -79,6 +79,8 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
         update_or_compare(path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text())))
 
 
+# Nothing of what a page compiles has been compiled before, on a machine that others share.
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", parameters(name for name in PAGES if name not in FILES_TO_TOUCH))
 def test_page_runs(name: str, tmp_path: Path) -> None:
     if missing := [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]:
@@ -92,6 +94,7 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
     run(PAGES[name], folder, tmp_path, (site,))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", parameters(FILES_TO_TOUCH))
 def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None:
     tree, boot, site = tmp_path / "tree", tmp_path / "boot", tmp_path / "site"

@@ -26,6 +26,7 @@ SCRIPTS = sorted(
 
 
 @tiers.ALL
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_runs_quickly(script: str, tmp_path: Path) -> None:
     path, log = tmp_path / "rows.json", tmp_path / "log"
