@@ -44,7 +44,7 @@ class Formats:
         self.choices: dict[str, dict[str, int]] = {}
         self.precisions: list[Spread] = []
         self._narrow: list[Spread] = []
-        self._distinct: dict[object, Spread] = {}
+        self._distinct: dict[object, tuple[Spread, list[Spread]]] = {}
         shared = {operator: group[0] for group in tied for operator in group}
         for operator in self.graph.operators:
             decided = operator.decided
@@ -92,8 +92,10 @@ class Formats:
             return renamed(above[0], {name: widest(name, floor) for name in above[0]})
         key = floor, tuple(sorted(id(spread) for spread in above))
         if key not in self._distinct:
-            self._distinct[key] = self._joined([renamed(s, {name: widest(name, floor) for name in s}) for s in above])
-        return self._distinct[key]
+            joined = self._joined([renamed(s, {name: widest(name, floor) for name in s}) for s in above])
+            # Held with what it is of: the place of one that were gone would be another's, and so its number.
+            self._distinct[key] = joined, above
+        return self._distinct[key][0]
 
     def _joined(self, inputs: Sequence[Spread]) -> Spread:
         """Returns the promotion of several that are free."""

@@ -156,7 +156,7 @@ def test_times_that_follow_neighbours_are_learned(monkeypatch: pytest.MonkeyPatc
                 search.proved = None
                 bound = search.bounded()
                 assert bound is not None
-                assert 0 <= bound <= best * (1 + 1e-6)
+                assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
         if len(known) <= FEW:
             assert Exact().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2
