@@ -11,7 +11,7 @@ from typing import Any
 import ranks
 import torch
 from compressed_training import batch, weights
-from duo_steps import gradients, same, steps
+from duo_steps import both, same, steps
 from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed
 from torch import Tensor, nn
 
@@ -49,24 +49,14 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         before: tuple[list[Tensor | None], float] | None = None
         equal = []
         for step in range(5):
-            rate = ours.optimizer.param_groups[0]["lr"]
-            ours.optimizer.zero_grad()
-            ours.loss(batch(rank, step)).backward()
-            fast = gradients(ours.model.parameters())
-            with torch.no_grad():
-                for p, q in zip(exact.model.parameters(), ours.model.parameters(), strict=True):
-                    p.copy_(q)
-            exact.optimizer.zero_grad()
-            exact.loss(batch(rank, step)).backward()
-            ours.optimizer.step()
-            ours.schedule.step()
+            fast, slow, rate = both(ours, exact, batch(rank, step))
             if before is not None:
                 steps(stepper, known, *before)
             ahead, looks = copy.deepcopy((known, stepper))
             if way != "stays":
                 steps(looks, ahead, fast, rate)
             equal.append(same(ahead, ours.model.parameters()))
-            before = gradients(exact.model.parameters()), rate
+            before = slow, rate
         assert before is not None
         steps(stepper, known, *before)
         state = ours.flushed()[1]

@@ -12,7 +12,7 @@ from typing import Any
 import ranks
 import torch
 from compressed_training import batch, distance, parallel, refusal, said, weights
-from duo_steps import gradients, same, steps
+from duo_steps import both, same, steps
 from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed_state
 from torch import Tensor
 
@@ -63,18 +63,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         before: tuple[list[Tensor | None], float] | None = None
         ahead_equal, near = [], []
         for step in range(5):
-            rate = ours.optimizer.param_groups[0]["lr"]
-            ours.optimizer.zero_grad()
-            ours.loss(batch(rank, step)).backward()
-            fast = gradients(ours.model.parameters())
-            shown = [p.detach().clone() for p in ours.model.parameters()]
-            with torch.no_grad():
-                for p, q in zip(exact.model.parameters(), ours.model.parameters(), strict=True):
-                    p.copy_(q)
-            exact.optimizer.zero_grad()
-            exact.loss(batch(rank, step)).backward()
-            ours.optimizer.step()
-            ours.schedule.step()
+            fast, slow, rate = both(ours, exact, batch(rank, step))
             check_replicas(ours.model)
             if before is not None:
                 steps(stepper, known, *before)
@@ -82,11 +71,15 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             steps(looks, ahead, fast, rate)
             own = [held.own(place, p.detach()) for place, p in enumerate(ahead)]
             ahead_equal.append(same(own, held.stepped))
-            for place, (p, old) in enumerate(zip(ours.model.parameters(), shown, strict=True)):
-                given, was, part = held.own(place, p.detach()), held.own(place, old), held.stepped[place].detach()
+            for place, (p, old) in enumerate(zip(ours.model.parameters(), exact.model.parameters(), strict=True)):
+                given, was, part = (
+                    held.own(place, p.detach()),
+                    held.own(place, old.detach()),
+                    held.stepped[place].detach(),
+                )
                 widest = float((part - was).abs().max()) if part.numel() else 0.0
                 near.append(bool(((given - part).abs() <= widest / 7 * (1 + 1e-5) + 1e-9).all()))
-            before = gradients(exact.model.parameters()), rate
+            before = slow, rate
         assert before is not None
         steps(stepper, known, *before)
         lossy = not same([held.own(at, p.detach()) for at, p in enumerate(ours.model.parameters())], held.stepped)

@@ -12,6 +12,25 @@ def gradients(parameters: Any) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
+def both(ours: Any, exact: Any, x: Tensor) -> tuple[list[Tensor | None], list[Tensor | None], float]:
+    """Has a training take a step on a rank's batch, after another one has differentiated at the same parameters, which it keeps.
+
+    Returns the gradients of ours, those of the other, and the rate of the step.
+    """
+    rate = ours.optimizer.param_groups[0]["lr"]
+    ours.optimizer.zero_grad()
+    ours.loss(x).backward()
+    fast = gradients(ours.model.parameters())
+    with torch.no_grad():
+        for p, q in zip(exact.model.parameters(), ours.model.parameters(), strict=True):
+            p.copy_(q)
+    exact.optimizer.zero_grad()
+    exact.loss(x).backward()
+    ours.optimizer.step()
+    ours.schedule.step()
+    return fast, gradients(exact.model.parameters()), rate
+
+
 def steps(optimizer: torch.optim.Optimizer, parameters: Any, values: list[Tensor | None], rate: float) -> None:
     for p, value in zip(parameters, values, strict=True):
         p.grad = value
