@@ -65,8 +65,14 @@ class Program:
         return len(self.costs) - 1
 
     def row(self, terms: Expression, least: float = -INFINITY, most: float = INFINITY) -> int:
-        """Keeps an expression between two numbers; returns the row's place."""
+        """Keeps an expression between two numbers; returns the row's place.
+
+        Raises:
+            ValueError: a number is NaN, of which HiGHS makes now one thing and now another.
+        """
         constant = terms.get(CONSTANT, 0.0)
+        if not (least - constant <= INFINITY and most - constant >= -INFINITY):
+            raise ValueError(f"a row between {least - constant} and {most - constant}")
         for variable, factor in terms.items():
             if variable != CONSTANT and factor:
                 self._variables.append(variable)

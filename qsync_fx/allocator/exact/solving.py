@@ -137,7 +137,7 @@ def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending,
         if (limit := limits.memory.get(device.name)) is not None:
             for held in device.held:
                 program.row(total((THOUSANDTHS / limit, held)), most=_most_held())
-    if limits.variance is not None:
+    if limits.variance is not None and limits.variance < INFINITY:
         variance = _variance(devices, sends)
         size = max([limits.variance, *variance.values()])
         if size > 0:

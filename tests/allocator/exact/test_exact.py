@@ -16,6 +16,7 @@ from qsync_fx import PlanError
 from qsync_fx.allocator import Judge, NoteKind, Problem
 from qsync_fx.allocator.exact import prices, relaxing, solving, trying
 from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.exact.program import Program
 from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.exact.trying import FEW, widen
 from qsync_fx.allocator.paper import Greedy
@@ -219,6 +220,22 @@ def test_one_problem_has_one_answer() -> None:
     fast = Judge(problem, problem.uniform()).judged().seconds
     problem = replace(problem, seconds=fast * 1.2)
     assert Exact().allocate(problem) == Exact().allocate(problem)
+
+
+def test_any_variance_is_no_limit() -> None:
+    part = device(3, SETS[2])
+    problem = Problem({"a": part}, Cluster({"a": Device()}), least="seconds")
+    free = Exact().allocate(replace(problem, variance=float("inf")))
+    assert (free.plans, free.bound) == ((known := Exact().allocate(problem)).plans, known.bound)
+    assert free.gap is not None
+    assert free.gap <= 1e-4
+
+
+def test_a_row_without_a_number_is_refused() -> None:
+    program = Program()
+    first = program.variable(1.0)
+    with pytest.raises(ValueError, match="nan"):
+        program.row({first: 1.0}, most=float("nan"))
 
 
 def test_tied_operators_get_one_format() -> None:
