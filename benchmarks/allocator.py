@@ -31,7 +31,8 @@ from qsync_fx.errors import QSyncError
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph, model_graph
 from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.predictor.times import Times
 

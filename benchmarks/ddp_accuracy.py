@@ -34,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import Plan, Profile
-from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 
 RANKS = 2
 BUCKET_MIB = 5

@@ -28,7 +28,8 @@ from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.precision import FORMATS as EVERY
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
 from qsync_fx.profiling.statistics.measured import several
 
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)

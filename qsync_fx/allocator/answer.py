@@ -17,7 +17,7 @@ from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
+from qsync_fx.plan.gradient_codecs import between_nodes
 
 if TYPE_CHECKING:
     from qsync_fx.profiling.profile import Profile
@@ -43,6 +43,7 @@ class NoteKind(StrEnum):
     NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
     ONE_NODE = "all ranks share one node, inside of which gradients go in FP32, so that codecs have nothing to do"
     BETWEEN_NODES = "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
+    UNEVEN = "nodes have different numbers of ranks, so that codecs are foreseen between all ranks, and not between nodes alone"
     NOT_HERE = "codecs run on the CPU alone so far, so that this is foreseen and cannot be had yet"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
     UNSETTLED = (
@@ -197,7 +198,7 @@ class Answer:
         plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
-        notes = {BETWEEN_NODES: f"{size} ranks"} if self.codecs and size > 1 else {}
+        notes = between_nodes(size) if self.codecs and size > 1 else {}
         return ClusterPlan(plans, notes=notes, codecs=self.codecs)
 
     def save(self, path: Path) -> None:

@@ -66,6 +66,8 @@ def _joining(answer: Answer, judge: Judge) -> Iterator[Note]:
     rate = _samples(problem, list(problem.classes)) / answer.judged.seconds
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
+        if sum(problem.cluster.devices[other].count for other in others) % problem.cluster.nodes.ranks:
+            continue  # they make no whole nodes, and between what others are nothing was measured
         alone = replace(problem.cluster, devices={other: problem.cluster.devices[other] for other in others})
         own = {other: judge.schedules()[other] for other in others}
         coding = problem.coding

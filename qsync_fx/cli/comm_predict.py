@@ -72,7 +72,8 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan import Plan
     from qsync_fx.plan.gradient_codecs import CODECS
     from qsync_fx.predictor.mapper import CostMapper
-    from qsync_fx.predictor.replay.cluster import Cluster, Device, Network, Nodes
+    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.predictor.replay.cluster_parts import Device, Network, Nodes
     from qsync_fx.timeline.coding import rates
     from qsync_fx.timeline.paying import paying
 

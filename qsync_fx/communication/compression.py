@@ -38,6 +38,7 @@ class Compression(Handle):
     Attributes:
         assigned: what gradients are sent in.
         pieces: what becomes of each parameter, in the order of the model.
+        nodes: as given.
         controller: what chooses AQGB's levels; None for other codecs.
     """
 
@@ -62,7 +63,7 @@ class Compression(Handle):
         self._register: Callable[[], None] | None = None
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]
-        self._nodes = nodes
+        self.nodes = nodes
         self._state = State(rank, world, self._text(assigned), seed)
         self._reducer = Reducer(group, self._state, () if nodes is None else nodes.across(rank))
         self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
@@ -120,7 +121,7 @@ class Compression(Handle):
             OptionError: levels are chosen while gradients come, before or after.
         """
         self.wait()
-        if self._nodes is not None:
+        if self.nodes is not None:
             raise OptionError(
                 "codecs between nodes are not changed in the middle of training",
                 where="codecs",
@@ -146,7 +147,7 @@ class Compression(Handle):
 
     def _text(self, assigned: Assigned) -> str:
         """Returns what messages and saved states are of."""
-        return assigned.text if self._nodes is None else f"{assigned.text} between nodes of {self._nodes.size} ranks"
+        return assigned.text if self.nodes is None else f"{assigned.text} between nodes of {self.nodes.size} ranks"
 
     def _pieces(self, assigned: Assigned, world: int) -> tuple[geometry.Piece, ...]:
         return tuple(
@@ -205,7 +206,7 @@ class Compression(Handle):
                 f"compared every {self._check_every} steps",
                 *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
             ],
-            "nodes of ranks": ["none" if self._nodes is None else str(self._nodes)],
+            "nodes of ranks": ["none" if self.nodes is None else str(self.nodes)],
             "seed of gradients": [str(self._state.seed)],
             "coding of tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import distributed, nn
@@ -17,11 +18,12 @@ from qsync_fx.communication.assigned import Assigned
 from qsync_fx.communication.codecs import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
+from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.statements import parallel_in
 from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
+from qsync_fx.plan.gradient_codecs import nodes_noted
 from qsync_fx.plan.reading import read_plan
 
 Way = Codec | Duo | Mapping[str, str]
@@ -29,17 +31,46 @@ Way = Codec | Duo | Mapping[str, str]
 _TYPES: Final = 4
 
 
+@dataclass(frozen=True)
+class Asked:
+    """
+    Attributes:
+        way: in what gradients are to go.
+        hierarchical: whether that is between nodes alone; a number for nodes of so many ranks in a row.
+        planned: how many ranks of a node a plan goes by; 0 where none says it, or the user says otherwise.
+    """
+
+    way: Way
+    hierarchical: bool | int = False
+    planned: int = 0
+
+    def tell(self, nodes: Nodes | None) -> None:
+        """Warns where ranks share nodes in another way than was asked for."""
+        if nodes is not None and len(nodes.ranks) == 1:
+            warnings.warn(
+                "all ranks share one node, inside of which gradients go in FP32: nothing is compressed; give hierarchical=False to "
+                "compress what goes between all ranks",
+                stacklevel=3,
+            )
+        elif self.planned and self.planned != (size := 1 if nodes is None else nodes.size):
+            warnings.warn(
+                f"the plan's codecs were chosen for what goes between nodes of {self.planned} ranks, and here nodes have {size}: steps "
+                "take another time than it says; find the plan for these nodes",
+                stacklevel=3,
+            )
+
+
 def checked(
     codec: object,
     optimizer: object,
     scaler: object,
     sharded: object,
-    hierarchical: object,
+    hierarchical: bool | int | None,
     least: int | None,
     check_every: int,
     fsdp: bool,
-) -> Way:
-    """Returns in what gradients are to go; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
+) -> Asked:
+    """Returns what is asked for; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
     plan = _plan(codec)
     planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
     chosen = planned if planned is not None else _made(codec)
@@ -73,13 +104,18 @@ def checked(
             where="compress(..., hierarchical=...)",
             do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
         )
-    if planned and plan is not None and not hierarchical and (between := plan.notes.get(BETWEEN_NODES)):
+    noted = nodes_noted(plan.notes) if planned and plan is not None else None
+    if noted is None:
+        return Asked(chosen, hierarchical or False)
+    size, in_a_row = noted
+    if hierarchical is False:
         warnings.warn(
-            f"the plan's codecs were chosen for what goes between nodes of {between}, and here all ranks send each other gradients in "
-            "them: steps take longer than it says; give compress hierarchical=True",
+            f"the plan's codecs were chosen for what goes between nodes of {size} ranks, and here all ranks send each other gradients in "
+            "them: steps take longer than it says; leave hierarchical out",
             stacklevel=3,
         )
-    return chosen
+        return Asked(chosen)
+    return Asked(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:

@@ -56,7 +56,7 @@ def compress(
     optimizer: Optimizer | None = None,
     scaler: object = None,
     sharded: bool | str | Codec = False,
-    hierarchical: bool | int = False,
+    hierarchical: bool | int | None = None,
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
@@ -68,7 +68,7 @@ def compress(
     optimizer: Optimizer | None = None,
     scaler: object = None,
     sharded: bool | str | Codec = False,
-    hierarchical: bool | int = False,
+    hierarchical: bool | int | None = None,
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
@@ -89,7 +89,8 @@ def compress(
             theirs: True for differences in 4 bits, 8 with "duo8", and in FP32 with "duo32", or what they go in ("qsgd8"). The optimizer's
             parameters become those parts.
         hierarchical: whether gradients are summed in FP32 between ranks of the same node, and go in the codec between nodes alone. True for
-            nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row.
+            nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row. By
+            default as a plan says, and else not.
         seed: of stochastic rounding: with the same one training is repeated to the last bit.
         least: tensors, and under FSDP units, of fewer values go in FP32; by default the largest size with which more than 99% of all
             values are coded, and with "duo0" none do. A plan says that itself.
@@ -107,7 +108,8 @@ def compress(
     seed, rank = seed % 2**64, distributed.get_rank() if several_ranks() else 0
     with told_to_all():
         fsdp = sharding.is_sharded(model)
-        chosen = asked.checked(codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp)
+        wanted = asked.checked(codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp)
+        chosen = wanted.way
         if fsdp:
             units, rows = asked.of_units(chosen), sharding.rows(model)
         else:
@@ -117,7 +119,10 @@ def compress(
             weights = asked.weights(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
             stepped = pure.checked(optimizer, named) if isinstance(chosen, Duo) else None
     # Here an error of one rank is told on the others, which have not begun to make a group yet.
-    nodes = nodes_of_ranks(hierarchical, timeouts.patience()) if several_ranks() else None
+    nodes = None
+    if several_ranks():
+        nodes = nodes_of_ranks(wanted.hierarchical, timeouts.patience())
+        wanted.tell(nodes)
     if fsdp:
         return _sharded(model, rows, units, seed, least, check_every, scaler)
     world, own = distributed.get_world_size(parallel.process_group), _group_of_our_own()

@@ -22,6 +22,7 @@ from qsync_fx.devices import names
 from qsync_fx.distributed.agreeing import statements
 from qsync_fx.distributed.agreeing.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.averaging import samples_in
+from qsync_fx.distributed.hosts import FLAT, Links, links_between_nodes
 from qsync_fx.distributed.survey import FoundPlan, Survey
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
@@ -48,6 +49,7 @@ def find_plan(
     margin: float | None = None,
     precisions: Sequence[str | Precision] | None = None,
     codecs: Sequence[str] = (),
+    hierarchical: bool | int | None = None,
     save: Path | None = None,
     corrections: int = CORRECTIONS,
     compiling: float = COMPILING,
@@ -65,6 +67,8 @@ def find_plan(
         precisions: formats to measure, and to choose from.
         codecs: what a bucket of gradients may be sent in beside FP32, as `qsync_fx.find_plan` takes them. Rank 0's count. A plan that has
             codecs is applied by `compress(ddp, plan)`, on all ranks.
+        hierarchical: whether codecs are chosen for what goes between nodes alone, as `compress` takes it, which goes by what the plan
+            says of it. By default they are where there are several nodes, all of as many ranks, several of them. Rank 0's count.
         save: the file that rank 0 writes the plan to.
         corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
             what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
@@ -114,6 +118,7 @@ def find_plan(
         # All are here before any of them waits for another in a collective.
         meeting.agree("measurements", {}, {}, patient=True)
         profile = replace(profile, collectives=collectives())
+        links = links_between_nodes(meeting, hierarchical if codecs else False, compiling)
         meeting.put("class", mine)
         meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())
@@ -123,7 +128,7 @@ def find_plan(
                 [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
             )
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, [int(one) for one in samples], corrections)
+            choosing = _Choosing(classes, profiles, wishes, [int(one) for one in samples], corrections, links)
         for at in itertools.count():
             if choosing is not None:
                 meeting.put(f"plan {at} to run", "" if choosing.next is None else choosing.next.to_json())
@@ -156,9 +161,10 @@ class _Choosing:
         wishes: Mapping[str, Any],
         samples: Sequence[int],
         corrections: int,
+        links: Links = FLAT,
     ) -> None:
+        self._survey = Survey.of(classes, profiles, wishes, samples, links)
         self._samples = samples
-        self._survey = Survey.of(classes, profiles, wishes, samples)
         self._rounds = Rounds(self._survey.answer(), lambda _: self._survey.answer(), corrections)
 
     @property
@@ -168,7 +174,7 @@ class _Choosing:
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
         before = self._survey
-        self._survey = Survey.of(before.ranks, profiles, before.wishes, self._samples)
+        self._survey = Survey.of(before.ranks, profiles, before.wishes, self._samples, before.links)
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def taken(self, save: Path | None) -> FoundPlan:

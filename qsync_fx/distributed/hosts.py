@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import distributed
 
 from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.meeting import Meeting
 from qsync_fx.errors import OptionError
+from qsync_fx.predictor.replay import cluster_parts
+from qsync_fx.profiling.measuring.collectives import all_reduces
 
-_WHERE = "compress(..., hierarchical=...)"
-_REMEDIES = {"hierarchy": "give compress the same hierarchical on all ranks"}
+_REMEDIES: Final = {"hierarchy": "give compress the same hierarchical on all ranks"}
 
 
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> Nodes | None:
@@ -35,16 +39,77 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> Nodes | None:
         if hierarchical is False:
             return None
         if hierarchical is True:
-            meeting.put("node", _own())
-            return grouped([meeting.get("node", rank, limit) for rank in range(meeting.world)])
+            return grouped(_names(meeting, limit))
         return grouped(in_a_row(hierarchical, meeting.world))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a plan for the ranks that are up is made for, beside the devices.
+
+    Attributes:
+        nodes: as a cluster has them, with what was measured inside and between them; of one rank each where they are not told apart.
+        in_a_row: whether it is the user who says which ranks share one.
+        uneven: whether ranks share nodes that have different numbers of them, so that nodes are not told apart.
+    """
+
+    nodes: cluster_parts.Nodes = field(default_factory=cluster_parts.Nodes)
+    in_a_row: bool = False
+    uneven: bool = False
+
+
+FLAT: Final = Links()
+"""All ranks alike."""
+
+
+def nodes_to_plan_for(meeting: Meeting, hierarchical: bool | int | None, limit: float) -> tuple[Nodes | None, bool]:
+    """Returns the nodes that a plan is made for, None where ranks are not to be told apart, and whether that is so as nodes are uneven.
+
+    Args:
+        hierarchical: as `nodes_of_ranks` takes it; None for nodes where there are several, all of as many ranks, several of them. Rank 0's
+            counts.
+        limit: seconds that another rank may take to come.
+
+    Raises:
+        OptionError: nodes have different numbers of ranks, on rank 0.
+        RankError: the same, on the others.
+    """
+    names = _names(meeting, limit)
+    if meeting.rank == 0:
+        uneven = hierarchical is None and len({names.count(name) for name in names}) > 1
+        if hierarchical is False or uneven or (hierarchical is None and len(set(names)) == 1):
+            nodes = None
+        else:
+            nodes = grouped(names if hierarchical in (None, True) else in_a_row(hierarchical, meeting.world))
+        meeting.put("nodes", json.dumps([None if nodes is None else nodes.ranks, uneven]))
+    ranks, uneven = json.loads(meeting.get("nodes", 0, limit))
+    return None if ranks is None else Nodes(tuple(map(tuple, ranks))), uneven
+
+
+def links_between_nodes(meeting: Meeting, hierarchical: bool | int | None, limit: float) -> Links:
+    """Returns what a plan for the ranks that are up is made for, once these have measured, all at once, what all-reduces take inside nodes
+    and between them; arguments and errors are those of `nodes_to_plan_for`."""
+    nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
+    if nodes is None:
+        return Links(uneven=uneven)
+    size, count = nodes.size, len(nodes.ranks)
+    inside = all_reduces(nodes.ranks)
+    across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]]) if count > 1 else []
+    found = cluster_parts.Nodes(
+        size,
+        ring=distributed.get_backend() == "gloo",
+        inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
+        across=[(float(size * nbytes), seconds) for nbytes, seconds in across],
+        count=count if across else None,
+    )
+    return Links(found, in_a_row=not isinstance(hierarchical, bool | None))
 
 
 def in_a_row(size: int, world: int) -> list[str]:
     """Returns the node of each rank, where so many in a row share one."""
     if size < 1 or world % size:
         what = f"{world} ranks do not make nodes of {size}"
-        raise OptionError(what, where=_WHERE, do="give a number that divides the ranks, or True")
+        raise OptionError(what, where="hierarchical", do="give a number that divides the ranks, or True")
     return [str(rank // size) for rank in range(world)]
 
 
@@ -58,14 +123,16 @@ def grouped(names: Sequence[str]) -> Nodes | None:
         most, fewest = max(sizes, key=lambda name: sizes[name]), min(sizes, key=lambda name: sizes[name])
         raise OptionError(
             f"the node {most} has {sizes[most]} ranks, and {fewest} has {sizes[fewest]}",
-            where=_WHERE,
-            do="start as many ranks on each node, or leave hierarchical out",
-        )
-    if len(found) == 1:
-        warnings.warn(
-            "all ranks share one node, inside of which gradients go in FP32: nothing is compressed", stacklevel=4
+            where="hierarchical",
+            do="start as many ranks on each node, or give hierarchical=False",
         )
     return None if len(found) == len(names) else Nodes(tuple(tuple(ranks) for ranks in found.values()))
+
+
+def _names(meeting: Meeting, limit: float) -> list[str]:
+    """Returns what the node of each rank is called."""
+    meeting.put("node", _own())
+    return [meeting.get("node", rank, limit) for rank in range(meeting.world)]
 
 
 def _own() -> str:

@@ -39,6 +39,7 @@ from qsync_fx.distributed.survey import CODECS, FoundPlan, under
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import CLUSTER
+from qsync_fx.plan.gradient_codecs import nodes_noted
 from qsync_fx.switching import options_of, switch
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -77,6 +78,13 @@ class Replanning:
                 f"nothing was measured for this {type(self.found).__name__}, so that another cannot be found from it",
                 where="Replanning",
                 do="give what qsync_fx.distributed.find_plan returned in this process",
+            )
+        sent = None if self.compression is None else self.compression.nodes
+        if nodes_noted(self.found.notes) is not None or sent is not None:
+            raise OptionError(
+                "codecs between nodes are not changed in the middle of training",
+                where="Replanning",
+                do="give find_plan and compress hierarchical=False, find the plan without codecs, or leave replanning out",
             )
         if CODECS in self.found.notes and not _sends(self.compression, self.found):
             raise OptionError(

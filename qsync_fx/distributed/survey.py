@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from qsync_fx.allocator.answer import Answer
+from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.finding import find_plan
 from qsync_fx.allocator.judging.judge import Judged, judged
 from qsync_fx.distributed.adapting.links import Probe
+from qsync_fx.distributed.hosts import FLAT, Links
 from qsync_fx.plan import ClusterPlan
-from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.plan.gradient_codecs import between_nodes
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
 from qsync_fx.profiling.profile import Profile
 
 CODECS: Final = "codecs"
@@ -31,16 +34,23 @@ class Survey:
         profiles: of each class, that of its slowest rank, which speaks for it.
         wishes: of the user, as `qsync_fx.find_plan` takes them.
         batches: of each class, samples of that rank in a step, where that is known.
+        links: which ranks share nodes, where they are told apart.
     """
 
     ranks: tuple[str, ...]
     profiles: Mapping[str, Profile] = field(repr=False)
     wishes: Mapping[str, Any]
     batches: Mapping[str, int] = field(default_factory=dict)
+    links: Links = FLAT
 
     @classmethod
     def of(
-        cls, ranks: Sequence[str], profiles: Sequence[Profile], wishes: Mapping[str, Any], samples: Sequence[int]
+        cls,
+        ranks: Sequence[str],
+        profiles: Sequence[Profile],
+        wishes: Mapping[str, Any],
+        samples: Sequence[int],
+        links: Links = FLAT,
     ) -> Survey:
         """Returns the survey of ranks that each have measured themselves, with so many samples in a step; 0 where that is not known."""
         slowest: dict[str, Profile] = {}
@@ -48,7 +58,8 @@ class Survey:
         for name, profile, batch in zip(ranks, profiles, samples, strict=True):
             if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
                 slowest[name], batches[name] = profile, batch
-        return cls(tuple(ranks), slowest, wishes, {name: batch for name, batch in batches.items() if batch})
+        known = {name: batch for name, batch in batches.items() if batch}
+        return cls(tuple(ranks), slowest, wishes, known, links)
 
     def answer(
         self,
@@ -73,7 +84,9 @@ class Survey:
         }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
-        return find_plan(profiles, Cluster(devices), **wishes)  # its links are what the profiles measured
+        # Its links are what the profiles measured.
+        found = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
+        return replace(found, notes=(*found.notes, Note(NoteKind.UNEVEN))) if self.links.uneven else found
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -102,6 +115,8 @@ class FoundPlan(ClusterPlan):
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
             notes |= Probe.of(answer.problem.cluster).notes()
+            if (size := survey.links.nodes.ranks) > 1:
+                notes |= between_nodes(size, survey.links.in_a_row)
         plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
         return cls(plan, survey, answer)
 

@@ -8,6 +8,7 @@ Invariant: names alone; what codes and what that costs is the business of qsync_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -28,6 +29,18 @@ CODECS: Final = (
 """What a plan may name."""
 BETWEEN_NODES: Final = "codecs between nodes of"
 """The note of a plan whose codecs were chosen for what goes between nodes alone; says how many ranks these have."""
+_IN_A_ROW: Final = " in a row"
+
+
+def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
+    """Returns the note that says so, of nodes of so many ranks; `in_a_row` where these are in a row, whatever their hosts are called."""
+    return {BETWEEN_NODES: f"{ranks} ranks{_IN_A_ROW * in_a_row}"}
+
+
+def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
+    """Returns what `between_nodes` was given for these notes; None where they say nothing of nodes."""
+    found = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
+    return None if found is None else (int(found[1]), found[2] is not None)
 
 
 def checked(given: object) -> dict[str, str]:

@@ -16,7 +16,8 @@ from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.times import Times
 
 

@@ -13,7 +13,8 @@ from typing import Final
 
 from qsync_fx.communication.speeds.foreseen import by_bucket, uniform
 from qsync_fx.communication.speeds.rates import Rates
-from qsync_fx.predictor.replay.cluster import Cluster, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Network
 from qsync_fx.predictor.replay.fleet import Coded, Played, played, sent
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.timeline.timeline import Timeline
@@ -119,4 +120,4 @@ def _at(fleet: Cluster, bandwidth: float) -> Cluster:
     """Returns a cluster whose links, or those of its nodes, are all alike."""
     network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
     devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
-    return replace(fleet, devices=devices, network=network)
+    return replace(fleet, devices=devices, network=network, nodes=replace(fleet.nodes, across=[]))

@@ -19,7 +19,7 @@ from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.predictor.replay.cluster import Compression, Device, Network, Nodes
+from qsync_fx.predictor.replay.cluster_parts import Compression, Device, Network, Nodes
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.statistics.coding import of_gradients
 
@@ -92,6 +92,19 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tm
     one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": Device(4)}), **wishes)  # type: ignore[arg-type]
     assert not one.codecs
     assert {note.kind for note in one.notes} & {NoteKind.ONE_NODE, NoteKind.WAITS} == {NoteKind.ONE_NODE}
+
+
+def test_of_nodes_that_classes_share_nothing_is_said_of_one_class_alone() -> None:
+    """Three ranks of a class and one of another make two nodes, and three alone do not."""
+    table = [(1e3, 1e-3), (1e6, 1.0)]
+    nodes = Nodes(2, inside=table, across=table)
+    shared = Cluster({"all": Device(3), "other": Device(1)}, Network(all_reduce=table), nodes=nodes)
+    answer = qsync_fx.find_plan({"all": known(), "other": known()}, shared, codecs=("qsgd8",))
+    kinds = {note.kind for note in answer.notes}
+    assert not kinds & {NoteKind.JOINS, NoteKind.DOES_NOT_HELP}
+    even = replace(shared, devices={"all": Device(2), "other": Device(2)})
+    kinds = {note.kind for note in qsync_fx.find_plan({"all": known(), "other": known()}, even).notes}
+    assert kinds & {NoteKind.JOINS, NoteKind.DOES_NOT_HELP}
 
 
 def test_what_is_missing_is_told() -> None:

@@ -21,7 +21,7 @@ from qsync_fx.devices import get
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.memory import ADAM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster import Device, Network
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.profile import Profile
 

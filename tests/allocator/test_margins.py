@@ -15,7 +15,7 @@ from qsync_fx import Cluster, OptionError, Profile
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
 from qsync_fx.allocator.margins import MOST, slowed
 from qsync_fx.devices import get
-from qsync_fx.predictor.replay.cluster import Device, Network
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 
 FLEET = Cluster({"fast": Device(batch=512), "slow": Device(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -12,10 +14,14 @@ from compressed_training import Network
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
+from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.communication.speeds.foreseen import coded, uniform
 from qsync_fx.communication.speeds.rates import of_copy
 from qsync_fx.communication.wire.messages import HEADER
+from qsync_fx.distributed.asked import Asked, checked
 from qsync_fx.distributed.hosts import grouped, in_a_row
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.gradient_codecs import between_nodes, nodes_noted
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.schedule import Parameter
 
@@ -68,8 +74,26 @@ def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: 
             assert wire < 0.5 * raw
 
 
+def holds_of_plans(first: Any, *others: Any) -> None:
+    """What ranks have found of nodes to plan for, and their plan for those that torchrun says."""
+    assert first["in a row"] == ["2 nodes of 2 ranks: 0, 1; 2, 3", False]
+    assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3", False]
+    assert all(first[name] == ["None", name == "uneven"] for name in ("one host", "uneven", "alone", "flat"))
+    for name in ("one host", "uneven", "alone", "flat", "torchrun", "in a row", "notes"):
+        assert all(other[name] == first[name] for other in others), name
+    nodes = first["cluster"]
+    assert (nodes["ranks"], nodes["count"], nodes["ring"], nodes["bandwidth"]) == (2, 2, True, None)
+    tables = [[nbytes for nbytes, _ in nodes[table]] for table in ("inside", "across")]
+    assert tables[1] == [2 * nbytes for nbytes in tables[0]], "a rank gives its part of what its node does"
+    assert first["notes"] == "2 ranks"
+    assert first["flat table"], "DistributedDataParallel itself sends over all ranks, as it was measured"
+    across, inside = first["sent"]
+    assert 0 < across < 0.3 * inside
+    assert "codecs between nodes are not changed" in first["replanning"]["text"]
+
+
 @tiers.ALL
-def test_nodes_are_found(tmp_path: Path) -> None:
+def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
     first, *others = run("nodes", 4, tmp_path)
     assert all(other["resumed"] == first["resumed"] for other in others)
     assert first["resumed"][0] == first["resumed"][1]
@@ -78,9 +102,11 @@ def test_nodes_are_found(tmp_path: Path) -> None:
     assert "nothing is compressed" in warned[0]
     assert stated == ["1 nodes of 4 ranks: 0, 1, 2, 3"]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3"]
-    assert first["plan"] == 0
-    assert len(first["plan without"]) == 1
-    assert "between nodes of 2 ranks" in first["plan without"][0]
+    assert first["plan"] == [["2 nodes of 2 ranks: 0, 2; 1, 3", "2 nodes of 2 ranks: 0, 1; 2, 3"], 0]
+    flat, larger = first["plan of others"]
+    assert "between nodes of 2 ranks, and here all ranks send each other" in flat
+    assert "between nodes of 4 ranks, and here nodes have 2" in larger
+    holds_of_plans(*(rank["planned"] for rank in (first, *others)))
     for name, text in {
         "unequal": "has 3 ranks, and",
         "number": "4 ranks do not make nodes of 3",
@@ -89,6 +115,30 @@ def test_nodes_are_found(tmp_path: Path) -> None:
         "flat": "and gradients are sent as",
     }.items():
         assert text in first[name]["text"], name
+
+
+def test_a_plan_says_between_what_its_codecs_go() -> None:
+    def asked(notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8") -> Asked:
+        plan = ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"weight": codec} if codec else {})
+        return checked(plan, None, None, False, hierarchical, None, 0, fsdp=False)
+
+    for size, row in ((1, False), (4, False), (4, True), (12, True)):
+        assert nodes_noted(between_nodes(size, row)) == (size, row)
+    assert asked({}) == Asked({"weight": "qsgd8"})
+    assert asked(between_nodes(4)) == Asked({"weight": "qsgd8"}, True, 4)
+    assert asked(between_nodes(4, in_a_row=True)) == Asked({"weight": "qsgd8"}, 4, 4)
+    assert asked(between_nodes(4), 2) == Asked({"weight": "qsgd8"}, 2, 4)
+    assert asked(between_nodes(4), codec="") == Asked({}), "nothing is coded"
+    with pytest.warns(UserWarning, match="nodes of 4 ranks, and here all ranks send each other"):
+        assert asked(between_nodes(4), False) == Asked({"weight": "qsgd8"})
+    with pytest.warns(UserWarning, match="nodes of 4 ranks, and here nodes have 1"):
+        asked(between_nodes(4)).tell(None)
+    with pytest.warns(UserWarning, match="nothing is compressed"):
+        asked({}, True).tell(Nodes(((0, 1),)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked(between_nodes(2)).tell(Nodes(((0, 1), (2, 3))))
+        asked({}).tell(None)
 
 
 @tiers.ALL
@@ -105,11 +155,7 @@ def test_nodes_hold_each_rank_once(names: list[str]) -> None:
         with pytest.raises(OptionError, match="ranks, and"):
             grouped(names)
         return
-    if len(set(names)) == 1 and len(names) > 1:
-        with pytest.warns(UserWarning, match="nothing is compressed"):
-            found = grouped(names)
-    else:
-        found = grouped(names)
+    found = grouped(names)
     assert (found is None) == (sizes == {1})
     if found is not None:
         assert sorted(rank for node in found.ranks for rank in node) == list(range(len(names)))

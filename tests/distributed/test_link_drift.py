@@ -21,7 +21,8 @@ from qsync_fx.distributed.adapting import links as watched
 from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
 from qsync_fx.distributed.adapting.links import Links, Probe
 from qsync_fx.distributed.replanned import Cause, Change, Replanned
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW = Hysteresis(patience=5, cooldown=20, links=0.5)

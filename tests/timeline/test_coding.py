@@ -18,7 +18,7 @@ from qsync_fx.communication.speeds.rates import COPY, Rate, Rates, of_copy, slow
 from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster import Buckets, Compression, Device, Network
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device, Network
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds

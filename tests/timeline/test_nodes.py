@@ -14,7 +14,7 @@ from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.speeds.foreseen import by_bucket, coded, uniform
 from qsync_fx.communication.speeds.rates import Rate, Rates, of_copy
 from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.predictor.replay.cluster import Buckets, Device, Network, Nodes
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import Levels, Link, Measured
 from qsync_fx.predictor.replay.fleet import Bucket, played, sent, travel
 from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule

@@ -14,7 +14,7 @@ from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph, model_graph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Buckets, Device, Network
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.profile import Collective
 

@@ -29,109 +29,15 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from qsync_fx.codec import Check, Path
+from qsync_fx.codec import Path
 from qsync_fx.codec.toml import TomlSchema
 from qsync_fx.errors import ProfileError, nearest, shown
-from qsync_fx.predictor.replay.buckets import BUCKET_BYTES, FIRST_BYTES
+from qsync_fx.predictor.replay.cluster_parts import CHECKS, Buckets, Compression, Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import AllReduce, Levels, Link, Measured
 from qsync_fx.predictor.replay.step import Overlap
-
-
-@dataclass(frozen=True)
-class Device:
-    """A class of devices that are alike.
-
-    Attributes:
-        count: how many there are.
-        device: the name of a device of the catalog; None where a profile says how long things take.
-        profile: path of a profile, from where the cluster's file lies.
-        batch: samples of one device in a step; None where that is not known.
-        memory: bytes that a plan may take on it; None where that is not known.
-        bandwidth, latency: of its link, or its node's; those of the network where None.
-        slowdown: what it takes longer than its profile says: 1.1 for a tenth.
-        delay: seconds that it waits for something else in each step, such as data.
-        launch: seconds that the host takes to hand over one entry of its schedule.
-    """
-
-    count: int = 1
-    device: str | None = None
-    profile: str | None = None
-    batch: int | None = None
-    memory: float | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    slowdown: float = 1.0
-    delay: float = 0.0
-    launch: float = 0.0
-
-
-@dataclass(frozen=True)
-class Network:
-    """
-    Attributes:
-        bandwidth: bytes a second of each node's link, which its ranks share; of each device's where it is a node of its own.
-        latency: seconds of the smallest all-reduce; between nodes, where there are some.
-        all_reduce: pairs of bytes and seconds that were measured, in place of the two.
-        ranks: how many ranks took part in these; all devices of the cluster where None.
-        slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
-    """
-
-    bandwidth: float | None = None
-    latency: float = 0.0
-    all_reduce: list[tuple[float, float]] = field(default_factory=list)
-    ranks: int | None = None
-    slows_compute: float = 0.0
-    slows_transfer: float = 0.0
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """What shares a node: ranks of one class, with fast links between them and one link to all others.
-
-    Attributes:
-        ranks: of each node. With one, devices are linked by the network alone.
-        bandwidth: bytes a second that each of them sends inside the node; needed where there are several.
-        latency: seconds of the smallest all-reduce inside a node.
-        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as gloo's. Else it goes in two levels.
-    """
-
-    ranks: int = 1
-    bandwidth: float | None = None
-    latency: float = 0.0
-    ring: bool = False
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """
-    Attributes:
-        first_bytes: at which the first bucket is full.
-        bytes: at which further ones are.
-        whole_graphs: whether gradients of a compiled graph come out together, as those of DDP(torch.compile(model)) do.
-            torch.compile(DDP(model)) splits graphs where buckets end, so that each is sent when its last gradient is whole.
-    """
-
-    first_bytes: int = FIRST_BYTES
-    bytes: int = BUCKET_BYTES
-    whole_graphs: bool = False
-
-
-@dataclass(frozen=True)
-class Compression:
-    """What is done to gradients before they travel.
-
-    Attributes:
-        ratio: bytes that travel for each byte of a gradient.
-        fixed: seconds of each bucket on each device, between its last gradient and its sending.
-        each: the same for each byte of gradients.
-    """
-
-    ratio: float = 1.0
-    fixed: float = 0.0
-    each: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,9 +53,9 @@ class Cluster:
 
     devices: Mapping[str, Device]
     network: Network | None = None
-    buckets: Buckets = Buckets()
+    buckets: Buckets = field(default_factory=Buckets)
     compression: Compression | None = None
-    nodes: Nodes = Nodes()
+    nodes: Nodes = field(default_factory=Nodes)
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -159,7 +65,7 @@ class Cluster:
         parts |= {"network": self.network, "buckets": self.buckets, "compression": self.compression}
         parts["nodes"] = self.nodes
         for where, part in parts.items():
-            if part is not None and (why := _CHECKS[type(part)](part)):
+            if part is not None and (why := CHECKS[type(part)](part)):
                 raise ProfileError(f"the cluster{why}", where=where, do=_REMEDY)
         if why := self._uneven():
             raise ProfileError(f"the cluster{why}", where="nodes", do=_REMEDY)
@@ -183,13 +89,16 @@ class Cluster:
         Raises:
             ProfileError: how fast links are is not known.
         """
-        across, nodes = self._across(), self.nodes
-        if nodes.ranks == 1 or isinstance(across, Measured):
-            return across
+        nodes = self.nodes
+        if (measured := self._measured()) is not None:
+            return measured
+        if nodes.ranks == 1:
+            return self._link()
         if not nodes.ring:
             return self.exchange
         if self.ranks == nodes.ranks:
             return self.exchange.inside
+        across = self._link()
         # One rank of each node sends to the next node, so that the node's link carries what every link of the ring does.
         return Link(min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency)
 
@@ -201,12 +110,20 @@ class Cluster:
             ProfileError: how fast links are is not known.
         """
         nodes = self.nodes
-        return Levels(self._across(), Link(nodes.bandwidth or math.inf, nodes.latency), nodes.ranks)
+        inside: AllReduce = Link(nodes.bandwidth or math.inf, nodes.latency)
+        if nodes.inside:
+            inside = Measured(tuple(nodes.inside), nodes.ranks)
+        if nodes.across:
+            return Levels(Measured(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks), inside, nodes.ranks)
+        return Levels(self._measured() or self._link(), inside, nodes.ranks)
 
-    def _across(self) -> Link | Measured:
+    def _measured(self) -> Measured | None:
+        """How long an all-reduce of all ranks took, where that was measured."""
         network = self.network or Network()
-        if network.all_reduce:
-            return Measured(tuple(network.all_reduce), network.ranks or self.ranks)
+        return Measured(tuple(network.all_reduce), network.ranks or self.ranks) if network.all_reduce else None
+
+    def _link(self) -> Link:
+        network = self.network or Network()
         bandwidths = []
         for name, device in self.devices.items():
             if (bandwidth := device.bandwidth or network.bandwidth) is None:
@@ -219,12 +136,17 @@ class Cluster:
     def _uneven(self) -> str | None:
         """Returns why nodes do not go with devices and links, None where they do."""
         size = self.nodes.ranks
+        if self.nodes.across:
+            # What was measured is of nodes as they are, whatever devices share one.
+            whole = self.ranks % size == 0
+            return None if whole else f" has {self.ranks} devices, which do not make nodes of {size}"
         for name, device in self.devices.items():
             if device.count % size:
                 return f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
-        if size > 1 and self.network is not None and self.network.all_reduce:
+        if 1 < size < self.ranks and self.network is not None and self.network.all_reduce:
             return (
-                " has an all_reduce that was measured, which does not tell what of it is inside nodes; say a bandwidth"
+                " has an all_reduce that was measured, which does not tell what of it is inside nodes; say a bandwidth, or what was "
+                "measured inside and across nodes"
             )
         return None
 
@@ -246,54 +168,11 @@ class Cluster:
 
 
 _REMEDY: Final = "see the example in docs/predictor.md"
-_ZERO_IS_FINE: Final = ("latency", "delay", "launch", "slows_compute", "slows_transfer", "fixed", "each")
-
-
-def _positive(value: Any) -> str | None:
-    """Returns which number of a value cannot be, None where all can."""
-    for part in fields(value):
-        number = getattr(value, part.name)
-        if type(number) in (int, float) and (not number >= 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
-            least = "at least" if part.name in _ZERO_IS_FINE else "above"
-            return f" has the {part.name} {number}, which must be {least} 0"
-    return None
-
-
-def _device(device: Device) -> str | None:
-    if device.device is not None and device.profile is not None:
-        return " has both a device of the catalog and a profile"
-    return _positive(device)
-
-
-def _network(network: Network) -> str | None:
-    if any(number <= 0 for point in network.all_reduce for number in point):
-        return " has a point in all_reduce that is not above 0"
-    if len({nbytes for nbytes, _ in network.all_reduce}) != len(network.all_reduce):
-        return " has two points of the same bytes in all_reduce"
-    if network.all_reduce and network.bandwidth is not None:
-        return " has both a bandwidth and all_reduce"
-    if network.ranks is not None and network.ranks < 2:
-        return " has an all_reduce of fewer than 2 ranks"
-    return _positive(network)
-
-
-def _nodes(nodes: Nodes) -> str | None:
-    if nodes.ranks > 1 and nodes.bandwidth is None:
-        return f" has nodes of {nodes.ranks} ranks, and does not say how fast the links inside are (bandwidth)"
-    return _positive(nodes)
 
 
 def _beside(folder: pathlib.Path, device: Device) -> Device:
     return device if device.profile is None else replace(device, profile=str(folder / device.profile))
 
-
-_CHECKS: Final[Mapping[Any, Check]] = {
-    Device: _device,
-    Network: _network,
-    Nodes: _nodes,
-    Buckets: _positive,
-    Compression: _positive,
-}
 
 CLUSTER: Final = TomlSchema(
     Cluster,
@@ -302,5 +181,5 @@ CLUSTER: Final = TomlSchema(
     remedy=_REMEDY,
     name=None,
     largest=2**20,
-    checks=_CHECKS,
+    checks=CHECKS,
 )

@@ -88,7 +88,7 @@ class Levels:
     """
 
     across: AllReduce
-    inside: Link
+    inside: AllReduce
     size: int
 
     def seconds(

@@ -14,7 +14,8 @@ import numpy as np
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replay.buckets import ddp_buckets
 from qsync_fx.predictor.replay.closed_form import Array
-from qsync_fx.predictor.replay.cluster import Cluster, Compression
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Compression
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.replay.local import Local, arrival, local
 from qsync_fx.predictor.replay.step import Step, steady

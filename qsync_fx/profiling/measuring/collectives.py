@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import distributed
+from torch.distributed import ProcessGroup
 
 from qsync_fx.profiling.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
 """Powers of two of the bytes that are measured: 1 KiB to 64 MiB."""
+_LARGEST_OF_GROUPS = 22
+"""4 MiB, of which each rank of a node sends its own."""
 _REPEATS = 5
 
 
@@ -22,14 +26,32 @@ def collectives() -> list[Collective]:
     return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
 
 
-def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS) -> float:
-    """Returns the median over some repeats of the seconds that the slowest rank took; the same on all ranks, which call it together."""
+def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """Measures all-reduces between the ranks of each group, all groups at once; called on all ranks, with all of them in groups.
+
+    Returns:
+        pairs of the bytes that each rank gives and the seconds that the slowest took, the same on all ranks.
+    """
+    own, _ = distributed.new_subgroups_by_enumeration([list(group) for group in groups])  # type: ignore[no-untyped-call]
+    try:
+        powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
+        return [(2**power, all_reduce_seconds(2**power, group=own)) for power in powers]
+    finally:
+        distributed.destroy_process_group(own)
+
+
+def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS, group: ProcessGroup | None = None) -> float:
+    """Returns the median over some repeats of the seconds that the slowest rank took; the same on all ranks, which call it together.
+
+    Args:
+        group: between whose ranks, of each rank its own; all ranks for None.
+    """
     values = torch.zeros(nbytes // 4)
     taken = torch.zeros(repeats)
     for at in range(-1, repeats):
         distributed.barrier()
         start = time.perf_counter()
-        distributed.all_reduce(values)
+        distributed.all_reduce(values, group=group)
         if at >= 0:
             taken[at] = time.perf_counter() - start
     distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)

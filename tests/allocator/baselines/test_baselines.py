@@ -12,7 +12,8 @@ from qsync_fx import PlanError, Sensitivity
 from qsync_fx.allocator import Allocator, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import FullPrecision, Hessian, Random, Uniform
 from qsync_fx.allocator.paper import Greedy
-from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
 
 
 def hybrid(name: str, seed: int = 0) -> Problem:

@@ -11,7 +11,8 @@ from qsync_fx import PlanError, ProfileError
 from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.judging.resizing import Scaled, resized
-from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
 
 
 def part(device: str, batch: int) -> DeviceClass:

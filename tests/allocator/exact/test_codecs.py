@@ -18,7 +18,8 @@ from qsync_fx.allocator.coding import Coding
 from qsync_fx.allocator.exact import solving
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.communication.speeds.rates import of_copy
-from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 
 CODECS = ("fp32", "qsgd8", "qsgd2")
 SCALE = {"fp16": 1e-4, "bf16": 1e-3, "1bit*": 3.0, "qsgd16": 1e-6, "qsgd8": 0.02, "qsgd4": 0.4, "qsgd2": 4.0}

@@ -21,7 +21,8 @@ from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.exact.trying import FEW, widen
 from qsync_fx.allocator.paper import Greedy
 from qsync_fx.predictor.memory import Training
-from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 
 SETS = [("fp32", "bf16", "int8"), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "int8", "fp16")]
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster, Device, Network, Nodes
+from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import Levels, Link, Measured
 
 GOOD = """
@@ -89,10 +90,19 @@ def test_a_good_file(tmp_path: Path) -> None:
             "nodes",
         ),
         (
-            "[devices.a]\ncount = 2\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
+            "[devices.a]\ncount = 4\n[network]\nall_reduce = [[1, 1]]\n[nodes]\nranks = 2\nbandwidth = 1",
             "does not tell what of it is inside nodes",
             "nodes",
         ),
+        (
+            "[devices.a]\ncount = 3\n[nodes]\nranks = 2\ninside = [[1, 1]]\nacross = [[1, 1]]",
+            "has 3 devices, which do not",
+            "nodes",
+        ),
+        ("[devices.a]\n[nodes]\ninside = [[1, 1]]\nbandwidth = 1", "both a bandwidth and a table", "nodes"),
+        ("[devices.a]\n[nodes]\nacross = [[1, 0]]", "has a point in across that is not above 0", "nodes"),
+        ("[devices.a]\n[nodes]\ninside = [[1, 1], [1, 2]]", "has two points of the same bytes in inside", "nodes"),
+        ("[devices.a]\n[nodes]\nacross = [[1, 1]]\ncount = 1", "across fewer than 2 nodes", "nodes"),
         ("[devices.a]\n[devices.a]", "is not TOML", "line 2"),
         ("[devices.a\n", "is not TOML", "line 1"),
         ("x = " + "[" * 5000, "is nested too deeply", ""),
@@ -119,6 +129,23 @@ def test_nodes_are_read(tmp_path: Path) -> None:
     assert cluster.all_reduce == cluster.exchange == Levels(Link(1e9), Link(1e11), 4)
     assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == Link(1e9)
     assert replace(cluster, nodes=Nodes()).all_reduce == Link(1e9), "by default each device is a node of its own"
+
+
+def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
+    """What was measured of all ranks is what DistributedDataParallel takes, and what was measured of nodes is for what is coded."""
+    path = tmp_path / "cluster.toml"
+    tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
+    path.write_text("[devices.a]\ncount = 3\n[devices.b]\n[network]\nall_reduce = [[1000, 3]]\n" + tables)
+    cluster = Cluster.load(path)
+    assert cluster.all_reduce == Measured(((1000, 3),), 4)
+    assert cluster.exchange == Levels(Measured(((2000, 4),), 2), Measured(((1000, 0.25),), 2), 2)
+    assert cluster.exchange.seconds([1000, 2000], 4).tolist() == [0.25 + 4, 0.5 + 4]
+    assert cluster.exchange.seconds([1000, 2000], 8).tolist() == [0.25 + 6, 0.5 + 6], "of four nodes, 3/2 for 2/2"
+    linked = replace(cluster, network=Network(1e3), nodes=replace(cluster.nodes, ring=True))
+    assert linked.all_reduce == Link(1e3)
+    assert replace(linked, nodes=Nodes(2, 1e9, ring=True), devices={"a": Device(4)}).exchange.across == Link(1e3)
+    whole = replace(cluster, devices={"a": Device(2)}, nodes=Nodes(2, 1e9))
+    assert whole.all_reduce == Measured(((1000, 3),), 2), "all ranks share one node, of which the table is, then"
 
 
 def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:

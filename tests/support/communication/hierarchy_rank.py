@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,20 @@ import ranks
 import torch
 from compressed_training import parallel, refusal, said, sgd, train, weights
 from scaled_rank import Linear, given
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
+from qsync_fx.allocator import Judge
 from qsync_fx.communication import hierarchy
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
-from qsync_fx.distributed import check_replicas, compress
+from qsync_fx.distributed import Replanning, check_replicas, compress, find_plan
+from qsync_fx.distributed.agreeing.meeting import Meeting
+from qsync_fx.distributed.hosts import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
+from qsync_fx.plan.gradient_codecs import BETWEEN_NODES, between_nodes
+from qsync_fx.predictor.replay.collectives import Measured
 
 EXACT = ("fp32", "1bit*")
 """Those that draw no random numbers and code values as they lie: their means are known to the bit."""
@@ -129,15 +134,62 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     list(train(again, optimizer, range(2, 4)))
     found["resumed"] = [weights(whole), weights(again)]
     says("flat", lambda: compress(parallel(), "1bit*").load_state_dict(saved[2]))
-    plan = ClusterPlan(
-        {"all": Plan.uniform("fp32")}, notes={BETWEEN_NODES: "2 ranks"}, codecs={"first.weight": "qsgd8"}
-    )
+
+    def plan(notes: dict[str, str]) -> ClusterPlan:
+        return ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"first.weight": "qsgd8"})
+
+    os.environ["GROUP_RANK"] = str(rank % 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compress(parallel(), plan, hierarchical=2)
-        found["plan"] = len(caught)
-        compress(parallel(), plan)
-    found["plan without"] = [str(warning.message) for warning in caught]
+        followed = [compress(parallel(), plan(between_nodes(2, row))) for row in (False, True)]
+        compress(parallel(), plan(between_nodes(2)), hierarchical=2)
+        found["plan"] = [handle.statement()["nodes of ranks"][0] for handle in followed], len(caught)
+        compress(parallel(), plan(between_nodes(2)), hierarchical=False)
+        compress(parallel(), plan(between_nodes(4)))
+    found["plan of others"] = [str(warning.message) for warning in caught]
+    found["planned"] = planned(rank, world)
+    return found
+
+
+def planned(rank: int, world: int) -> dict[str, Any]:
+    """What is found of nodes to plan for, and a plan for those that torchrun says."""
+    found: dict[str, Any] = {}
+    for name, asked, node in (
+        ("one host", None, 0),
+        ("uneven", None, int(rank == 3)),
+        ("alone", None, rank),
+        ("flat", False, rank % 2),
+        ("torchrun", None, rank % 2),
+        ("in a row", 2, 0),
+    ):
+        os.environ |= {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(world // 2)}
+        with Meeting(60, None, collectives=False) as meeting:
+            nodes, uneven = nodes_to_plan_for(meeting, asked if rank == 0 else True, 60)
+        found[name] = [str(nodes), uneven]
+    os.environ["GROUP_RANK"] = str(rank % 2)
+    torch.manual_seed(0)
+    plan = find_plan(
+        nn.Linear(64, 32),
+        lambda model, x: model(x).square().mean(),
+        [torch.randn(4, 64)],
+        device_class="cpu",
+        precisions=["fp32"],
+        target=60.0,
+        codecs=("qsgd8",),
+        corrections=0,
+        rounds=1,
+        progress=False,
+    )
+    found["notes"] = plan.notes[BETWEEN_NODES]
+    refusal(found, "replanning", lambda: Replanning(plan))
+    if plan.answer is not None:
+        problem = plan.answer.problem
+        found["cluster"] = asdict(problem.cluster.nodes)
+        found["flat table"] = problem.cluster.all_reduce == Measured(
+            tuple((float(nbytes), seconds) for nbytes, seconds in plan.survey.profiles["cpu"].collectives[0].seconds), 4
+        )
+        how = Judge(problem, plan.answer.plans).options.coded[0]["qsgd8"]
+        found["sent"] = [how.nbytes, how.inside]
     return found
 
 

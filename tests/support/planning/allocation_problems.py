@@ -12,7 +12,8 @@ from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.predictor.times import Seconds
 

@@ -16,7 +16,8 @@ from qsync_fx.devices import get
 from qsync_fx.predictor.memory import MOMENTUM, Training
 from qsync_fx.predictor.model import ModelGraph, model_graph
 from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from qsync_fx.codec import Path
 from qsync_fx.errors import ProfileError, shown
-from qsync_fx.predictor.replay.cluster import Cluster, Device
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
 from qsync_fx.predictor.replay.fleet import Played, played
 from qsync_fx.predictor.replay.traces.execution import execution_trace, sizes
 from qsync_fx.predictor.replay.traces.kineto import kineto

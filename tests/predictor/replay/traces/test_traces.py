@@ -16,7 +16,8 @@ from trace_files import device_trace, edited
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
-from qsync_fx.predictor.replay.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.replay.traces.kineto import kineto
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
 from qsync_fx.predictor.replay.traces.traced import Traced
