@@ -52,9 +52,8 @@ def costs(found: Known, device: torch.device) -> str:
     products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
     if found.arch is not None and found.compiles:
         return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
-    if found.arch is not None:
-        return f"There are those that were compiled before, and no others: else {products}; {_quantizing(device)}"
-    return f"{products[0].upper()}{products[1:]}; {_quantizing(device)}"
+    both = f"{products}; {_quantizing(device)}"
+    return both if found.arch is None else f"There are those that were compiled before, and no others: else {both}"
 
 
 def _quantizing(device: torch.device) -> str:

@@ -1,0 +1,34 @@
+"""What tests of quantizers compare: bits of tensors, and all values of a format."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qsync_fx.precision import FORMATS, Precision
+
+SCALED = [row.name for row in FORMATS.values() if row.scaled]
+GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.plain]
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Equal bits, types, shapes and strides; any NaN equals any other."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.stride() == expected.stride()
+    if found.dtype.itemsize > 1:
+        assert torch.equal(found.isnan(), expected.isnan())
+        found, expected = found.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0)
+    one, other = (
+        t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (found, expected)
+    )
+    assert torch.equal(one, other)
+
+
+def grid_of(row: Precision) -> np.ndarray:
+    """Returns all values of a format that has few of them, ascending."""
+    if row.kind == "integer":
+        return np.arange(-row.max, row.max + 1)
+    values = torch.arange(256, dtype=torch.uint8).view(row.dtype).double()
+    return np.unique(values[values.isfinite()].numpy())
