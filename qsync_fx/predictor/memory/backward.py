@@ -186,7 +186,9 @@ class Backward:
         last = 3 if at_once else 2  # a convolution's kernel gives the gradient of the bias, too
         places = [place for place, read in enumerate(operator.reads) if place < last and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
-        if at_once:
+        if at in self.forward.matrices:
+            self.tasks += self.forward.matrices[at].backward(operator.id, gradient, made)
+        elif at_once:
             factors = [self._factor(at, operator, place, carrier) for place in range(last if attends(operator) else 2)]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
             # oneDNN lays weights out anew, and sums their gradient in FP32.

@@ -56,6 +56,7 @@ class Task:
         workspace: bytes that it takes while it runs.
         sums: whether it sums over the batch, which no kernel does that computes element by element.
         holds: what is not released before it has run, though a compiler reckons that it were.
+        anew: whether it lays out anew what it reads, so that it writes over none of that.
     """
 
     operator: str
@@ -66,6 +67,7 @@ class Task:
     workspace: int = 0
     holds: tuple[Buffer, ...] = ()
     sums: bool = False
+    anew: bool = False
 
 
 Kind = tuple[Category, Name]
@@ -137,6 +139,6 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
 
 def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], held: set[Buffer]) -> Buffer | None:
     """What a task writes a buffer over: something as large that nothing else reads any more."""
-    if task.library:
+    if task.library or task.anew:
         return None
     return next((b for b in gone if b in held and b in task.reads and b.bytes == buffer.bytes), None)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from qsync_fx.ops import table
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.mapper import States
+from qsync_fx.predictor.memory.attention import Matrices, is_fused
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, convolves, pools, whole
+from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, attends, convolves, pools, whole
+from qsync_fx.predictor.memory.values import Values
 from qsync_fx.predictor.model.names import format_named
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
@@ -26,20 +27,21 @@ _SUM = 4
 """Bytes of a sum of integer products."""
 
 
-class Forward:
+class Forward(Values):
     """
     Attributes:
         kept: by the place of an operator, what its backward pass reads of it, factors of products apart.
         outputs: what the model returns.
         again: what is written once more, in the backward pass, with what it is computed from.
         factors: by the places of a product and of its reading, the buffer that it has read; None for a parameter as it is.
+        matrices: by the place of attention that no fused kernel computes, what that writes.
     """
 
     def __init__(self, states: States) -> None:
-        self.states, self.graph = states, states.graph
+        super().__init__(states)
         self.kept: dict[int, Sources] = {}
         self.factors: dict[tuple[int, int], Buffer | None] = {}
-        self._products = frozenset(row.name for row in table().values() if row.products)
+        self.matrices: dict[int, Matrices] = {}
         self._tasks: list[list[Task]] = [[] for _ in range(len(self.graph.operators) + 1)]
         # What is there before the step takes nothing more, but counts as read.
         self._sources: dict[int, Sources] = {
@@ -49,11 +51,6 @@ class Forward:
         }
         self._extras: dict[int, list[Buffer]] = {}
         self.again: dict[Buffer, Sources] = {}
-        self._same: dict[int, int] = {}
-        for operator in self.graph.operators:
-            if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
-                # Without a mask it gives back what it reads.
-                self._same[operator.result] = self.root(operator.reads[0].value)
         self._made_at: dict[Buffer, int] = {}
         self._there: dict[tuple[int, Name], Buffer] = {}
         self._by_name = {value.name: at for at, value in enumerate(self.graph.values)}
@@ -76,21 +73,6 @@ class Forward:
         """Returns the tasks of the operator at a place."""
         return self._tasks[at]
 
-    def root(self, value: int) -> int:
-        """Returns the place of the value whose memory a value lies in."""
-        found = self.graph.values[value].tensor
-        return self._same.get(found, found)
-
-    def bytes(self, value: int, fmt: Name) -> int:
-        """Returns the bytes of a value in a format."""
-        held = self.graph.values[value]
-        floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
-        return floats + whole(held.fixed)
-
-    def multiplies(self, operator: Operator) -> bool:
-        """Whether it is a product, which a kernel of a library computes."""
-        return operator.row in self._products
-
     def read_of(self, value: int) -> Sources:
         """Returns what a value is computed from; of one that is there before the step, itself."""
         return self._sources.get(self.root(value), frozenset())
@@ -99,21 +81,16 @@ class Forward:
         """Returns what the operator at a place keeps beside values: statistics, masks, places."""
         return frozenset(self._extras.get(at, ()))
 
-    def made_by(self, value: int) -> Operator | None:
-        """Returns the operator that makes a value; None for what is there before the step."""
-        maker = self.graph.values[self.root(value)].operator
-        return None if maker is None or self.given(value) else self.graph.operators[maker]
-
     def _wanted(self, read: Read, precision: Name) -> Name:
         return read.wanted.get(precision or "") or self.states.held(read.value)
-
-    def given(self, value: int) -> bool:
-        return self.graph.values[self.root(value)].source != "operator"
 
     def _operator(self, at: int, operator: Operator) -> None:
         result, (precision, output) = operator.result, self.states.names[at]
         if not self.multiplies(operator):
             self._sources[result] = self._elementwise(at, operator, output)
+            return
+        if attends(operator) and not is_fused(self.graph, operator):
+            self._attention(at, operator)
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
@@ -136,17 +113,25 @@ class Forward:
         if size == self.bytes(result, output):
             self._there[result, output] = buffer
 
+    def _attention(self, at: int, operator: Operator) -> None:
+        """Has attention that no fused kernel computes written, with all that it stands for."""
+        result, (_, output) = operator.result, self.states.names[at]
+        buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
+        matrices = self.matrices[at] = Matrices.of(self, at, operator)
+        sources = tuple(self.read_of(read.value) for read in operator.reads)
+        self._tasks[at] += matrices.forward(operator.id, sources, buffer)
+        self.factors |= {(at, place): one for place, one in enumerate(matrices.operands)}
+        self._made_at |= {one: at for task in self._tasks[at] for one in task.writes}
+        self._sources[result] = frozenset({buffer})
+        self._there[result, output] = buffer
+
     def _elementwise(self, at: int, operator: Operator, output: Name) -> Sources:
         """Returns what the result of an operator that is no product is computed from, and has what it keeps beside it written."""
         if pools(operator):
             # What windows read lies in memory, and so does what they give.
             self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), at)
         sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
-        extras = self._extras[at] = [
-            Buffer(f"{name} {how}", None, self._extra_bytes(operator, whole(size)))
-            for (name, how), size in operator.costs[self.states.names[at]].saved.items()
-            if how.startswith("extra")
-        ]
+        extras = self._extras[at] = self._extras_of(at, operator)
         if pools(operator):
             pooled = Buffer(self.graph.values[operator.result].name, output, self.bytes(operator.result, output))
             self._task(at, False, sources, pooled, *extras)
@@ -160,14 +145,17 @@ class Forward:
             self._task(at, False, sources, *extras)
         return sources | frozenset(extras)
 
+    def _extras_of(self, at: int, operator: Operator) -> list[Buffer]:
+        """What an operator keeps beside values, as it is written."""
+        return [
+            Buffer(f"{name} {how}", None, self._extra_bytes(operator, whole(size)))
+            for (name, how), size in operator.costs[self.states.names[at]].saved.items()
+            if how.startswith("extra")
+        ]
+
     def _extra_bytes(self, operator: Operator, size: int) -> int:
         # A place within a window takes a byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
-
-    def is_part(self, value: int) -> bool:
-        """Whether it is a view of a part of a larger value, which a product reads from a copy."""
-        whole_one = self.graph.values[self.root(value)]
-        return not self.given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
 
     def _part(self, value: int, fmt: Name, at: int) -> Buffer:
         if (value, fmt) not in self._there:
@@ -211,6 +199,9 @@ class Forward:
         late: list[tuple[int, int, Name]] = []
         for at, operator in enumerate(self.graph.operators):
             self._add(at, self._extras.get(at, ()))
+            if at in self.matrices:
+                self._add(at, self.matrices[at].saved)
+                continue
             for name, how in operator.costs[self.states.names[at]].saved:
                 if how.startswith("extra") or pools(operator):
                     continue  # the gradient of a pooling asks for places alone

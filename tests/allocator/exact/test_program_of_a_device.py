@@ -28,7 +28,7 @@ from qsync_fx.predictor.memory.step import Memory
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
 NAMES = ["mlp", "checkpointed", "odd", "tied", "broken", "prenorm", "postnorm"]
-MORE = [pytest.param(name, marks=ALL) for name in ("dropping", "bert2", "vgg", "resnet", "gpt2")]
+MORE = [pytest.param(name, marks=ALL) for name in ("attending", "dropping", "bert2", "vgg", "resnet", "gpt2")]
 
 
 def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:

@@ -103,6 +103,19 @@ class Residual(nn.Module):
         return torch.nn.functional.mse_loss(self.norms[-1](x), target)
 
 
+class Attending(nn.Module):
+    """Attention with dropout, of which the CPU makes matrices, beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.view(4, 64, 4, 8).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1)
+        return x + self.out(found.transpose(1, 2).reshape(4, 64, 32))
+
+
 def _residual(behind: bool, depth: int = 3, drops: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     shape = 4, 64, 32
     return Residual(behind, depth, drops), {"x": torch.randn(shape, requires_grad=True), "target": torch.randn(shape)}
@@ -123,6 +136,7 @@ OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
     "prenorm": lambda: _residual(False),
     "postnorm": lambda: _residual(True),
+    "attending": lambda: (Attending(), {"x": torch.randn(4, 64, 32, requires_grad=True)}),
     "dropping": lambda: _residual(False, 6, 0.1),
 }
 

@@ -46,6 +46,8 @@ class During:
         for at, operator in enumerate(self.graph.operators):
             if operator.repeated or not self._waiting.arrives(operator.result):
                 continue
+            if at in self._forward.matrices:
+                continue  # no moment has all that it reads and writes
             if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
                 found += [(at, 0)] if gradients(operator) else []
             elif self._forward.multiplies(operator):

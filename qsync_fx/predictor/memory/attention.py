@@ -1,0 +1,133 @@
+"""Attention as one operator: which kernels compute it on a CPU, and what these write and keep.
+
+A fused kernel keeps its result and a sum for each row. Where it does not serve, as with dropout, attention is what it stands for: query and
+key are laid out anew and multiplied, and what became of the scores multiplies the values. Scores, weights and the mask of what was dropped
+are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these.
+
+Invariant: which of both it is follows from what autograd keeps of the operator: a fused kernel keeps its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from qsync_fx.precision import FORMATS, FP32
+from qsync_fx.predictor.memory.buffers import Buffer, Task
+from qsync_fx.predictor.memory.telling import attends, whole
+from qsync_fx.predictor.memory.values import Values
+from qsync_fx.predictor.model.value import ModelGraph, Name, Operator
+
+QUERY, KEY, VALUE = range(3)
+_SUM = 4
+"""Bytes of the largest and of the sum of a row, which are FP32."""
+
+
+def is_fused(graph: ModelGraph, operator: Operator) -> bool:
+    """Whether an operator is attention that one kernel computes, and another one all of its gradients; on GPUs it is taken to be."""
+    if not attends(operator):
+        return False
+    if graph.device != "cpu" or any(output is None for _, output in operator.costs):
+        return True
+    kept = [cost.saved for cost in operator.costs.values()]
+    name = graph.values[operator.result].name
+    return not any(kept) or any(key == name and not how.startswith("extra") for saved in kept for key, how in saved)
+
+
+def _width(operator: Operator) -> int:
+    """How many elements a row of the result has."""
+    return int(operator.shape.rstrip("]").rpartition(",")[2])
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What attention without a fused kernel writes.
+
+    Attributes:
+        operands: query, key and value, laid out anew.
+        scores, weights: before and after what makes weights of them; what was dropped is zero in these.
+        kept: what else the backward pass reads: the largest and the sum of each row, and which weights were dropped.
+        passing: what is there while weights are computed, and not behind that.
+        numbers: random ones, where some are dropped.
+    """
+
+    operands: tuple[Buffer, Buffer, Buffer]
+    scores: Buffer
+    weights: Buffer
+    kept: tuple[Buffer, ...]
+    passing: tuple[Buffer, ...]
+    numbers: Buffer | None
+
+    @classmethod
+    def of(cls, values: Values, at: int, operator: Operator) -> Matrices:
+        """Returns those of the operator at a place, under the states of the values."""
+        graph, state = values.graph, values.states.names[at]
+        fmt = state[0] or state[1]
+        assert fmt is not None, "attention without a format is not taken apart"
+        result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
+        # Each of its rows gives one of the result's, as wide as a value's.
+        width = _width(operator)
+        rows = whole(result.numel) // width
+        across = whole(graph.values[operator.reads[QUERY].value].numel) // rows
+        scores = whole(operator.costs[state].forward.flops) // (2 * (across + width))
+        drops = scores in map(whole, operator.costs[state].saved.values())
+
+        def buffer(name: str, bytes_: int, fmt: Name = None) -> Buffer:
+            return Buffer(f"{name} of {result.name}", fmt, bytes_)
+
+        query, key, value = (
+            Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
+        )
+        mask = [buffer("mask", scores)] if drops else []
+        return cls(
+            (query, key, value),
+            buffer("scores", size * scores, fmt),
+            buffer("weights", size * scores, fmt),
+            (buffer("statistics", (2 * _SUM + 1) * rows), *mask),
+            () if size == FP32.dtype.itemsize else (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),),
+            buffer("numbers", size * scores, fmt) if drops else None,
+        )
+
+    @property
+    def saved(self) -> frozenset[Buffer]:
+        """What the backward pass reads."""
+        scores = () if self.numbers is None else (self.scores,)  # without dropout the weights are what it needs
+        return frozenset((*self.operands, *scores, self.weights, *self.kept))
+
+    def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
+        """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
+        query, key, value = self.operands
+        turned = frozenset(sources[QUERY] | sources[KEY])
+        rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
+        numbers = [self.numbers] if self.numbers is not None else []
+        written = (*self.kept, self.weights, *self.passing)
+        return [
+            Task(name, False, False, turned, (query, key), anew=True),
+            Task(name, False, True, frozenset({query, key}), (self.scores,)),
+            *(Task(name, False, True, writes=(one,)) for one in numbers),
+            Task(name, False, False, frozenset({self.scores, *numbers}) | rest, written, anew=True),
+            Task(name, False, False, frozenset(sources[VALUE]), (value,), anew=True),
+            Task(name, False, True, frozenset({self.weights, value}), (result,)),
+        ]
+
+    def backward(self, name: str, given: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
+        """Returns the tasks that compute gradients, by place, from the one that the operator is given."""
+        query, key, value = self.operands
+        changed = Buffer(f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes)
+        turned = Buffer(f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes)
+        found: list[Task] = []
+
+        def product(one: Buffer, other: Buffer, result: Buffer) -> None:
+            found.append(Task(name, True, True, frozenset({one, other}), (result,)))
+
+        if VALUE in made:
+            product(self.weights, given, made[VALUE])
+        if QUERY in made or KEY in made:
+            product(given, value, changed)
+            scores = self.weights if self.numbers is None else self.scores
+            found.append(Task(name, True, False, frozenset({changed, scores, *self.kept}), (turned,)))
+        if KEY in made:
+            product(query, turned, made[KEY])
+        if QUERY in made:
+            product(turned, key, made[QUERY])
+        return found

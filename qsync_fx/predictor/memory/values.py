@@ -1,0 +1,52 @@
+"""The values of a model in a step: where they lie, how large they are, and who makes them.
+
+Invariant: follows from the graph and the states of its operators alone; nothing is said of when.
+"""
+
+from __future__ import annotations
+
+from qsync_fx.ops import table
+from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.mapper import States
+from qsync_fx.predictor.memory.telling import whole
+from qsync_fx.predictor.model.value import Name, Operator
+
+
+class Values:
+    def __init__(self, states: States) -> None:
+        self.states, self.graph = states, states.graph
+        self._products = frozenset(row.name for row in table().values() if row.products)
+        self._same: dict[int, int] = {}
+        for operator in self.graph.operators:
+            if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
+                # Without a mask it gives back what it reads.
+                self._same[operator.result] = self.root(operator.reads[0].value)
+
+    def root(self, value: int) -> int:
+        """Returns the place of the value whose memory a value lies in."""
+        found = self.graph.values[value].tensor
+        return self._same.get(found, found)
+
+    def bytes(self, value: int, fmt: Name) -> int:
+        """Returns the bytes of a value in a format."""
+        held = self.graph.values[value]
+        floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
+        return floats + whole(held.fixed)
+
+    def multiplies(self, operator: Operator) -> bool:
+        """Whether it is a product, which a kernel of a library computes."""
+        return operator.row in self._products
+
+    def made_by(self, value: int) -> Operator | None:
+        """Returns the operator that makes a value; None for what is there before the step."""
+        maker = self.graph.values[self.root(value)].operator
+        return None if maker is None or self.given(value) else self.graph.operators[maker]
+
+    def given(self, value: int) -> bool:
+        """Whether a value is there before the step."""
+        return self.graph.values[self.root(value)].source != "operator"
+
+    def is_part(self, value: int) -> bool:
+        """Whether it is a view of a part of a larger value, which a product reads from a copy."""
+        whole_one = self.graph.values[self.root(value)]
+        return not self.given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)

@@ -1,0 +1,64 @@
+"""What attention with dropout holds, foreseen and as torch's allocator counts it: matrices of scores, where sequences are long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peaks import FORMATS, real_and_foreseen
+from tiers import ALL
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.memory import live_buffers
+from qsync_fx.predictor.memory.attention import is_fused
+from qsync_fx.predictor.model import ModelGraph, model_graph
+
+torch.set_num_threads(1)
+OFF = 0.03
+
+
+class Attending(nn.Module):
+    """Attention, between the product that gives its query, key and value as parts of one tensor and the one that takes its result."""
+
+    def __init__(self, dropout: float, heads: int = 4, size: int = 128) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.parts, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, size = x.shape
+        parts = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(*parts, dropout_p=self.dropout)
+        return self.out(found.transpose(1, 2).reshape(batch, length, size))
+
+
+def rows() -> Tensor:
+    return torch.randn(8, 256, 128, requires_grad=True)
+
+
+def graph_of(model: nn.Module) -> ModelGraph:
+    torch._dynamo.reset()
+    return model_graph(qsync_fx.explain(model.train(), rows()), ("fp32",))
+
+
+def test_attention_without_dropout_is_one_kernel() -> None:
+    graph = graph_of(Attending(0.0))
+    assert any(is_fused(graph, operator) for operator in graph.operators)
+
+
+def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
+    graph = graph_of(Attending(0.1))
+    assert not any(is_fused(graph, operator) for operator in graph.operators)
+    scores = 8 * 4 * 256 * 256
+    begun = next(live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward)
+    assert sorted(begun.bytes.values())[-2:] == [4 * scores, 4 * scores] and scores in begun.bytes.values()
+
+
+@ALL
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:
+    torch.manual_seed(0)
+    real, found = real_and_foreseen(Attending(0.1), rows(), Plan(fmt))
+    assert abs(found - real) <= OFF * real
