@@ -47,11 +47,10 @@ def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("world", "size", "codecs"),
-    [
-        (4, 2, ["1bit*"]),
-        pytest.param(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"], marks=tiers.ALL),
-        pytest.param(6, 2, ["fp32", "1bit*", "qsgd4"], marks=tiers.ALL),
-    ],
+    tiers.chosen(
+        [(4, 2, ["1bit*"])],
+        [(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"]), (6, 2, ["1bit*", "qsgd4"])],
+    ),
 )
 def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: list[str], tmp_path: Path) -> None:
     first, *others = run("codecs", world, tmp_path, size=size, codecs=codecs)

@@ -18,11 +18,10 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
 
 @pytest.mark.parametrize(
     ("how", "world", "codecs"),
-    [
-        ("parallel", 2, ["1bit*"]),
-        *(pytest.param("parallel", world, ["1bit*", "1bit", "aqgb12"], marks=tiers.ALL) for world in (2, 3)),
-        pytest.param("sharded", 2, ["1bit*", "aqgb12"], marks=tiers.ALL),
-    ],
+    tiers.chosen(
+        [("parallel", 2, ["1bit*"])],
+        [("parallel", 2, ["1bit*", "1bit", "aqgb12"]), ("parallel", 3, ["1bit*"]), ("sharded", 2, ["1bit*", "aqgb12"])],
+    ),
 )
 def test_steps_that_are_left_out_leave_nothing(how: str, world: int, codecs: list[str], tmp_path: Path) -> None:
     """A training whose scale changes is that of the steps that were taken, without a scaler, to the last bit."""

@@ -58,9 +58,9 @@ def start(
     """
     wanted = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     folder = folder or Path.cwd()
-    if fork and (server := _server(wanted)) is not None:
+    if fork:
         later = {name: wanted[name] for name in _LATER if name in wanted}
-        return server.fork([str(script), *arguments], log.resolve(), folder.resolve(), later)
+        return _server(wanted).fork([str(script), *arguments], log.resolve(), folder.resolve(), later)
     with open(log, "w") as output:
         command = [sys.executable, str(script), *arguments]
         return subprocess.Popen(command, env=wanted, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
@@ -132,18 +132,16 @@ class _Fork:
         return self._code
 
 
-_asked: set[frozenset[tuple[str, str]]] = set()
 _servers: dict[frozenset[tuple[str, str]], _Server] = {}
 
 
-def _server(environment: Mapping[str, str]) -> _Server | None:
-    """Returns what can be forked in an environment; None where that is asked for the first time, which may be the last."""
+def _server(environment: Mapping[str, str]) -> _Server:
+    """Returns what can be forked in an environment: one that is asked for once has imported no more than its fork would have."""
     fixed = {name: value for name, value in environment.items() if name not in _LATER}
     key = frozenset(fixed.items())
-    if key in _asked and key not in _servers:
+    if key not in _servers:
         _servers[key] = _Server(environment)
-    _asked.add(key)
-    return _servers.get(key)
+    return _servers[key]
 
 
 def _serve() -> list[str]:

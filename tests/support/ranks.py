@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONPATH": os.pathsep.join([str(HERE), *sorted(str(path) for path in HERE.iterdir() if path.is_dir())]),
 }
 """What every process of a rank is given, beside what the tests have."""
@@ -50,7 +51,7 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
     Waits until all have ended, and, where one has not, so many seconds `after` the others.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **ENVIRONMENT}
     path = script_of(script)
     logs = [folder / f"{rank}.log" for rank in range(world)]
     started: list[forks.Process] = []
@@ -101,6 +102,8 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
     store = distributed.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     found = json.loads(job)
     timeout = datetime.timedelta(seconds=found.get("limit", limit))
+    if "debug" in found:  # what torch makes of TORCH_DISTRIBUTED_DEBUG as it is imported, which a fork has behind it
+        distributed.set_debug_level(distributed.DebugLevel.__members__[found["debug"]])
     distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timeout)
     return int(rank), int(world), Path(folder), found
 
