@@ -148,6 +148,7 @@ def test_a_function_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/relu" in capsys.readouterr().out
 
 
+@tiers.ALL
 def test_a_terminal_gets_a_table_of_its_width(folder: Path) -> None:
     main_end, terminal = pty.openpty()
     command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--precision", "int8"]

@@ -101,14 +101,14 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "kernels", [pytest.param(True, marks=tiers.ALL, id="kernels"), pytest.param(False, id="torch")]
-)
-@pytest.mark.parametrize(
-    "make",
+    ("make", "kernels"),
     [
-        pytest.param(_perceptron, id="mlp"),
-        pytest.param(language("BertForMaskedLM"), id="bert", marks=tiers.ALL),
-        pytest.param(resnet, id="resnet", marks=tiers.ALL),
+        pytest.param(_perceptron, False, id="mlp-torch"),
+        pytest.param(_perceptron, True, id="mlp-kernels", marks=tiers.ALL),
+        pytest.param(language("BertForMaskedLM"), True, id="bert-kernels", marks=tiers.ALL),
+        pytest.param(language("BertForMaskedLM"), False, id="bert-torch", marks=tiers.EVERY),
+        pytest.param(resnet, True, id="resnet-kernels", marks=tiers.EVERY),
+        pytest.param(resnet, False, id="resnet-torch", marks=tiers.ALL),
     ],
 )
 @pytest.mark.usefixtures("believing")

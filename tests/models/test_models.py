@@ -40,12 +40,11 @@ ONE_PARAMETER = 3
 
 
 def parameters(*precisions: str) -> list[Any]:
-    """Each model in each precision; the fast tier has one of three for each, in turn, as compiling is what takes time."""
+    """Each model in each precision; as compiling is what takes time, the fast tier has one of three for each, in turn, the next one two."""
     turns = ("int8", "bf16", "fp32")
+    tier = {0: (), 1: tiers.ALL, 2: tiers.EVERY}
     return [
-        pytest.param(
-            case, precision, id=f"{case.name}-{precision}", marks=() if turns[at % 3] == precision else tiers.ALL
-        )
+        pytest.param(case, precision, id=f"{case.name}-{precision}", marks=tier[(turns.index(precision) - at) % 3])
         for precision in precisions
         for at, case in enumerate(CASES)
     ]

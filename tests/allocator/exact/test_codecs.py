@@ -67,7 +67,7 @@ def every(problem: Problem) -> list[Judged]:
 
 
 @pytest.mark.parametrize("classes", ["one", "kept"])
-@settings(max_examples=chosen([3], [25])[0], deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=chosen([3], [12], [25])[0], deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), tight=st.floats(0.0, 0.6), least=st.sampled_from(["variance", "seconds"]))
 def test_formats_and_codecs_are_those_of_brute_force(classes: str, seed: int, tight: float, least: str) -> None:
     problem = drawn(seed, classes)
@@ -121,7 +121,7 @@ def test_of_many_choices_the_relaxed_program_finds_as_good_ones(monkeypatch: pyt
 
 
 def test_times_that_depend_on_neighbours_keep_the_bound() -> None:
-    for seed in range(chosen([2], [12])[0]):
+    for seed in range(chosen([2], [6], [12])[0]):
         problem = drawn(seed, "one", DrawnTimes)
         known = every(problem)
         values = sorted(judged.seconds for judged in known)

@@ -29,7 +29,7 @@ SETS = [("fp32", "bf16", "int8"), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "in
 
 def examples(fast: int) -> int:
     """Returns how many examples the tier of this run draws."""
-    return chosen([fast], [10 * fast])[0]
+    return chosen([fast], [4 * fast], [10 * fast])[0]
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -93,7 +93,7 @@ def test_a_fused_operator(case: str) -> None:
 
 
 @tiers.ALL
-@pytest.mark.parametrize("case", ["vit", pytest.param("bert_recomputing", marks=tiers.ALL)])
+@pytest.mark.parametrize("case", ["vit", pytest.param("bert_recomputing", marks=tiers.EVERY)])
 def test_a_low_rank_adapter(case: str) -> None:
     model, inputs = made(case)
     rewrite, known = written("adapter", model)
@@ -185,7 +185,7 @@ def test_a_tap(case: str) -> None:
 
 
 @tiers.ALL
-@pytest.mark.parametrize("case", ["vit", pytest.param("bert", marks=tiers.ALL)])
+@pytest.mark.parametrize("case", ["bert", pytest.param("vit", marks=tiers.EVERY)])
 def test_rewrites_together(case: str) -> None:
     model, inputs = made(case)
     passes = [written(name, model)[0] for name in ("tap", "adapter", "quantizer", "fused")]
