@@ -5,7 +5,7 @@ Invariant: what is built in one order is solved to one solution: HiGHS runs on o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,8 @@ from qsync_fx.predictor.replay.closed_form import Array
 CONSTANT: Final = -1
 """In the place of a variable: what an expression has beside its variables."""
 INFINITY: Final = float(highspy.kHighsInf)
+BETWEEN: Final = 1e-6
+"""How far from a whole number a value is not one."""
 
 Expression = Mapping[int, float]
 """A sum: the factor of each variable, and the constant."""
@@ -33,6 +35,7 @@ class Solved:
         bound: that no solution is below; the objective of an LP.
         infeasible: whether it is known that there is no solution.
         stopped: whether time ran out.
+        reduced: of an LP, what it costs at least to move each variable off the end that it is at.
     """
 
     values: Array | None
@@ -40,6 +43,13 @@ class Solved:
     bound: float
     infeasible: bool = False
     stopped: bool = False
+    reduced: Array | None = None
+
+    def between(self, whole: Sequence[bool]) -> bool:
+        """Whether some whole variable is not whole in it."""
+        assert self.values is not None
+        values = self.values[np.array(whole, bool)]
+        return bool((np.abs(values - np.round(values)) > BETWEEN).any())
 
 
 class Program:
@@ -149,8 +159,9 @@ class Program:
             return Solved(None, INFINITY, INFINITY, infeasible, status == states.kTimeLimit)
         objective = float(info.objective_function_value)
         bound = objective if relaxed else min(objective, float(info.mip_dual_bound))
-        values = np.array(highs.getSolution().col_value)
-        return Solved(values, objective, bound, False, status == states.kTimeLimit)
+        solution = highs.getSolution()
+        reduced = np.abs(np.array(solution.col_dual)) if relaxed else None
+        return Solved(np.array(solution.col_value), objective, bound, False, status == states.kTimeLimit, reduced)
 
     def highs(self, relaxed: bool, fixed: Mapping[int, float] | None = None) -> highspy.Highs:
         """Returns the solver, with the program; see `solve`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from qsync_fx.allocator.coding import Codecs
+from qsync_fx.allocator.exact import core
 from qsync_fx.allocator.exact.bounding import Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.exact.prices import Priced
@@ -100,7 +101,7 @@ def find(
     if found is None:
         _limited(program, devices, sends, limits, unit)
         first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
-        found = program.solve(gap, seconds, first | sends.start(judge.codecs))
+        found = core.solve(program, gap, seconds, first | sends.start(judge.codecs))
     if found.values is None:
         return Found(None, INFINITY, INFINITY, found.infeasible, found.stopped)
     values = found.values.tolist()

@@ -48,10 +48,15 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
         found = len(groups)
         if not task.library:
-            # What it joins has some of its reads in common with it.
-            behind = reaching(needs, needed)
-            near = sorted(set().union(*(touching[buffer] for buffer in task.reads)) - behind, reverse=True)
-            found = next((at for at in near if groups[at].takes(task)), found)
+            # What it joins has some of its reads in common with it, and waits for nothing that the task needs.
+            near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
+            behind: set[int] | None = None
+            for at in near:
+                if groups[at].takes(task):
+                    behind = reaching(needs, needed) if behind is None else behind
+                    if at not in behind:
+                        found = at
+                        break
         if found == len(groups):
             groups.append(_Kernel())
             needs.append(set())

@@ -68,12 +68,17 @@ class Certain:
         """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are."""
         # Of thousands of operators all moments would take minutes.
         every = 1 + len(names) * len(self.during.moments) // _ASKED
-        found = {
-            moment: self._before + self.during.of(names, moment, above=limit - self._before)
-            for moment in self.during.moments[::every]
-        }
-        above = [moment for moment, held in found.items() if beyond(held, limit) and moment not in self.moments]
-        new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
+        rest = [moment for moment in self.during.moments[::every] if moment not in self.moments]
+        # To know it to the byte takes long, and most limits are missed by more.
+        for exact in (False, True):
+            found = {
+                moment: self._before + self.during.of(names, moment, above=limit - self._before, exact=exact)
+                for moment in rest
+            }
+            above = [moment for moment, held in found.items() if beyond(held, limit)]
+            new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
+            if new:
+                break
         self.moments += sorted(new)
         return bool(new)
 

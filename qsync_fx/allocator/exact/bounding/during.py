@@ -54,12 +54,20 @@ class During:
                 found += [(at, which) for which, _ in enumerate(gradients(operator))]
         return found
 
-    def of(self, names: Sequence[StateNames], moment: Moment, waiting: bool = True, above: float = 0.0) -> float:
+    def of(
+        self,
+        names: Sequence[StateNames],
+        moment: Moment,
+        waiting: bool = True,
+        above: float = 0.0,
+        exact: bool = True,
+    ) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into.
 
         Args:
             waiting: whether what gradients that wait are computed from counts, which takes long to know.
             above: what is no more than that may come out less.
+            exact: whether what counts of that is known to the byte; elsewhere it may come out less, too.
         """
         kept = self._kept.of(names, self._waiting.of(moment))
         found = kept + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
@@ -67,7 +75,7 @@ class During:
             return found
         if self._planned is None or self._planned[0] != names:
             self._planned = names, Planned(names)
-        return found + self._streams.of(self._planned[1], moment, above - found)
+        return found + self._streams.of(self._planned[1], moment, above - found, exact)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
         """Returns the bytes."""

@@ -54,8 +54,8 @@ class Streams:
         self._counts: tuple[Where, Counts] | None = None
         self._counted_elsewhere = {result.value for result in kept.results}
 
-    def of(self, planned: Planned, moment: Moment, above: float = 0.0) -> float:
-        """Returns the bytes under a plan; less, where they are no more than `above`."""
+    def of(self, planned: Planned, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
+        """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
         found, program = self.expression(planned, moment), planned.program
         if constant(found) is not None or most(program, found) <= above:
             return found.get(CONSTANT, 0.0)
@@ -63,7 +63,9 @@ class Streams:
         for variable, factor in found.items():
             if variable != CONSTANT:
                 program.costs[variable] = factor / _UNIT
-        solved = program.solve(0.0, INFINITY)
+        solved = program.solve(0.0, INFINITY, relaxed=True)
+        if solved.values is None or (exact and solved.between(program.whole)):
+            solved = program.solve(0.0, INFINITY)
         program.costs = before
         return found.get(CONSTANT, 0.0) + solved.objective * _UNIT
 
