@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.backend.cuda.choose import select
 from qsync_fx.backend.cuda.choose.select import known, way
-from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.backend.cuda.tune.table import Environment, Table
 from qsync_fx.backend.cuda.tune.tuning import Choice
@@ -23,13 +22,6 @@ from qsync_fx.errors import OptionError, PlanWarning
 from qsync_fx.plan import Plan
 
 ROWS = 512
-
-
-@pytest.fixture(autouse=True)
-def _no_kernel_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of a process have switched off some, and what runs wide for that says so."""
-    monkeypatch.setattr(kernels, "_had", {})
-    monkeypatch.setattr(kernels, "_refused", set())
 
 
 class Net(nn.Module):

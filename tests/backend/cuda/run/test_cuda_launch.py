@@ -264,8 +264,11 @@ def test_reasons_are_kept() -> None:
 
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host")
-def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
+def test_a_kernel_that_cannot_be_started_is_torchs_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
+    # It is switched off here, and for no other test.
+    monkeypatch.setattr(kernels, "_had", {})
+    monkeypatch.setattr(kernels, "_refused", set())
     reasons.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
