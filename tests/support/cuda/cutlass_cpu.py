@@ -46,9 +46,11 @@ def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -
     return folder
 
 
-def build(configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2) -> dict[KernelConfig, Library]:
+def build(
+    configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2, together: int = TOGETHER
+) -> dict[KernelConfig, Library]:
     """Compiles kernels, all of them products or all of them convolutions; what is returned takes addresses in the CPU's memory."""
-    parts = [list(configs[start : start + TOGETHER]) for start in range(0, len(configs), TOGETHER)]
+    parts = [list(configs[start : start + together]) for start in range(0, len(configs), together)]
     stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
         built = list(pool.map(lambda part, stem: compiled(part, stem, *changed), parts, stems))

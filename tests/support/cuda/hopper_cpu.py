@@ -17,6 +17,9 @@ from qsync_fx.backend.cuda.libraries.library import Library
 
 HERE = Path(__file__).resolve().parent / "hopper_on_cpu"
 
+TOGETHER = 5
+"""Kernels compiled in one file: of CUTLASS 3.x reading the headers takes as long as two kernels."""
+
 HEADERS = (
     "cute/arch/cluster_sm90.hpp",
     "cute/arch/copy_sm90.hpp",
@@ -157,4 +160,4 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
 def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:
     """Compiles kernels; what is returned takes addresses in the CPU's memory."""
     headers = cutlass_cpu.changed_headers(folder, dict.fromkeys(HEADERS, replaced))
-    return cutlass_cpu.build(configs, folder, headers, HERE)
+    return cutlass_cpu.build(configs, folder, headers, HERE, together=TOGETHER)

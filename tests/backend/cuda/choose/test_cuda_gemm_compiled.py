@@ -1,7 +1,8 @@
 """The text of GEMM kernels, and the host side of compiled ones: what they refuse, how much memory they ask for.
 
-One of each generation of CUTLASS is compiled, which is a test too: what spills, keeps a stack, serializes wgmma or lacks its instruction is
-refused. All kernels are compiled by tests/support/cuda/cuda_compile_all.py.
+One of each generation of CUTLASS is compiled, into the user's cache, where the stand-in for the runtime (test_cuda_stand_in) has it too.
+That is a test as well: what spills, keeps a stack, serializes wgmma or lacks its instruction is refused. All kernels are compiled by
+tests/support/cuda/cuda_compile_all.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import cuda_batches
@@ -92,8 +92,6 @@ except ToolchainError as error:
     NO_TOOLS = str(error)
 
 compiles = pytest.mark.skipif(bool(NO_TOOLS), reason=NO_TOOLS.replace("\n", " "))
-Libraries = Callable[[KernelConfig], library.Library]
-SMALL_HOPPER = next(config for config in kernels(INT8, "sm_90a") if config.tile == (64, 64, 128))
 
 
 @compiles
@@ -107,17 +105,11 @@ def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[KernelConfig], library.Library]:
-    """Returns what compiles a kernel, once. `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction."""
-    folder = tmp_path_factory.mktemp("kernels")
-
-    @functools.cache
-    def compiled(config: KernelConfig) -> library.Library:
-        unit = gemm_source.source(config)
-        return library.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
-
-    return compiled
+@functools.cache
+def compiled(config: KernelConfig) -> library.Library:
+    """Compiles a kernel, once. `build` refuses what spills, keeps a stack, serializes wgmma or lacks its instruction."""
+    unit = gemm_source.source(config)
+    return library.load(compiler.build([unit], progress=False)[unit], unit)
 
 
 def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> GemmArguments:
@@ -126,16 +118,16 @@ def arguments(m: int = 512, n: int = 256, k: int = 1024, **changes: int) -> Gemm
     return GemmArguments(**(given | {"multiprocessors": 108} | changes))
 
 
-EACH = pytest.mark.parametrize("config", [STREAM_K, SMALL_HOPPER], ids=["2.x", "3.x"])
+EACH = pytest.mark.parametrize("config", [STREAM_K, HOPPER], ids=["2.x", "3.x"])
 
 
 @tiers.ALL
 @compiles
 @EACH
 @pytest.mark.timeout(900)
-def test_the_host_side_refuses_what_the_device_could_not_do(libraries: Libraries, config: KernelConfig) -> None:
+def test_the_host_side_refuses_what_the_device_could_not_do(config: KernelConfig) -> None:
     """Of stream-K with scales of each row, which is short of registers, and of wgmma."""
-    found = libraries(config)
+    found = compiled(config)
     served = (
         arguments(),
         arguments(a_scale=64, b_scale=64, bias=64),
@@ -178,9 +170,9 @@ def test_the_host_side_refuses_what_the_device_could_not_do(libraries: Libraries
 @compiles
 @EACH
 @pytest.mark.timeout(900)
-def test_workspace_and_shared_memory(libraries: Libraries, config: KernelConfig) -> None:
+def test_workspace_and_shared_memory(config: KernelConfig) -> None:
     """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at most two a multiprocessor."""
-    found = libraries(config)
+    found = compiled(config)
     if config == STREAM_K:
         sizes = [found.workspace(arguments(4096, 4096, 4096, multiprocessors=count)) for count in (66, 108)]
         assert 0 < sizes[0] < sizes[1] <= 2 * 4 * 128 * 128 * 108 + (1 << 16)

@@ -1,6 +1,7 @@
 """A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one.
 
-Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation compiled, and its checks are the same.
+Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation compiled, and its checks are the same: a
+sample of those is in the tier every.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
 
 COUNT = tiers.chosen([1], [5], [50])[0]
 """Kernels of each architecture; ten seconds each, if there are few."""
+ELSEWHERE = {"sm_75", "sm_80", "sm_90a"}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=tiers.EVERY if arch in ELSEWHERE else ()) for arch in ARCHITECTURES]
+)
 def test_a_sample_of_kernels(arch: Arch) -> None:
     try:
         toolchain.toolchain(arch)

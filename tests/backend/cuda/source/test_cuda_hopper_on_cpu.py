@@ -1,7 +1,7 @@
 """Kernels for wgmma and TMA, run on the CPU: products and convolutions, each element of the result to the last bit.
 
-The tier all meets each format, layout, schedule and order, and each schedule with each layout; the tier every all of them together, as far
-as there are kernels. Compiling the first of a file takes 20 seconds, each other one 8.
+The tier all has one kernel of each kind: each width of operands, integers and floats, each layout, schedule, order and convolution is met
+by one of them. The tier every has each pair of formats with each layout, schedule and order. Compiling is what takes time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tiers
 from qsync_fx.backend.cuda.choose.candidates_conv import conv_configs
 from qsync_fx.backend.cuda.choose.candidates_gemm import gemm_configs
 from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.kernel.hardware import size_of
 from qsync_fx.backend.cuda.libraries.library import Library
 from qsync_fx.backend.cuda.source import conv_source, gemm_source
 from qsync_fx.backend.cuda.tools import toolchain
@@ -47,12 +48,17 @@ def convolutions() -> list[KernelConfig]:
     return cutlass_cpu.smallest(kinds)
 
 
+def kind(c: KernelConfig) -> object:
+    """What of a format is in a kernel's text: how wide operands are, which decides tiles and swizzles, and whether sums are integers."""
+    return size_of(c.a), c.a == "int8"
+
+
 def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
-    return (c.a, c.b), (c.a_major, c.b_major, c.schedule, c.order)
+    return ("kind", kind(c)), ("layout", c.a_major, c.b_major), ("schedule", c.schedule), ("order", c.order)
 
 
 def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
-    return ("operation", c.operation), ("a", c.a), ("out", c.out)
+    return ("operation", c.operation), ("kind", kind(c))
 
 
 PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product), products())
