@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import tiers
-from ranks import ENVIRONMENT, script_of
+from ranks import ENVIRONMENT, results, script_of
+
+run = functools.partial(results, script="rounding_rank.py")
 
 
-def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
-    """Runs a job by torchrun; returns what each rank wrote."""
+def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """Runs the training that is killed by torchrun, which starts it again once; returns what each rank wrote."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
@@ -25,7 +28,7 @@ def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with subprocess.Popen(
-        [*command, f"--max-restarts={restarts}", str(script_of("rounding_rank.py")), job, str(folder)],
+        [*command, "--max-restarts=1", str(script_of("rounding_rank.py")), str(folder)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -42,7 +45,7 @@ def torchrun(job: str, ranks: int, folder: Path, restarts: int = 0) -> list[dict
 
 @tiers.ALL
 def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    ranks = torchrun("variance", 4, tmp_path / "variance")
+    ranks = run("variance", 4, tmp_path / "variance")
     assert len({rank["generator"] for rank in ranks}) == 1, "torch's generators are where one seed leaves them"
     found = {int(n): value for n, value in ranks[0]["variance"].items()}
     assert found[1] > 0
@@ -53,8 +56,8 @@ def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_p
 
 @tiers.ALL
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = torchrun("whole", 2, tmp_path / "whole")
-    resumed = torchrun("interrupted", 2, tmp_path / "interrupted", restarts=1)
+    whole = run("whole", 2, tmp_path / "whole")
+    resumed = restarted(2, tmp_path / "interrupted")
     assert [rank.pop("first") for rank in whole] == [0, 0]
     assert [rank.pop("first") for rank in resumed] == [3, 3]
     assert resumed == whole

@@ -1,9 +1,8 @@
-"""One rank of the tests of rounding over processes, started by torchrun from test_rounding_ranks.py: `rounding_rank.py JOB FOLDER`."""
+"""One rank of the tests of rounding over processes: `rounding_rank.py FOLDER` is one of torchrun's, and a training that is killed once."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import ranks
 import torch
 import torch.distributed as dist
 from small_models import Perceptron, build, compiled
@@ -21,20 +21,20 @@ import qsync_fx
 
 REPETITIONS = 200
 STEPS, SAVED_AT, KILLED_AT = 6, 3, 4
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproducibility.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reproducibility.md"
 
 
-def variance() -> dict[str, Any]:
+def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """The variance of the averaged gradient over repetitions, summed over its elements: same seed, same data, 1, 2 and 4 ranks."""
-    rank, found = dist.get_rank(), {}
-    for ranks in (1, 2, 4):
-        group = dist.new_group(list(range(ranks)))
-        if rank < ranks:
+    found = {}
+    for count in (1, 2, 4):
+        group = dist.new_group(list(range(count)))
+        if rank < count:
             model = build(Perceptron)
             fast = compiled(DistributedDataParallel(model, process_group=group), precision="int8", inner="eager")
             x = torch.randn(32, 16)
             torch.manual_seed(0)
-            found[ranks] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])
+            found[count] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])
         dist.barrier()
     return {"variance": found, "generator": _digest(torch.get_rng_state())}
 
@@ -49,9 +49,13 @@ def _variance(gradients: list[Tensor]) -> float:
     return torch.stack(gradients).double().var(0).sum().item()
 
 
+def whole(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    return train(Path(job["where"]), interrupted=False)
+
+
 def train(folder: Path, interrupted: bool) -> dict[str, Any]:
     """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be interrupted, rank 1 is killed once."""
-    rank, restarted = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, restarted = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
     (block,) = (b for b in pages.blocks(PAGE.read_text()) if b.values.get("name") == "checkpoint.py")
     exec(block.text, advice)
@@ -91,13 +95,15 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def main(job: str, folder: Path) -> None:
+def interrupted(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = variance() if job == "variance" else train(folder, interrupted=job == "interrupted")
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    ranks.write(folder, dist.get_rank(), train(folder, interrupted=True))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    if len(sys.argv) == 2:
+        interrupted(Path(sys.argv[1]))
+    else:
+        ranks.play(globals(), sys.argv[1:], meet=lambda name: True)
