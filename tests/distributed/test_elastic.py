@@ -29,12 +29,11 @@ def node(folder: Path, port: int, device: str, host: bool) -> Iterator[subproces
     """A launcher with one rank, in a process group of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     command += ["--max-restarts", "9", "--monitor-interval", "0.2", "--rdzv-id", "elastic", "--rdzv-backend", "c10d"]
-    conf = f"is_host={int(host)},last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+    conf = f"is_host={int(host)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf, str(SCRIPT), str(folder), str(STEPS)]
     environment = {
         **os.environ,
         **ranks.ENVIRONMENT,
-        "GLOO_SOCKET_IFNAME": "lo",
         "DEVICE": device,
         # Else a launcher keeps the store of its first world, and one that joins later waits for its address in vain.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -13,7 +13,7 @@ from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.distributed import Replanning
 from qsync_fx.distributed.replanned import Cause, Change, Costs, Replanned
 
-STEPS, FROM = 60, 15
+STEPS, FROM = 45, 15
 
 
 @tiers.ALL

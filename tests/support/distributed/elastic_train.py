@@ -48,6 +48,7 @@ def train(folder: Path, steps: int) -> None:
         precisions=["fp32"] if name == "fast" else ["fp32", "bf16"],
         progress=False,
         rounds=1,
+        corrections=0,
         save=folder / "plan.json",
     )
     done, kept = 0, folder / "checkpoint"

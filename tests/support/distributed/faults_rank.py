@@ -39,7 +39,8 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def find(rank: int, name: str = "", **how: Any) -> Any:
+def find(rank: int, name: str = "", corrections: int = 0, formats: tuple[str, ...] = ("fp32",), **how: Any) -> Any:
+    """A plan, with as little measured as can be where nothing is asked of it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return qsync_fx.distributed.find_plan(
@@ -48,9 +49,10 @@ def find(rank: int, name: str = "", **how: Any) -> Any:
         [data(rank)],
         optimizer=optimizer,
         device_class=name or ["fast", "slow"][rank],
-        precisions=["fp32", "bf16"],
+        precisions=list(formats),
         progress=False,
         rounds=1,
+        corrections=corrections,
         **how,
     )
 
@@ -71,7 +73,7 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found["version"] = told(lambda: find(rank))
     torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
 
-    plan = find(rank, "both", save=folder / "plan.json")
+    plan = find(rank, "both", 1, ("fp32", "bf16"), save=folder / "plan.json")
     model: nn.Module = torch.compile(network(), backend="qsync", options={"plan": plan, "inner": "aot_eager"})
     parallel = DistributedDataParallel(model)
     with guard(parallel, check_every=1):
@@ -83,7 +85,7 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     with full_disk() as fills:
         # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's file does.
-        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json", corrections=0))
+        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json"))
 
     for name, text in (
         ("truncated", '{"format": "qsync-meas'),
