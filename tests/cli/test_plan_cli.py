@@ -19,10 +19,10 @@ import torch
 
 def small():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1024))
-    return model, (torch.randn(512, 1024),)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
+    return model, (torch.randn(256, 512),)
 """
-FLEET = "[devices.v100]\ndevice = 'v100'\nbatch = 512\n[devices.t4]\ndevice = 't4'\nbatch = 512\n[network]\nbandwidth = 1e11\n"
+FLEET = "[devices.v100]\ndevice = 'v100'\nbatch = 256\n[devices.t4]\ndevice = 't4'\nbatch = 256\n[network]\nbandwidth = 1e11\n"
 
 
 @pytest.fixture(scope="module")
