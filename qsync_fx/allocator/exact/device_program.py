@@ -55,7 +55,7 @@ def stretches(problem: Problem, judge: Judge, name: str) -> Stretches:
         first = min([first, *(graph.places[schedule.backward[place].operator] for place in at)])
         ends.append(first)
     # The operators from the end of a bucket's stretch on are through when it is ready.
-    of = [len(ends) - int(np.searchsorted(ends[::-1], at, side="right")) for at in range(len(graph.operators))]
+    of = (len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")).tolist()
     sizes = [
         sum(schedule.parameters[which].numel * schedule.parameters[which].dtype_bytes for which in bucket)
         for bucket in judge.buckets
@@ -128,8 +128,9 @@ def device_program(
     scale = THOUSANDTHS / unit
     parts: list[Expression] = []
     for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
-        first = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
-        ahead = first if number == 0 else [(-1.0, travel[number - 1])]
+        ahead: list[tuple[float, Expression]] = [(-1.0, travel[number - 1])] if number else []
+        if number == 0:
+            ahead = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
         parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))
     weight = problem.weight(name)
     variance: dict[int, float] = {}

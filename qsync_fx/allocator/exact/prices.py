@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Final, Protocol
 
 from qsync_fx.allocator.problem import DeviceClass
+from qsync_fx.graph.reads import State
 from qsync_fx.predictor.mapper.states import states
 from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.reachable import reachable
@@ -55,6 +56,7 @@ class Prices:
         self._references = [list(names) for names in uniform.values()]
         self.differ = False
         self._learned: dict[tuple[int, StateNames], Seconds] = {}
+        self._named: dict[StateNames, State] = {}
 
     @property
     def times(self) -> Times:
@@ -78,8 +80,14 @@ class Prices:
 
     def _ask(self, at: int, state: StateNames, names: Sequence[StateNames]) -> Seconds:
         near = (at + by for by in NEIGHBOURS)
-        around = [state_named(names[n]) if 0 <= n < len(names) else None for n in near]
-        return self.times.operator(self.part.graph.operators[at].id, state_named(state), around)
+        around = [self._state(names[n]) if 0 <= n < len(names) else None for n in near]
+        return self.times.operator(self.part.graph.operators[at].id, self._state(state), around)
+
+    def _state(self, names: StateNames) -> State:
+        """Returns a state by its names: there are few, of thousands of operators."""
+        if names not in self._named:
+            self._named[names] = state_named(names)
+        return self._named[names]
 
 
 class Least:
