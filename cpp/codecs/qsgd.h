@@ -24,12 +24,14 @@ inline F random_lanes(const I &counter) {
     return to_float(right<8>(x));
 }
 
-inline I first_counters(uint32_t counter) {
-    uint32_t lanes[LANES];
-    for (uint32_t i = 0; i < LANES; ++i) lanes[i] = counter + i * WEYL;
+// Counters of sixteen values in a row, of which the first one has `counter`.
+inline I counters(uint32_t counter) {
     float words[LANES];
-    std::memcpy(words, lanes, sizeof words);
-    return bits(load(words));
+    for (uint32_t i = 0; i < LANES; ++i) {
+        const uint32_t own = i * WEYL;
+        std::memcpy(words + i, &own, sizeof own);
+    }
+    return all(static_cast<int32_t>(counter)) + bits(load(words));
 }
 
 // The largest magnitude; NaN or infinite where a value is: as bits they come last.
@@ -83,13 +85,23 @@ struct Scale {
     }
 };
 
+// Values times levels / scale: where the scale was not moved, nothing comes before the inverse.
+struct Whole {
+    F inverse;
+    F operator()(const F &x) const { return x * inverse; }
+};
+struct Moved {
+    F before, inverse;
+    F operator()(const F &x) const { return x * before * inverse; }
+};
+
 // Sign and magnitude, of 2**(B-1) - 1 steps.
 template <int B, Layout L> struct Code {
     static constexpr int32_t LEVELS = (1 << (B - 1)) - 1;
     static constexpr float SPAN = static_cast<float>(LEVELS);
 
-    static I encode(const F &x, const F &before, const F &inverse, const I &counter) {
-        const F u = magnitude(x) * before * inverse;
+    template <class Scaled> static I encode(const F &x, const Scaled &scaled, const I &counter) {
+        const F u = scaled(magnitude(x));
         const I below = truncated(u);
         const F rest = (u - to_float(below)) * all(0x1p24f);
         const I level = least(one_more(below, random_lanes(counter), rest), all(LEVELS));
@@ -106,8 +118,8 @@ template <int B> struct Code<B, ENDPOINTS> {
     static constexpr int32_t LAST = (1 << B) - 1;
     static constexpr float SPAN = static_cast<float>(LAST);
 
-    static I encode(const F &x, const F &before, const F &inverse, const I &counter) {
-        const F u = x * before * inverse * all(0.5f) - all(0.5f);
+    template <class Scaled> static I encode(const F &x, const Scaled &scaled, const I &counter) {
+        const F u = scaled(x) * all(0.5f) - all(0.5f);
         const F below = floored(u);
         const F rest = (u - below) * all(0x1p24f);
         const I point = one_more(truncated(below) + all(int32_t{1} << (B - 1)), random_lanes(counter), rest);
@@ -118,17 +130,20 @@ template <int B> struct Code<B, ENDPOINTS> {
     }
 };
 
+// Which of the values of a byte one is.
+template <int K> struct Place {};
+
 // How codes of B bits lie in bytes: value k * 16 + l of a group is bits k * B and up of byte l; 16 bits take two bytes each.
 template <int B> struct Packed {
     static constexpr size_t PER_BYTE = B < 8 ? 8 / B : 1, VALUES = LANES * PER_BYTE, BYTES = B < 8 ? LANES : LANES * B / 8;
 
     static size_t bytes(size_t n) { return (n + VALUES - 1) / VALUES * BYTES; }
-    // Stores what `next` returns from one call to the other.
-    template <class Next> static void store(uint8_t *p, Next &&next) {
-        I packed = next();
-        if constexpr (PER_BYTE > 1) packed = packed | left<B>(next());
-        if constexpr (PER_BYTE > 2) packed = packed | left<2 * B>(next());
-        if constexpr (PER_BYTE > 2) packed = packed | left<3 * B>(next());
+    // Stores what `add` makes of the values of a byte, one after the other.
+    template <class Add> static void store(uint8_t *p, Add &&add) {
+        I packed = add(all(int32_t{0}), Place<0>{});
+        if constexpr (PER_BYTE > 1) packed = add(packed, Place<1>{});
+        if constexpr (PER_BYTE > 2) packed = add(packed, Place<2>{});
+        if constexpr (PER_BYTE > 2) packed = add(packed, Place<3>{});
         if constexpr (B == 16)
             store_words(p, packed);
         else
@@ -150,21 +165,37 @@ template <int B> struct Packed {
     }
 };
 
-template <int B, Layout L>
-inline void encode_codes(const float *x, size_t n, const float *coming, F before, F inverse, uint8_t *codes, uint32_t counter) {
+// Adds the code of the value that comes as the K-th of a byte.
+template <int B, Layout L, int K, class Scaled>
+inline I with_code(const I &packed, const F &x, const Scaled &scaled, const I &counter, Place<K>) {
+    if constexpr (B == 2 && L == SIGN) {
+        // Of one step: what is at its end or, by rounding, beyond, is above every random number.
+        const I sign = right<30 - 2 * K>(bits(x)) & all(int32_t{2} << 2 * K);
+        return joined(packed | sign, all(int32_t{1} << 2 * K), random_lanes(counter), scaled(magnitude(x)) * all(0x1p24f));
+    } else if constexpr (K == 0) {
+        return Code<B, L>::encode(x, scaled, counter);
+    } else {
+        return packed | left<K * B>(Code<B, L>::encode(x, scaled, counter));
+    }
+}
+
+template <int B, Layout L, class Scaled>
+inline void encode_codes(const float *x, size_t n, const float *coming, const Scaled &scaled, uint8_t *codes, uint32_t counter) {
     using P = Packed<B>;
     const I next = all(static_cast<int32_t>(WEYL * static_cast<uint32_t>(LANES)));
-    I at = first_counters(counter);
+    I at = counters(counter);
     size_t i = 0;
-    const auto code = [&](F values) {
-        const I found = Code<B, L>::encode(values, before, inverse, at);
+    const auto add = [&](const I &packed, const F &values, auto place) {
+        const I found = with_code<B, L>(packed, values, scaled, at, place);
         __builtin_prefetch(coming + i);
         at = at + next;
         i += LANES;
         return found;
     };
-    for (; i + P::VALUES <= n; codes += P::BYTES) P::store(codes, [&] { return code(load(x + i)); });
-    if (i < n) P::store(codes, [&] { return code(load_some(x + smaller(i, n), n - smaller(i, n))); });
+    const auto whole = [&](const I &packed, auto place) { return add(packed, load(x + i), place); };
+    const auto some = [&](const I &packed, auto place) { return add(packed, load_some(x + smaller(i, n), n - smaller(i, n)), place); };
+    for (; i + P::VALUES <= n; codes += P::BYTES) P::store(codes, whole);
+    if (i < n) P::store(codes, some);
 }
 
 // What of a unit is encoded at once. Behind each block as much of the next unit is searched for its scale: what one of them computes hides
@@ -192,13 +223,19 @@ void qsgd_encode(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scal
         if (scale - scale == 0.0f) {
             put(scales, scale);
             const Scale s(scale, Code<B, L>::SPAN);
-            const F before = all(s.before), inverse = all(s.inverse());
             ahead = 0.0f, known = norm == MAX_NORM;
-            for (size_t at = 0; at < size; at += BLOCK) {
-                encode_codes<B, L>(values + at, smaller(BLOCK, size - at), values + unit + at, before, inverse,
-                                   codes + at / P::VALUES * P::BYTES, counter + WEYL * static_cast<uint32_t>(at));
-                if (known && at < next) ahead = larger(ahead, absmax(values + unit + at, smaller(BLOCK, next - at)));
-            }
+            const auto encode = [&](const auto &scaled) {
+                for (size_t at = 0; at < size; at += BLOCK) {
+                    const uint32_t first = counter + WEYL * static_cast<uint32_t>(at);
+                    uint8_t *to = codes + at / P::VALUES * P::BYTES;
+                    encode_codes<B, L>(values + at, smaller(BLOCK, size - at), values + unit + at, scaled, to, first);
+                    if (known && at < next) ahead = larger(ahead, absmax(values + unit + at, smaller(BLOCK, next - at)));
+                }
+            };
+            if (s.before == 1.0f)
+                encode(Whole{all(s.inverse())});
+            else
+                encode(Moved{all(s.before), all(s.inverse())});
         } else {
             put(scales, uint32_t{0x7FC00000u});
             std::memset(codes, 0, bytes);

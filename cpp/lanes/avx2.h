@@ -35,6 +35,10 @@ inline I one_more(I a, F b, F c) {
     return {_mm256_sub_epi32(a.v, _mm256_castps_si256(_mm256_cmp_ps(b.v, c.v, _CMP_LT_OQ))),
             _mm256_sub_epi32(a.w, _mm256_castps_si256(_mm256_cmp_ps(b.w, c.w, _CMP_LT_OQ)))};
 }
+inline I joined(I a, I bit, F b, F c) {
+    return a | I{_mm256_and_si256(bit.v, _mm256_castps_si256(_mm256_cmp_ps(b.v, c.v, _CMP_LT_OQ))),
+                 _mm256_and_si256(bit.w, _mm256_castps_si256(_mm256_cmp_ps(b.w, c.w, _CMP_LT_OQ)))};
+}
 inline std::uint32_t not_negative(F a) {
     const __m256 zero = _mm256_setzero_ps();
     const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.v, zero, _CMP_GE_OQ));

@@ -55,6 +55,9 @@ inline F floored(const F &a) { return each<F>(a, [](float x) { return __builtin_
 inline I least(const I &a, const I &b) { return each<I>(a, b, [](Lane x, Lane y) { return x < y ? x : y; }); }
 inline I most(const I &a, const I &b) { return each<I>(a, b, [](Lane x, Lane y) { return x > y ? x : y; }); }
 inline I one_more(const I &a, const F &b, const F &c) { return a + each<I>(b, c, [](float x, float y) { return x < y ? 1 : 0; }); }
+inline I joined(const I &a, const I &bit, const F &b, const F &c) {
+    return a | (bit & each<I>(b, c, [](float x, float y) { return x < y ? -1 : 0; }));
+}
 inline std::uint32_t not_negative(const F &a) {
     std::uint32_t found = 0;
     for (std::size_t i = 0; i < LANES; ++i) found |= static_cast<std::uint32_t>(a.v[i] >= 0.0f) << i;
