@@ -152,7 +152,8 @@ def test_a_checkpoint_within_the_graph_stays_one() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block, self.last = Block(), nn.Linear(32, 32)
+            self.block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Dropout(0.25))
+            self.last = nn.Linear(48, 32)
 
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = self.last(checkpoint(self.block, x, use_reentrant=False))
