@@ -121,7 +121,8 @@ def copy_tree(to: Path) -> None:
     """Copies what a build and a test run need; qsync_fx/passes and qsync_fx/backend stay links to the folders beside it."""
     to.mkdir()
     for name in ("qsync_fx", "passes", "backend", "tests"):
-        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        # What Python has compiled of it goes along, and is good where a file's time is the same; others may be writing more of it just now.
+        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*", "*.so"))
     shutil.copy(ROOT / "pyproject.toml", to)
 
 
