@@ -37,6 +37,7 @@ class Backward:
         self._gradients: dict[int, Sources] = {}
         self._arrived: set[int] = set()
         self._carried: dict[Buffer, Buffer] = {}
+        self._rows: dict[tuple[Sources, Name, int], Buffer] = {}
         self._there_again: set[Buffer] = set()
         self._scales: dict[Buffer, Buffer] = {}
         self._repeated: dict[Buffer, Buffer] = {}
@@ -249,10 +250,26 @@ class Backward:
         if root in self._arrived:
             return  # the gradient of another reader is added to what is there
         gradient = self._gradient(root)
+        if operator.row in GATHERS and self.graph.device == "cpu":
+            self._gathered(operator, gradient, sources)
+            return
         if operator.row in GATHERS:
             # Zeros, which need nothing, and what is then added to the rows that were read.
             self._task(operator.id, False, frozenset(), gradient)
         self.tasks.append(Task(operator.id, True, False, sources, (gradient,), sums=sums))
+
+    def _gathered(self, operator: Operator, gradient: Buffer, sources: Sources) -> None:
+        """The gradient of a table by one kernel: it reads rows in memory, in the table's format; several tables have the same."""
+        fmt = gradient.format
+        key = sources, fmt, self.forward.bytes(operator.result, fmt)
+        if key not in self._rows:
+            self._rows[key] = self._lying(operator, sources, fmt)
+        workspace = 0
+        if fmt is not None and FORMATS[fmt].dtype.itemsize < FP32.dtype.itemsize:
+            # Sums are in FP32.
+            wide = FP32.dtype.itemsize // FORMATS[fmt].dtype.itemsize
+            workspace = wide * (self._rows[key].bytes + gradient.bytes)
+        self._task(operator.id, True, frozenset({self._rows[key]}), gradient, workspace=workspace)
 
 
 def _of(name: str) -> str:
