@@ -113,7 +113,7 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
         "networkx",
         "platformdirs>=4.12",
         "sympy",
-        "highspy>=1.9",
+        "highspy<1.16,>=1.9",
         "rich",
     }
     entries = {(entry.group, entry.name): entry.value for entry in package.entry_points}
