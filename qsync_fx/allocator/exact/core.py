@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from qsync_fx.allocator.exact.program import BETWEEN, INFINITY, Program, Solved
+from qsync_fx.allocator.exact.program import INFINITY, Program, Solved
 
 _OPEN: Final = 40
 """Whole variables that are left open at first; all of the same reduced cost are."""
@@ -31,12 +31,12 @@ _SLACK: Final = 1e-6
 def solve(program: Program, gap: float, seconds: float, start: Mapping[int, float]) -> Solved:
     """Solves a program; see `Program.solve`."""
     until = time.monotonic() + seconds
-    whole = np.flatnonzero(np.array(program.whole, bool))
+    whole = program.choices
     relaxed = program.solve(gap, seconds, relaxed=True) if len(whole) > _OPEN else None
     if relaxed is None or relaxed.values is None or relaxed.reduced is None:
         return program.solve(gap, seconds, start)
     values = relaxed.values[whole]
-    costs = np.where(np.abs(values - np.round(values)) > BETWEEN, 0.0, relaxed.reduced[whole])
+    costs = np.where(relaxed.between(whole), 0.0, relaxed.reduced[whole])
     floor = relaxed.objective - _SLACK * abs(relaxed.objective)
     margin = float(np.partition(costs, _OPEN)[_OPEN])
     best, bound = Solved(None, INFINITY, floor), floor

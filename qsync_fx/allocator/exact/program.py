@@ -5,7 +5,7 @@ Invariant: what is built in one order is solved to one solution: HiGHS runs on o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ from qsync_fx.predictor.replay.closed_form import Array
 CONSTANT: Final = -1
 """In the place of a variable: what an expression has beside its variables."""
 INFINITY: Final = float(highspy.kHighsInf)
-BETWEEN: Final = 1e-6
+_BETWEEN: Final = 1e-6
 """How far from a whole number a value is not one."""
 
 Expression = Mapping[int, float]
@@ -45,11 +45,12 @@ class Solved:
     stopped: bool = False
     reduced: Array | None = None
 
-    def between(self, whole: Sequence[bool]) -> bool:
-        """Whether some whole variable is not whole in it."""
+    def between(self, variables: Array) -> Array:
+        """Returns of each of some variables whether it is not whole in it."""
         assert self.values is not None
-        values = self.values[np.array(whole, bool)]
-        return bool((np.abs(values - np.round(values)) > BETWEEN).any())
+        values = self.values[variables]
+        found: Array = np.abs(values - np.round(values)) > _BETWEEN
+        return found
 
 
 class Program:
@@ -66,6 +67,11 @@ class Program:
         self._most: list[float] = []
         self._any: dict[object, Expression] = {}
         self._all: dict[object, Expression] = {}
+
+    @property
+    def choices(self) -> Array:
+        """The places of whole variables."""
+        return np.flatnonzero(self.whole)
 
     def variable(self, cost: float = 0.0, upper: float = 1.0, whole: bool = False) -> int:
         """Returns a new variable, from 0."""

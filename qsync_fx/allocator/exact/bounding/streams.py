@@ -64,7 +64,7 @@ class Streams:
             if variable != CONSTANT:
                 program.costs[variable] = factor / _UNIT
         solved = program.solve(0.0, INFINITY, relaxed=True)
-        if solved.values is None or (exact and solved.between(program.whole)):
+        if solved.values is None or (exact and solved.between(program.choices).any()):
             solved = program.solve(0.0, INFINITY)
         program.costs = before
         return found.get(CONSTANT, 0.0) + solved.objective * _UNIT
