@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from _harness import Row, arguments, finish, selected, write_json
+from _unbuilt import without_kernels
 from replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
 
 import qsync_fx
@@ -29,32 +28,6 @@ from qsync_fx.profiling.measuring.optimizers import optimizer_memory
 from qsync_fx.profiling.measuring.peak import measured_peak
 
 SPACE = "passes", "step"
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Lets Inductor's kernels do nothing, on buffers of zeros, so that indices they would write are right to read."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.graph import GraphLowering
-
-    build, compiled = AsyncCompile.cpp_pybinding, GraphLowering.compile_to_module
-
-    def zeros(size: Any, stride: Any, dtype: Any) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype).zero_()
-
-    def module(self: Any) -> Any:
-        found: Any = compiled(self)
-        found.empty_strided_cpu = zeros
-        return found
-
-    AsyncCompile.cpp_pybinding = lambda *_: lambda *arguments: None  # type: ignore[method-assign]
-    GraphLowering.compile_to_module = module  # type: ignore[method-assign]
-    try:
-        with torch._inductor.config.patch(fx_graph_cache=False):
-            yield
-    finally:
-        AsyncCompile.cpp_pybinding = build  # type: ignore[method-assign]
-        GraphLowering.compile_to_module = compiled  # type: ignore[method-assign]
 
 
 def measured(case: Case, plan: Plan) -> dict[str, int]:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from _harness import Row, arguments, finish, selected, write_json
 from _models import Case, bert, gpt2_block, perceptron, resnet, vit
-from memory_accuracy import without_kernels
+from _unbuilt import without_kernels
 from step_time import Variant
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
