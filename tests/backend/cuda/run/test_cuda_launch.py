@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qsync_fx.backend.cuda.libraries import compiler, kernels
 from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
 from qsync_fx.backend.cuda.libraries.library import Library, load
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem, fallback, padding
-from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem, leading, major
+from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
 from qsync_fx.backend.cuda.run import launch, reasons
 from qsync_fx.backend.cuda.run.device import assumed, decision, stored, unobtainable
 from qsync_fx.backend.cuda.source.unit import Unit
@@ -177,62 +177,6 @@ def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Li
         launch.run_gemm(host("int8", "row", "row"), config(problem), problem, a, b, None, None, None)
 
 
-# What lies how, without values.
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "row", "column"),
-    [
-        ((3, 5), (5, 1), 5, None),
-        ((3, 5), (8, 1), 8, None),
-        ((3, 5), (1, 3), None, 3),
-        ((3, 5), (10, 2), None, None),
-        ((3, 5), (0, 1), None, None),  # a broadcast: one row in memory
-        ((1, 5), (77, 1), 5, 1),  # one row lies both ways, whatever its stride says
-        ((3, 1), (1, 77), 1, 3),
-        ((3, 1), (4, 1), 4, None),
-    ],
-)
-def test_leading_dimensions(
-    shape: tuple[int, int], stride: tuple[int, int], row: int | None, column: int | None
-) -> None:
-    t = torch.empty_strided(shape, stride, device="meta")
-    assert (leading(t, "row"), leading(t, "column")) == (row, column)
-    assert major(t) == ("row" if row else "column" if column else None)
-
-
-@given(st.data())
-def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObject) -> None:
-    sizes = [data.draw(st.integers(1, 5000)) for _ in range(3)]
-    formats = data.draw(st.sampled_from([("int8", "int8"), ("fp16", "fp16"), ("fp8_e5m2", "fp8"), ("tf32", "tf32")]))
-    majors = [data.draw(st.sampled_from(["row", "column"])) for _ in range(2)]
-    problem = GemmProblem(*sizes, *formats, data.draw(st.sampled_from(["fp32", "bf16"])), *majors)  # type: ignore[arg-type]
-    taken = padding.filled(problem)
-    assert isinstance(taken, GemmProblem) and padding.filled(taken) == taken
-    assert all(0 <= getattr(taken, name) - getattr(problem, name) < 16 for name in ("m", "n", "k"))
-    for copy, unlike in zip(padding.copied(problem, taken), [("m", "k"), ("k", "n")], strict=True):
-        assert copy == any(getattr(taken, name) != getattr(problem, name) for name in unlike)
-    # Nothing is free: copies move more than none.
-    assert padding.moved(problem, taken) >= padding.moved(problem, problem)
-
-
-INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
-BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
-
-
-def test_what_pays_is_a_matter_of_bytes() -> None:
-    """cuBLAS takes INT8 in eights and BF16 as it comes: odd INT8 sizes are worth a copy, odd BF16 sizes and tiny ones are not."""
-    assert padding.pays(INT8, INT8)
-    odd = replace(INT8, k=4095)
-    assert padding.pays(odd, padding.filled(odd))
-    odd = replace(BF16, k=4095, n=4095)
-    assert not padding.pays(odd, padding.filled(odd))
-    thin = replace(INT8, k=3)
-    assert not padding.pays(thin, padding.filled(thin))
-    stem = ConvProblem("fprop", 8, 224, 224, 3, 64, 7, 7, (3, 3), (2, 2), (1, 1), "int8", "int8", "bf16")
-    assert not padding.pays(stem, padding.filled(stem))
-
-
 # From an operator's arguments to a result, by whichever way.
 
 
@@ -262,13 +206,21 @@ def test_reasons_are_kept() -> None:
     assert len(reasons.reasons()) == 1000 and "1199" in reasons.reasons()
 
 
-@pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host")
-def test_a_kernel_that_cannot_be_started_is_torchs_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
-    # It is switched off here, and for no other test.
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is loaded, stored or switched off here is so for no other test, and the other way round."""
     monkeypatch.setattr(kernels, "_had", {})
     monkeypatch.setattr(kernels, "_refused", set())
+    kernels._stored.cache_clear()
+    yield
+    kernels._stored.cache_clear()
+
+
+@pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host")
+@pytest.mark.usefixtures("own_kernels")
+def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
+    """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
     reasons.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
@@ -287,16 +239,17 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute(monkeypatch: pytes
     assert any("cannot be started" in why or "does not take" in why for why in reasons.reasons().values())
 
 
+@pytest.mark.usefixtures("own_kernels")
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
 def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
-    others = stored(INT8, "sm_80")  # that tests of this process have loaded
     unit = small_unit("a_kernel")
     compiler.build([unit], progress=False)
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "none"))
     assert kernels.stored(unit) and not kernels.stored(small_unit("a third"))
     assert unobtainable(unit.arch) == "" and "no nvcc that runs" in unobtainable("sm_75")
-    assert stored(INT8, "sm_80") == others
+    product = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
+    assert stored(product, "sm_80") == ()

@@ -1,0 +1,65 @@
+"""How operands lie, what is padded and copied for a kernel, and where that is worth it: without values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, padding
+from qsync_fx.backend.cuda.problem.operands import leading, major
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "row", "column"),
+    [
+        ((3, 5), (5, 1), 5, None),
+        ((3, 5), (8, 1), 8, None),
+        ((3, 5), (1, 3), None, 3),
+        ((3, 5), (10, 2), None, None),
+        ((3, 5), (0, 1), None, None),  # a broadcast: one row in memory
+        ((1, 5), (77, 1), 5, 1),  # one row lies both ways, whatever its stride says
+        ((3, 1), (1, 77), 1, 3),
+        ((3, 1), (4, 1), 4, None),
+    ],
+)
+def test_leading_dimensions(
+    shape: tuple[int, int], stride: tuple[int, int], row: int | None, column: int | None
+) -> None:
+    t = torch.empty_strided(shape, stride, device="meta")
+    assert (leading(t, "row"), leading(t, "column")) == (row, column)
+    assert major(t) == ("row" if row else "column" if column else None)
+
+
+@given(st.data())
+def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObject) -> None:
+    sizes = [data.draw(st.integers(1, 5000)) for _ in range(3)]
+    formats = data.draw(st.sampled_from([("int8", "int8"), ("fp16", "fp16"), ("fp8_e5m2", "fp8"), ("tf32", "tf32")]))
+    majors = [data.draw(st.sampled_from(["row", "column"])) for _ in range(2)]
+    problem = GemmProblem(*sizes, *formats, data.draw(st.sampled_from(["fp32", "bf16"])), *majors)  # type: ignore[arg-type]
+    taken = padding.filled(problem)
+    assert isinstance(taken, GemmProblem) and padding.filled(taken) == taken
+    assert all(0 <= getattr(taken, name) - getattr(problem, name) < 16 for name in ("m", "n", "k"))
+    for copy, unlike in zip(padding.copied(problem, taken), [("m", "k"), ("k", "n")], strict=True):
+        assert copy == any(getattr(taken, name) != getattr(problem, name) for name in unlike)
+    # Nothing is free: copies move more than none.
+    assert padding.moved(problem, taken) >= padding.moved(problem, problem)
+
+
+INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
+BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
+
+
+def test_what_pays_is_a_matter_of_bytes() -> None:
+    """cuBLAS takes INT8 in eights and BF16 as it comes: odd INT8 sizes are worth a copy, odd BF16 sizes and tiny ones are not."""
+    assert padding.pays(INT8, INT8)
+    odd = replace(INT8, k=4095)
+    assert padding.pays(odd, padding.filled(odd))
+    odd = replace(BF16, k=4095, n=4095)
+    assert not padding.pays(odd, padding.filled(odd))
+    thin = replace(INT8, k=3)
+    assert not padding.pays(thin, padding.filled(thin))
+    stem = ConvProblem("fprop", 8, 224, 224, 3, 64, 7, 7, (3, 3), (2, 2), (1, 1), "int8", "int8", "bf16")
+    assert not padding.pays(stem, padding.filled(stem))
