@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from large_products import BF16, INT8
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, padding
 from qsync_fx.backend.cuda.problem.operands import leading, major
@@ -46,10 +47,6 @@ def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObje
         assert copy == any(getattr(taken, name) != getattr(problem, name) for name in unlike)
     # Nothing is free: copies move more than none.
     assert padding.moved(problem, taken) >= padding.moved(problem, problem)
-
-
-INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
-BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
 
 
 def test_what_pays_is_a_matter_of_bytes() -> None:

@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
-from test_cuda_launch import BF16, CPU, INT8, config
+from large_products import BF16, INT8
+from test_cuda_launch import CPU, config
 
 from qsync_fx.backend.cuda.choose import candidates
 from qsync_fx.backend.cuda.choose.select import Decision, decide

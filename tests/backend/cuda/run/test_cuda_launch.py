@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
+from large_products import INT8
 from small_units import small_unit
 from torch import Tensor
 
@@ -251,5 +252,4 @@ def test_without_a_compiler_there_are_the_kernels_that_were_compiled(
     monkeypatch.setenv("QSYNC_NVCC", str(tmp_path / "none"))
     assert kernels.stored(unit) and not kernels.stored(small_unit("a third"))
     assert unobtainable(unit.arch) == "" and "no nvcc that runs" in unobtainable("sm_75")
-    product = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
-    assert stored(product, "sm_80") == ()
+    assert stored(INT8, "sm_80") == ()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_launch import CPU, INT8, whole
+from large_products import INT8
+from test_cuda_launch import CPU, whole
 
 from qsync_fx.backend.cuda.kernel.config import KernelConfig
 from qsync_fx.backend.cuda.libraries import compiler, kernels

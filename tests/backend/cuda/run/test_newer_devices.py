@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_launch import INT8
+from large_products import INT8
 
 from qsync_fx.backend.cuda.kernel import hardware
 from qsync_fx.backend.cuda.libraries import kernels, keys
