@@ -98,6 +98,21 @@ def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path
 
 
 @tiers.ALL
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(world: int, tmp_path: Path) -> None:
+    units = {"qsgd2": 128, "qsgd8": 512, "qsgd16": 1031, "1bit*": 64, "1bit": 1031}
+    codecs = {"fp32": 1, "fp16": 1, "aqgb": 1, "aqgb12": 1, **units}
+    first, *others = run("sizes", world, tmp_path, codecs=list(codecs))
+    assert all(other == first for other in others)
+    for codec, unit in codecs.items():
+        found = first[codec]
+        assert found["coded"] == [1197, 0]
+        assert 700 in found["nan"], codec
+        assert len(found["nan"]) <= unit, "and no further than the unit that it is in"
+        assert found["others"], codec
+
+
+@tiers.ALL
 @pytest.mark.parametrize("codec", ["qsgd8", "1bit*", "aqgb", "duo4"])
 def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(codec: str, tmp_path: Path) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL."""

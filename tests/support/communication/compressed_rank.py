@@ -195,6 +195,46 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of no value, of one, and of sizes that no unit divides, all of them coded; and a value on one rank that is no number."""
+    found: dict[str, Any] = {}
+    for codec in job["codecs"]:
+        torch.manual_seed(0)
+        parameters = nn.ParameterList(torch.randn(shape) for shape in ((0,), (), (1,), (0, 3), (7, 5), (129,), (1031,)))
+        model = DistributedDataParallel(Squares(parameters), bucket_cap_mb=0.001)
+        handle, optimizer = compress(model, codec, least=0, check_every=1), sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor(1.0 + rank + step)).backward()
+            optimizer.step()
+        check_replicas(model)
+        finite, report = weights(model), handle.report()
+        parameters[-1].register_hook(
+            lambda g: g.index_fill(0, torch.tensor(700), torch.nan if rank == world - 1 else 0.0)
+        )
+        optimizer.zero_grad()
+        model(torch.tensor(1.0)).backward()
+        *others, last = [p.grad for p in parameters]
+        found[codec] = {
+            "weights": finite,
+            "coded": [report.coded, report.plain],
+            "nan": [at.item() for at in last.isnan().nonzero()],
+            "others": all(bool(g.isfinite().all()) for g in others),
+        }
+    return found
+
+
+class Squares(nn.Module):
+    """Gradients that differ from value to value, and by as much as `x` does from rank to rank."""
+
+    def __init__(self, parameters: nn.ParameterList) -> None:
+        super().__init__()
+        self.parameters_of_all_sizes = parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(p * p * x).sum() for p in self.parameters_of_all_sizes]).sum() * 0.1
+
+
 def detail(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """With torch's own checks of what ranks do, at their highest level.
 
