@@ -78,7 +78,9 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.timeline.paying import paying
 
     if arguments.ranks < 2:
-        raise OptionError(f"{arguments.ranks} devices send each other nothing", where="--gpus", do="give 2 or more")
+        raise OptionError(
+            "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
+        )
     formats = (arguments.precisions or "fp32").split(",")
     if len(formats) > 1:
         raise OptionError("the model trains in one format here", where="--precisions", do="name one")
@@ -93,6 +95,15 @@ def _predict(arguments: argparse.Namespace) -> None:
     how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
     # What codes by shapes is not known of a profile: 1bit* has the same rule over consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
+    if arguments.rates and not arguments.codec:
+        # A file may be of some codecs alone, and says so itself.
+        missing = [name for name in codecs if name not in how_fast.by_codec]
+        codecs = [name for name in codecs if name in how_fast.by_codec]
+        if not codecs:
+            do = "measure others: qsync comm bench --json"
+            raise OptionError("it has the speed of no codec that can be foreseen", where=arguments.rates, do=do)
+        if missing:
+            output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
     without, found = paying(schedules, fleet, codecs, how_fast)
     if arguments.json:
         output.as_json(_as_json(profile, fleet, how_fast, without, found))

@@ -14,8 +14,14 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
     how = ["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--codec", "qsgd8", "--codec", "1bit*"]
     assert main(how) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split()[:1] == ["codec"]
-    assert [line.split()[:2] for line in printed[1:]] == [["qsgd8", "8.062"], ["1bit*", "2.000"]]
+    assert printed[0].startswith("0.5 MiB of FP32 gradients, 1 thread, ") and "2 turns; memcpy " in printed[0]
+    assert printed[2].split()[:1] == ["codec"]
+    assert [line.split()[:2] for line in printed[3:]] == [["qsgd8", "8.062"], ["1bit*", "2.000"]]
+    assert main([*how[:-4], "--codec", "aqgb"]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "aqgb chooses its levels as it trains; here it sends all bits, as aqgb32 does."
+    )
     assert main([*how, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["codec"] for row in found] == ["qsgd8", "1bit*"]
@@ -109,6 +115,15 @@ def test_predict_takes_speeds_that_were_measured(
     how = ["comm", "predict", model, "--gpus", "2", "--bandwidth", "100mbit", "--codec", "qsgd4", "--json"]
     assert main([*how, "--rates", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["rates"] == f"measured, {path}"
+    rows = [{"codec": name, "encode": 1e9, "decode": 1e9} for name in ("fp32", "qsgd4")]
+    path.write_text(json.dumps(rows))
+    assert main([*how[:-3], "--json", "--rates", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert [row["codec"] for row in json.loads(printed.out)["codecs"]] == ["none", "qsgd4"]
+    assert f"{path} has no speed of bf16, fp16, 1bit*, qsgd2, qsgd8, qsgd16" in printed.err
+    path.write_text(json.dumps(rows[:1]))
+    assert main([*how[:-3], "--rates", str(path)]) == 2
+    assert "the speed of no codec that can be foreseen" in capsys.readouterr().err
     path.write_text('[{"codec": "qsgd4"}]')
     assert main([*how, "--rates", str(path)]) == 2
     assert "the speeds of codecs cannot be read" in capsys.readouterr().err
@@ -117,7 +132,7 @@ def test_predict_takes_speeds_that_were_measured(
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (["--gpus", "1", "--bandwidth", "1gbit"], "1 devices send each other nothing"),
+        (["--gpus", "1", "--bandwidth", "1gbit"], "gradients go from one device to others"),
         (["--gpus", "2", "--bandwidth", "fast"], "'fast' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "1gbit"], "there is neither a model nor a profile"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import Final
 
 from qsync_fx.cli import output
 from qsync_fx.cli.comm_predict import PREDICT
@@ -28,6 +29,13 @@ examples:
   python benchmarks/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
 
 
+_ALONE: Final = {
+    "1bit": "1bit codes the columns of each parameter; here all values are one column.",
+    "aqgb": "aqgb chooses its levels as it trains; here it sends all bits, as aqgb32 does.",
+}
+"""What codecs are that are timed without a model."""
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
@@ -40,6 +48,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _bench(arguments: argparse.Namespace) -> None:
     import dataclasses
+    import statistics
 
     import torch
 
@@ -71,8 +80,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         )
         for speed in found
     )
+    print(f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in found) / 1e9:.1f} GB/s\n")
     columns = ("codec", "bits a value", "encode GB/s", "decode GB/s", "encode to memcpy", "decode to memcpy")
     output.show(output.table(columns, rows, right=columns[1:]))
+    if told := [_ALONE[speed.codec] for speed in found if speed.codec in _ALONE]:
+        print("\n" + "\n".join(told))
 
 
 def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Namespace) -> None:
@@ -84,6 +96,7 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
 
     distributed.init_process_group("gloo")
     found, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
+    world = distributed.get_world_size()
     distributed.barrier()
     distributed.destroy_process_group()
     if rank != 0:
@@ -102,8 +115,17 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
         )
         for one in found
     )
+    print(f"{_what(values, arguments)}; {world} ranks, of which the slowest counts\n")
     columns = ("gradients by", "ms", "times torch fp32", "times torch fp16", "of it coding, ms", "MB sent by a rank")
     output.show(output.table(columns, rows, right=columns[1:]))
+
+
+def _what(values: int, arguments: argparse.Namespace) -> str:
+    from qsync_fx import _C
+
+    threads, turns = arguments.threads, arguments.repeats
+    how = f"{threads} thread{'s' * (threads > 1)}, {_C.isa()} kernels, medians of {turns} turn{'s' * (turns > 1)}"
+    return f"{values / 2**18:.3g} MiB of FP32 gradients, {how}"
 
 
 COMMAND = Command(
