@@ -156,18 +156,8 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
 
     Rows of the same machine that stand there are replaced, those of other machines are kept under "others".
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    processor = cpu()
     content = {
-        "machine": {
-            "cpu": processor.model,
-            "cores": processor.cores,
-            "threads": torch.get_num_threads(),
-            "isa": list(processor.features),
-            "kernels": _C.isa(),
-            "cuda": device,
-            "load": os.getloadavg()[0],
-        },
+        "machine": {**_here(), "kernels": _C.isa(), "load": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "qsync_fx": qsync_fx.__version__},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": quick,
@@ -177,6 +167,25 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
     others = [run for run in _runs(path) if _machine(run) != _machine(content)]
     content |= {"others": others} if others else {}
     write_text(to_write(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def standing(path: Path, quick: bool = False) -> list[dict[str, Any]]:
+    """Returns the rows that a file has of this machine, each with the day it is of, for a script that takes some of them anew."""
+    here = _machine({"machine": _here(), "quick": quick})
+    runs = (run for run in _runs(path) if _machine(run) == here)
+    return [{"date": run["date"][:10], **row} for run in runs for row in run["rows"]]
+
+
+def _here() -> dict[str, Any]:
+    """Returns what this process runs on."""
+    processor = cpu()
+    return {
+        "cpu": processor.model,
+        "cores": processor.cores,
+        "threads": torch.get_num_threads(),
+        "isa": list(processor.features),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
 
 
 def _runs(path: Path) -> list[dict[str, Any]]:

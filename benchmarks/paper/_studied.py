@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IMAGES = Size(samples=12_000, tests=10_000, epochs=5, batch=64)
-TEXTS = 800
-"""Of a package."""
+TEXTS, EACH = 800, 32
+"""Texts of a package, and of a rank in a step."""
+EPOCHS = {"LSTM": 8, "GPT": 3}
 WIDTH = 64
 
 
@@ -115,9 +116,10 @@ def lstm(ranks: int, seed: int, quick: bool) -> Training:
         rows, labels = texts.test
         return float((model(rows).argmax(1) == labels).float().mean())
 
-    return _on_texts(
-        texts, Lstm, lambda model, part: F.cross_entropy(model(part[0]), part[1]), accuracy, ranks, seed, quick
-    )
+    def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(part[0]), part[1])
+
+    return _on_texts(texts, Lstm, EPOCHS["LSTM"], loss, accuracy, ranks, seed, quick)
 
 
 def gpt(ranks: int, seed: int, quick: bool) -> Training:
@@ -135,19 +137,20 @@ def gpt(ranks: int, seed: int, quick: bool) -> Training:
             right, words = right + int((found == asked)[there].sum()), words + int(there.sum())
         return right / words
 
-    return _on_texts(texts, Gpt, loss, accuracy, ranks, seed, quick)
+    return _on_texts(texts, Gpt, EPOCHS["GPT"], loss, accuracy, ranks, seed, quick)
 
 
 def _on_texts(
     texts: _text.Texts,
     build: Callable[[int], nn.Module],
+    epochs: int,
     loss: Callable[[Any, tuple[Tensor, Tensor]], Tensor],
     accuracy: Callable[[nn.Module], float],
     ranks: int,
     seed: int,
     quick: bool,
 ) -> Training:
-    batch, epochs = (8, 1) if quick else (32, 8)
+    batch, epochs = (8, 1) if quick else (EACH, epochs)
     rows, labels = texts.train
     torch.manual_seed(seed)
 
@@ -170,3 +173,10 @@ def _on_texts(
 
 
 TASKS: Mapping[str, Task] = {"ResNet-8, images": resnet, "LSTM, texts": lstm, "GPT, next word": gpt}
+_TEXTS = f"{TEXTS} texts of each of {len(_text.PACKAGES)} packages, {EACH} of a rank in a step"
+SIZES: Mapping[str, str] = {
+    "ResNet-8, images": f"{IMAGES.epochs} epochs over {IMAGES.samples:,} images, {IMAGES.batch} of a rank in a step",
+    "LSTM, texts": f"{EPOCHS['LSTM']} epochs over {_TEXTS}",
+    "GPT, next word": f"{EPOCHS['GPT']} epochs over {_TEXTS}",
+}
+"""How much each is trained, where it is not a quick run."""

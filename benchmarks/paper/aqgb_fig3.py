@@ -2,9 +2,9 @@
 
 Two ranks, each in a network namespace, send the paper's blocks: 40, 20, 30 and 10 MB that come at 0.27, 0.41, 0.61 and 0.68 s of a step,
 the last to be delivered at 0.765 s. Computing is sleep. Once over links of 1 Gbps, and once over links of 650 Mbps and 1 Gbps in turns.
-Overlap is the share of the time on the link that lies before 0.765 s. Beside it stands what the paper's rule gives for an ideal link
-(`broadcast`), and what the paper prints. AQGB is run with its rule for the rate of the link, which counts idle time (`elapsed`), and with
-ours, which does not; each rank's first step is left out: it shows when blocks come.
+Overlap is the share of the time on the link that lies before 0.765 s; `overlap_last` that before the last block comes, at 0.68 s. Beside it
+stands what the paper's rule gives for an ideal link (`broadcast`), and what the paper prints. AQGB is run with its rule for the rate of the
+link, which counts idle time (`elapsed`), and with ours, which does not; each rank's first step is left out: it shows when blocks come.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main() -> None:
         for way in WAYS:
             ideal = foreseen(way, rates)
             row: dict[str, Any] = {"link": name, "way": way, "by the rule": ideal.overlap(DEADLINE)}
+            row["rule_last"] = ideal.overlap(BLOCKS[-1][1])
             row |= {"paper": PAPER.get(way) if len(rates) > 1 else None}
             if reason is None:
                 row |= measured(way, rates, {"steps": steps, "scale": scale})
@@ -115,13 +116,18 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
             raise SystemExit(f"{way}: ranks ended with {ended.codes}")
         found = [json.loads((Path(folder) / f"{own}.json").read_text()) for own in range(2)]
     every = [step for one in found for step in one]
-    at = DEADLINE * job["scale"]
-    overlaps = [
-        sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"]) / sum(e - b for b, e in step["busy"])
-        for step in every
-    ]
+
+    def overlap(until: float) -> float:
+        at = until * job["scale"]
+        shares: list[float] = [
+            sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"]) / sum(e - b for b, e in step["busy"])
+            for step in every
+        ]
+        return statistics.median(shares)
+
     return {
-        "overlap": statistics.median(overlaps),
+        "overlap": overlap(DEADLINE),
+        "overlap_last": overlap(BLOCKS[-1][1]),
         "end": statistics.median(step["busy"][-1][1] for step in every) / job["scale"],
         "ratios": [statistics.median(ratios) for ratios in zip(*(step["ratios"] for step in every), strict=True)],
         "busy": every[len(every) // 4]["busy"],

@@ -3,10 +3,12 @@
 A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (_studied.py), by two processes over loopback. All ways
 begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation, what it is
 more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the training.
+Rows of networks that --only leaves out stay in the file.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
@@ -21,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from _curves import picture
 from _experiment import OPTIONS
-from _harness import arguments, selected, show, to_write, write_json
+from _harness import arguments, selected, show, standing, to_write, write_json
 from _kept import Kept
 from _ranks import found_by
-from _studied import TASKS, Training
+from _studied import SIZES, TASKS, Training
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,13 +53,18 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     kept = Kept(None if options.quick else options.partial / "codec_accuracy.json")
-    rows: list[dict[str, Any]] = []
-    for task in selected(options, TASKS):
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    asked = selected(options, TASKS)
+    before = standing(options.json, options.quick) if options.json else []
+    rows = [one for one in before if one["task"] in TASKS and one["task"] not in asked]
+    for task in asked:
         every = []
         for seed in range(1 if options.quick else options.seeds):
-            job = {"task": task, "seed": seed, "ways": WAYS, "quick": options.quick}
+            job = {"task": task, "size": SIZES[task], "seed": seed, "ways": WAYS, "quick": options.quick}
             every.append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
-        rows += [row(task, way, [one[way] for one in every], [one["fp32"] for one in every]) for way in WAYS]
+        said = {"date": today, "size": "a few steps" if options.quick else SIZES[task]}
+        rows += [said | row(task, way, [one[way] for one in every], [one["fp32"] for one in every]) for way in WAYS]
+        rows.sort(key=lambda one: list(TASKS).index(one["task"]))
         if options.json:
             write_json(options.json, rows, options.quick)
     if options.picture:
