@@ -11,6 +11,7 @@ import pytest
 import tiers
 import torch
 import torch._inductor.config
+from _unbuilt import without_kernels
 from test_architecture import SOURCES
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -131,13 +132,13 @@ def attention() -> tuple[nn.Module, dict[str, Any]]:
 
 @functools.cache
 def trained(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str) -> tuple[tuple[fx.Graph, ...], Any]:
-    """Inductor's graphs of a training step, and what explain says of the model."""
+    """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of the model."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, given = make()
     explanation = qsync_fx.explain(model, options={"precision": precision}, **given)
     graphs = _Graphs()
-    with torch._inductor.config.patch(post_grad_custom_post_pass=graphs):
+    with torch._inductor.config.patch(post_grad_custom_post_pass=graphs), without_kernels():
         found = torch.compile(model, backend="qsync", options={"precision": precision})(**given)
         (found if isinstance(found, Tensor) else found.loss).backward()
     return tuple(graphs.seen), explanation

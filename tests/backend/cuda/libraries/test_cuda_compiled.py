@@ -17,7 +17,7 @@ from qsync_fx.errors import ToolchainError
 
 pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
 
-COUNT = tiers.chosen([1], [5], [50])[0]
+COUNT = tiers.chosen([1], [2], [50])[0]
 """Kernels of each architecture; ten seconds each, if there are few."""
 ELSEWHERE = {"sm_75", "sm_80", "sm_90a"}
 
