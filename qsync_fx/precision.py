@@ -17,7 +17,7 @@ scale and by default stochastically: all three products are then INT8's, faster 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -142,6 +142,13 @@ def precision(name: str | Precision) -> Precision:
     if not isinstance(name, str) or name not in FORMATS:
         raise PrecisionError(f"{name!r} is not a precision", do=nearest(str(name), FORMATS))
     return FORMATS[name]
+
+
+def precisions(names: Iterable[str | Precision]) -> list[Precision]:
+    """Returns the formats called so, each once; raises `PrecisionError` for one that is none, and for a text in place of several."""
+    if isinstance(names, str):
+        raise PrecisionError(f"precisions are several, and {names!r} is a text", do=f"write precisions=[{names!r}]")
+    return list(dict.fromkeys(precision(name) for name in names))
 
 
 @functools.cache

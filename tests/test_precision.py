@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from qsync_fx import Plan
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx import Plan, PrecisionError
+from qsync_fx.precision import FORMATS, Precision, precisions
 
 REFERENCES = ("carrier", "output", "gradient", "elsewhere")
 
@@ -43,3 +43,10 @@ def test_a_row_that_no_table_has_is_equal_to_its_copy_alone(copied) -> None:  # 
     ):
         assert found != other
     assert dataclasses.replace(FORMATS["int8"], gradient=FORMATS["int8"]) != FORMATS["int8"]
+
+
+def test_a_text_in_place_of_several_formats_is_told() -> None:
+    assert [fmt.name for fmt in precisions(["int8", "fp32", "int8"])] == ["int8", "fp32"]
+    with pytest.raises(PrecisionError, match="'fp32' is a text") as told:
+        precisions("fp32")
+    assert told.value.do == "write precisions=['fp32']"

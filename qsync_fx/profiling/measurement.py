@@ -27,7 +27,7 @@ from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
-from qsync_fx.precision import FORMATS, Precision, encoding, precision
+from qsync_fx.precision import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.correcting import check_asked, check_same, corrected
@@ -221,14 +221,17 @@ def label_of(plan: Plan) -> str:
 
 
 def _costs(seen: Observed, plans: int, rounds: int) -> str:
+    from qsync_fx.report.numbers import many
+
     steps = plans * (rounds * _STEPS + 3)
     fixed, each = _COMPILE
     seconds = plans * (fixed + each * len(seen.explanation.operators)) + steps * (
         seen.seconds.passes + seen.seconds.optimizer
     )
+    about = f"{many(plans, 'compilation')} and {steps} steps, about {seconds / 60:.1f} minutes"
     return (
-        f"measuring {seen.model.name} under {plans} plans: {plans} compilations and {steps} steps, about {seconds / 60:.1f} minutes "
-        "where its kernels were compiled before, else several times that"
+        f"measuring {seen.model.name} under {many(plans, 'plan')}: {about} where its kernels were compiled before, "
+        "else several times that"
     )
 
 
@@ -263,7 +266,7 @@ def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn
 
 def _formats(precisions: Sequence[str | Precision] | None) -> list[Precision]:
     if precisions is not None:
-        found = list(dict.fromkeys(precision(name) for name in precisions))
+        found = named(precisions)
         if not found:
             raise OptionError("no precision is to be measured", where="precisions", do="name one or more")
         return found

@@ -7,6 +7,7 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import qsync_fx
 from qsync_fx.devices import Device
 from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import OptionError
-from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.precision import FORMATS, Precision, precisions as named
 from qsync_fx.predictor.mapper import States, scheduled, states
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
@@ -61,7 +62,8 @@ def of_catalog(
             torch.__version__,
             qsync_fx.__version__,
         ),
-        seen.model,
+        # The target is the machine, and no condition of its times.
+        replace(seen.model, options=""),
         stored(graph),
         [fmt.name for fmt in formats],
         [_run(label, found, times, updating) for label, found in plans.items()],
@@ -74,7 +76,7 @@ def of_catalog(
 def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> list[Precision]:
     if precisions is None:
         return [fmt for fmt in FORMATS.values() if fmt.name in device.units and fmt.bits <= 32]
-    found = list(dict.fromkeys(precision(name) for name in precisions))
+    found = named(precisions)
     if not found:
         raise OptionError("no precision is asked for", where="precisions", do="name one or more")
     return found

@@ -21,6 +21,16 @@ def short(size: Any, unit: str = "") -> str:
     return f"{value:.3g}{_STEPS[step]}{unit}"
 
 
+def many(count: int, noun: str) -> str:
+    """Returns 1 and "bucket" as "1 bucket", 2 as "2 buckets"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns 0.0123 as "12.3"; what rounding leaves of zero as "0"."""
+    return f"{0.0 if abs(seconds) < _NO_TIME else seconds * 1e3:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Returns 0.0123 as "12.3 ms"; zero, and what rounding leaves of it, as "-"."""
     if abs(seconds) < _NO_TIME:

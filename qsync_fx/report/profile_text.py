@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qsync_fx.report.numbers import short
+from qsync_fx.report.numbers import many, milliseconds, short
 from qsync_fx.report.text import plain, table_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def profile_table(profile: Profile) -> RenderableType:
 
 def _operators(profile: Profile, uniform: list[Run]) -> Table:
     first, others = uniform[0], uniform[1:]
-    beside = [name for run in others for name in (*_columns(profile, run), "wins")]
+    beside = [name for run in others for name in (*_columns(profile, run), "wins ms")]
     table = _table("operator", ["share", *_columns(profile, first), *beside])
     taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
     for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
@@ -41,7 +41,7 @@ def _operators(profile: Profile, uniform: list[Run]) -> Table:
         cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
         for run in others:
             other = taken[run.label][measured.operator]
-            cells += [*_cells(profile, run, other), _milliseconds(seconds - other.forward - other.backward)]
+            cells += [*_cells(profile, run, other), milliseconds(seconds - other.forward - other.backward)]
         table.add_row(*map(Text, cells))
     return table
 
@@ -55,7 +55,7 @@ def _cells(profile: Profile, run: Run, measured: Measured) -> list[str]:
     kept = profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
     found = variances.get(measured.operator, {}).get(run.label)
     added = [("" if found is None else f"{found:.2g}")] if variances else []
-    return [_milliseconds(measured.forward + measured.backward), short(kept, "B"), *added]
+    return [milliseconds(measured.forward + measured.backward), short(kept, "B"), *added]
 
 
 def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
@@ -69,9 +69,9 @@ def _runs(profile: Profile) -> Table:
     for run in profile.runs:
         cells = (
             run.label,
-            _milliseconds(run.forward),
-            _milliseconds(run.backward),
-            _milliseconds(sum(run.outside)),
+            milliseconds(run.forward),
+            milliseconds(run.backward),
+            milliseconds(sum(run.outside)),
             f"{run.spread:.1%}",
             short(run.peak_bytes, "B"),
         )
@@ -92,7 +92,7 @@ def _notes(profile: Profile) -> list[str]:
     machine = profile.machine
     lines = [f"{profile.model}"]
     if profile.optimizer:
-        lines.append(f"optimizer {profile.optimizer}: {_milliseconds(profile.optimizer_seconds)} ms")
+        lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
     for (before, after), line in fitted(profile.runs).items():
         lines.append(
             f"quantizing {before} to {after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"
@@ -100,12 +100,8 @@ def _notes(profile: Profile) -> list[str]:
     for collective in profile.collectives:
         size, seconds = collective.seconds[-1]
         lines.append(
-            f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {_milliseconds(seconds)} ms"
+            f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
         )
-    threads = f"{machine.threads} thread{'s' * (machine.threads != 1)}"
+    threads = many(machine.threads, "thread")
     lines.append(f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}")
     return lines
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}"

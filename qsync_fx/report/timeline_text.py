@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qsync_fx.report.numbers import duration, short
+from qsync_fx.report.numbers import duration, many, short
 from qsync_fx.report.text import plain, table_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def timeline_table(timeline: Timeline, shown: int = _SHOWN) -> RenderableType:
     """Returns a timeline for a rich console, with so many operators."""
     operators = timeline.by_operator()
     left = len(operators) - shown
-    more = [Text(f"{left} more operators")] if left > 0 else []
+    more = [Text(many(left, "more operator"))] if left > 0 else []
     taken = [Text(f"{name}: measured with {found}") for name, found in timeline.conditions.items()]
     tables = (_devices(timeline, operators), _operators(timeline, operators[:shown]))
     return Group(Text(_head(timeline)), *tables, *more, *taken)
@@ -44,7 +44,9 @@ def _head(timeline: Timeline) -> str:
         parts.append(f"{timeline.throughput:.4g} samples a second")
     buckets = timeline.played.buckets
     if buckets:
-        parts.append(f"{len(buckets)} buckets of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients")
+        parts.append(
+            f"{many(len(buckets), 'bucket')} of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients"
+        )
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
@@ -84,5 +86,5 @@ def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Rend
         share = one.seconds / timeline.seconds if timeline.seconds else 0.0
         times = (one.forward + one.other, one.backward, one.casts)
         device = [Text(one.device)] if several else []
-        table.add_row(Text(one.operator or "(none)"), *device, *map(duration, times), f"{share:.1%}")
+        table.add_row(Text(one.operator or "(outside operators)"), *device, *map(duration, times), f"{share:.1%}")
     return table

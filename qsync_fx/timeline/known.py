@@ -35,7 +35,8 @@ class Profiled(Protocol):
 Known = Profiled | DeviceTimes
 Given = Known | Path
 
-_ALONE = "device"
+ALONE = "device"
+"""The name of what is given for one device, without a name."""
 
 
 def known_devices(
@@ -68,19 +69,23 @@ def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
 
 def by_name(given: Any) -> dict[str, Any]:
     """Returns what is given for each class, or for one device alone."""
-    return dict(given) if isinstance(given, Mapping) else {_ALONE: given}
+    return dict(given) if isinstance(given, Mapping) else {ALONE: given}
 
 
 def for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
     """Returns what was given without a name under the name of each class."""
-    if given.keys() == {_ALONE} and _ALONE not in fleet.devices:
-        return dict.fromkeys(fleet.devices, given[_ALONE])
+    if given.keys() == {ALONE} and ALONE not in fleet.devices:
+        return dict.fromkeys(fleet.devices, given[ALONE])
     return dict(given)
 
 
 def graph_of(name: str, profile: Known) -> ModelGraph:
     """Returns the model that a profile is of."""
     graph = getattr(profile, "graph", None)
+    if graph is None:
+        do = "give what qsync_fx.measure returned, the path of its file, or what a device of the catalog says: get(...).profile(...)"
+        what = f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
+        raise ProfileError(what, where="profiles", do=do)
     if not isinstance(graph, ModelGraph):
         what = f"the profile of {shown(name)} does not say of which model it is"
         raise ProfileError(what, where="profiles", do="measure again with this version")
@@ -105,7 +110,7 @@ def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
         ((name, profile),) = profiles.items()
         # What a model was explained for may be a file of the catalog.
         own = pathlib.PurePath(graph_of(name, profile).device).stem
-        return Cluster({own if name == _ALONE else name: Device()})
+        return Cluster({own if name == ALONE else name: Device()})
     raise ProfileError(
         f"there are {plans} plans and {len(profiles)} profiles, and no cluster",
         where="cluster",

@@ -6,10 +6,14 @@ is an error that says what, before anything is replayed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from qsync_fx.codec import Path
+from qsync_fx.errors import PlanError
 from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.reading import read_plan
+from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.memory import Training, peak_bytes
 from qsync_fx.predictor.reckoned.times import DeviceTimes
@@ -17,12 +21,24 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.replay.traces.ranks import played_traces, read_steps
 from qsync_fx.timeline.coding import compression
-from qsync_fx.timeline.known import Given, Known, by_name, conditions, for_all, graph_of, known_devices, read_cluster
+from qsync_fx.timeline.known import (
+    ALONE,
+    Given,
+    Known,
+    by_name,
+    conditions,
+    for_all,
+    graph_of,
+    known_devices,
+    read_cluster,
+)
 from qsync_fx.timeline.timeline import Timeline
+
+GivenPlan = Plan | ClusterPlan | Path
 
 
 def replay(
-    plan: Plan | ClusterPlan | Mapping[str, Plan],
+    plan: GivenPlan | Mapping[str, GivenPlan],
     profile: Given | Mapping[str, Given],
     *,
     cluster: Cluster | Path | None = None,
@@ -30,18 +46,17 @@ def replay(
     """Returns what a training step will look like.
 
     Args:
-        plan: of the device, or of each class of devices by name; one plan for several classes is the plan of all. Where a plan for a
-            cluster says in which codecs gradients go, the step is that of a training whose gradients are compressed so.
-        profile: likewise, or the path of its file. Those that the cluster's file names need not be given, and devices of the catalog that
+        plan: of the device, or of each class of devices by name, or the path of its file; one plan for several classes is the plan of all.
+            Where a plan for a cluster says in which codecs gradients go, the step is that of a training whose gradients are compressed so.
+        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that
             it names are reckoned with the model of the first that is.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
 
     Raises:
         ProfileError: the cluster is none, a plan or profile is missing, a time is not known.
-        PlanError: a plan is not one of the model.
+        PlanError: a plan is none, or not one of the model.
     """
-    codecs = plan.codecs if isinstance(plan, ClusterPlan) else {}
-    plans = by_name(plan.classes if isinstance(plan, ClusterPlan) else plan)
+    plans, codecs = _plans(plan)
     fleet, profiles = known_devices(profile, cluster, len(plans))
     plans = for_all(plans, fleet)
     fleet.check_names(plans, "plans")
@@ -69,6 +84,32 @@ def replay_traces(
     fleet = read_cluster(cluster)
     read = {name: read_steps(path, (execution or {}).get(name)) for name, path in traces.items()}
     return Timeline(played_traces(read, fleet))
+
+
+def _plans(given: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan], Mapping[str, str]]:
+    """Returns the plan of each class that was given one, and the codec of each parameter that has one."""
+    plans: dict[str, Plan] = {}
+    codecs: dict[str, str] = {}
+    for name, one in by_name(given).items():
+        plan = _plan(one)
+        if isinstance(plan, Plan):
+            plans[name] = plan
+        else:
+            plans |= plan.classes if name == ALONE else {name: plan.for_class(name)}
+            codecs |= plan.codecs
+    return plans, codecs
+
+
+def _plan(given: object) -> Plan | ClusterPlan:
+    if isinstance(given, Plan | ClusterPlan):
+        return given
+    if isinstance(given, str) and given in FORMATS:
+        do = f"write Plan.uniform({given!r}) for a plan that has every operator in it"
+        raise PlanError(f"{given!r} is a format, and no plan", where="plan", do=do)
+    if isinstance(given, str | os.PathLike):
+        return read_plan(given)
+    do = "give a Plan, a ClusterPlan, or the path of a file that one was saved to"
+    raise PlanError(f"what was given is of type {type(given).__name__}, and no plan", where="plan", do=do)
 
 
 def _mapper(name: str, plan: Plan, profile: Known) -> CostMapper:

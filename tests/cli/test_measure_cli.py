@@ -38,7 +38,7 @@ def test_what_it_writes_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["measure", "measured_nets:linear", *QUICK, "--optimizer", "sgd", "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert "/linear" in printed.out and "optimizer SGD" in printed.out
-    assert "measuring Linear under 1 plans" in printed.err and f"wrote {out}" in printed.err
+    assert "measuring Linear under 1 plan:" in printed.err and f"wrote {out}" in printed.err
     profile = Profile.load(out)
     assert [run.label for run in profile.runs] == ["fp32"] == profile.precisions
     Plan.uniform("fp32").save(plan)
@@ -63,7 +63,7 @@ def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.
     before = Profile.load(first)
     capsys.readouterr()
     assert main([*model, "--plan", str(plan), "--profile", str(first), "--output", str(other)]) == 0
-    assert "under 1 plans" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
+    assert "under 1 plan:" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
     assert Profile.load(first) == before
     found = Profile.load(other)
     assert found.runs[:1] == before.runs and [run.planned for run in found.runs] == [False, True]

@@ -103,6 +103,10 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
 def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
         quick(layer(), lambda model, batch: batch[0].clone().requires_grad_().sum())
+    with pytest.raises(ProfileError, match="a float, which is no loss"):
+        quick(layer(), lambda model, batch: 3.0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ProfileError, match="a tensor of shape"):
+        quick(layer(), lambda model, batch: model(batch[0]))
     with pytest.raises(OptionError, match="0 times"):
         quick(layer(), Counted(), rounds=0)
     step = Counted()
@@ -121,7 +125,7 @@ def test_it_says_beforehand_what_it_will_cost(capsys: pytest.CaptureFixture[str]
     step = Counted()
     quick(layer(), step, progress=True)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: ")]
-    assert f"1 compilations and {step.calls - 1} steps" in line and "Linear under 1 plans" in line
+    assert f"1 compilation and {step.calls - 1} steps" in line and "Linear under 1 plan:" in line
 
 
 def test_the_lines_of_inductors_wrappers_are_known_by_the_node_that_they_compute() -> None:

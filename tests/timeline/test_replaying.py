@@ -108,7 +108,11 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
         ({"fast": Plan()}, MLP, FLEET, ProfileError, "there is none for the devices 'slow'"),
         ({"fast": Plan(), "slwo": Plan()}, MLP, FLEET, ProfileError, "did you mean 'slow'"),
         (Plan(), {"fast": MLP}, FLEET, ProfileError, "there is none for the devices 'slow'"),
-        (Plan(), object(), None, ProfileError, "does not say of which model it is"),
+        (Plan(), object(), None, ProfileError, "is of type object, and no profile"),
+        (Plan(), None, None, ProfileError, "is of type NoneType, and no profile"),
+        ("int8", MLP, None, PlanError, "'int8' is a format, and no plan"),
+        ("none.json", MLP, None, PlanError, "No such file"),
+        (8, MLP, None, PlanError, "is of type int, and no plan"),
         (Plan(operators={"nowhere/linear": "int8"}), MLP, None, PlanError, "nowhere"),
     ],
 )
@@ -117,6 +121,17 @@ def test_what_is_missing_is_said(
 ) -> None:
     with pytest.raises(error, match=says):
         qsync_fx.replay(plan, profile, cluster=cluster)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_given_as_the_path_of_its_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    Plan.uniform("int8").save(path)
+    assert qsync_fx.replay(path, MLP).seconds == qsync_fx.replay(Plan.uniform("int8"), MLP).seconds
+    both = qsync_fx.replay({"fast": Plan.uniform("fp32"), "slow": str(path)}, MLP, cluster=FLEET)
+    assert (
+        both.seconds
+        == qsync_fx.replay({"fast": Plan.uniform("fp32"), "slow": Plan.uniform("int8")}, MLP, cluster=FLEET).seconds
+    )
 
 
 def test_a_profile_that_the_cluster_names_is_looked_for(tmp_path: Path) -> None:

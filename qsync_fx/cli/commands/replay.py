@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import output
 from qsync_fx.cli.command import Command
@@ -12,7 +12,6 @@ from qsync_fx.cli.naming import named
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.timeline.known import Known
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
@@ -68,27 +67,12 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
-    from qsync_fx.plan import ClusterPlan
-    from qsync_fx.plan.reading import read_plan
-    from qsync_fx.profiling.profile import Profile
     from qsync_fx.timeline.replaying import replay
 
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
-    plans: dict[str, Any] = {}
-    codecs: dict[str, str] = {}
-    for name, path in named(arguments.plan, "PLAN").items():
-        plan = read_plan(path)
-        if isinstance(plan, ClusterPlan):
-            plans |= {name: plan.for_class(name)} if name else plan.classes
-            codecs |= plan.codecs
-        else:
-            plans[name] = plan
-    # Which machine a profile is of is the cluster's matter: it may be replayed anywhere.
-    paths = named(arguments.profile, "--profile")
-    profiles = {name: cast("Known", Profile.load(path, any_machine=True)) for name, path in paths.items()}
-    given = ClusterPlan(plans, codecs=codecs) if codecs else plans.get("", plans)
-    return replay(given, profiles.get("", profiles), cluster=arguments.cluster)
+    plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
+    return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
 
 
 def _of_traces(arguments: argparse.Namespace) -> Timeline:

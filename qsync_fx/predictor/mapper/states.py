@@ -136,7 +136,10 @@ def planned(graph: ModelGraph, asked: Asked) -> dict[int, str]:
 def check_format(graph: ModelGraph, name: str, where: str) -> None:
     """Raises `PlanError` where costs of a format are not known."""
     if name not in graph.formats:
-        do = f"{nearest(name, graph.formats)}; or make the graph with it: model_graph(explanation, formats=...)"
+        do = (
+            f"{nearest(name, graph.formats)}; or measure the model in it, too, precisions=(..., {name!r}); "
+            "a graph of your own has the formats of model_graph(explanation, formats=...)"
+        )
         raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
 
 

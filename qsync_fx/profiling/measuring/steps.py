@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qsync_fx.errors import OptionError
+from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.profiling.measuring.lines import Clock, Lines
 
 StepFunction = Callable[[Any, Any], Tensor]
@@ -34,6 +34,18 @@ def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
     for batch in rest:
         return batch, itertools.chain([batch], rest) if rest is batches else batches
     raise OptionError("there is no batch to measure with", where="batches", do="give at least one")
+
+
+def checked_loss(loss: object, where: str) -> Tensor:
+    """Returns what a user's step returned; raises `ProfileError` where that is no loss that trains anything."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        do = "return the loss of the batch, a tensor without dimensions"
+        raise ProfileError(f"the step returned {what}, which is no loss", where=where, do=do)
+    if not loss.requires_grad:
+        what = "the loss depends on no parameter that requires a gradient"
+        raise ProfileError(what, where=where, do="let the step compute it from what the model returns, with gradients")
+    return loss
 
 
 @dataclass(frozen=True)
@@ -68,10 +80,10 @@ class Training:
     clock: Clock
 
     def run(self, model: Any, lines: Lines | None = None) -> StepSeconds:
-        """Trains a model for one step."""
+        """Trains a model for one step; raises `ProfileError` where that gives no loss."""
         clock = self.clock
         start = clock()
-        loss = self.step(model, self.batch)
+        loss = checked_loss(self.step(model, self.batch), "step")
         middle = clock()
         if lines is not None:
             lines.backward = True

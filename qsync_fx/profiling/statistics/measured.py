@@ -22,9 +22,9 @@ from qsync_fx.devices import support
 from qsync_fx.errors import ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
-from qsync_fx.precision import FORMATS, Precision, precision
+from qsync_fx.precision import FORMATS, Precision, precisions
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
-from qsync_fx.profiling.measuring.steps import StepFunction
+from qsync_fx.profiling.measuring.steps import StepFunction, checked_loss
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.coding import of_gradients
@@ -225,22 +225,17 @@ def _check(model: nn.Module, fraction: float) -> None:
 
 def _names(given: Sequence[str | Precision] | None, model: nn.Module) -> list[str]:
     if given is not None:
-        return [precision(name).name for name in dict.fromkeys(given)]
+        return [fmt.name for fmt in precisions(given)]
     device = next(model.parameters()).device
     return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).how == "native"]
 
 
-def _checked(loss: object, at: int) -> Tensor:
-    where, do = f"step {at + 1}", "return the loss of the batch, a tensor without dimensions"
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ProfileError(f"the step returned {what}, which is no loss", where=where, do=do)
-    if not loss.requires_grad:
-        raise ProfileError("the loss depends on no parameter that requires a gradient", where=where, do=do)
+def _checked(given: object, at: int) -> Tensor:
+    where = f"step {at + 1}"
+    loss = checked_loss(given, where)
     if not bool(loss.detach().isfinite()):
-        raise ProfileError(
-            f"the loss is {float(loss.detach())}", where=where, do="give a model and batches that train in FP32"
-        )
+        what = f"the loss is {float(loss.detach())}"
+        raise ProfileError(what, where=where, do="give a model and batches that train in FP32")
     return loss
 
 
