@@ -45,7 +45,8 @@ from qsync_fx.profiling.profile import PROFILE, Profile
 from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
-from qsync_fx.profiling.statistics.measured import several as sensitivities
+from qsync_fx.profiling.statistics.indicators.methods import method
+from qsync_fx.profiling.statistics.measured import FRACTION, STEPS, several as sensitivities
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
@@ -118,7 +119,8 @@ def measure(
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
         if progress:
-            print(f"qsync: {_costs(seen, len(plans), left)}", file=sys.stderr)
+            looked = sensitivity if known is None else None
+            print(f"qsync: {_costs(seen, len(plans), left)}{_looked(seen, looked, len(formats))}", file=sys.stderr)
         with shown_progress("measuring", len(plans) * (1 + left), progress) as advance:
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
@@ -233,6 +235,17 @@ def _costs(seen: Observed, plans: int, rounds: int) -> str:
         f"measuring {seen.model.name} under {many(plans, 'plan')}: {about} where its kernels were compiled before, "
         "else several times that"
     )
+
+
+def _looked(seen: Observed, sensitivity: str | None, formats: int) -> str:
+    """Returns what a sensitivity costs beside."""
+    if sensitivity is None:
+        return ""
+    from qsync_fx.report.numbers import many
+
+    passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
+    minutes = STEPS * FRACTION * passes * seen.seconds.passes / 60
+    return f"; then {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity, about {minutes:.1f} minutes"
 
 
 def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:

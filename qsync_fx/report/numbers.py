@@ -21,9 +21,9 @@ def short(size: Any, unit: str = "") -> str:
     return f"{value:.3g}{_STEPS[step]}{unit}"
 
 
-def many(count: int, noun: str) -> str:
-    """Returns 1 and "bucket" as "1 bucket", 2 as "2 buckets"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+def many(count: int, noun: str, several: str = "") -> str:
+    """Returns 1 and "bucket" as "1 bucket", 2 as "2 buckets", or with the plural that is given."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -39,6 +39,9 @@ from qsync_fx.profiling.statistics.tensors.undisturbed import repeatable, traine
 Say = Callable[[str], None]
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
+STEPS, FRACTION = 50, 0.5
+"""Over how many batches a mean is taken, and how much of each is used, where nothing else is asked for, as QSync does."""
+
 
 def sensitivity(
     model: nn.Module,
@@ -46,8 +49,8 @@ def sensitivity(
     batches: Iterable[Any],
     method: str = "exact",
     precisions: Sequence[str | Precision] | None = None,
-    steps: int = 50,
-    fraction: float = 0.5,
+    steps: int = STEPS,
+    fraction: float = FRACTION,
     optimizer: Optimizer | None = None,
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
@@ -94,8 +97,8 @@ def several(
     batches: Iterable[Any],
     methods: Sequence[str],
     precisions: Sequence[str | Precision] | None = None,
-    steps: int = 50,
-    fraction: float = 0.5,
+    steps: int = STEPS,
+    fraction: float = FRACTION,
     optimizer: Optimizer | None = None,
     options: dict[str, object] | Options | None = None,
     seed: int = 0,
