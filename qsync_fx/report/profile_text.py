@@ -1,12 +1,13 @@
 """The table of a profile.
 
 Invariant: one operator a line, the dearest first; its time in each format is that of the run in which all operators were planned in it.
+Those that take no time and keep nothing in any of them, as views do, are counted alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,15 +29,35 @@ def profile_text(profile: Profile, width: int | None = None) -> str:
 def profile_table(profile: Profile) -> RenderableType:
     """Returns the profile for a rich console: operators, then whole steps."""
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
-    return Group(_operators(profile, uniform), _runs(profile), *(Text(line) for line in _notes(profile)))
+    free = _free(profile, uniform)
+    left = [Text(f"{many(len(free), 'operator')} more: no time, and nothing kept")] if free else []
+    return Group(_operators(profile, uniform, free), *left, _runs(profile), *(Text(line) for line in _notes(profile)))
 
 
-def _operators(profile: Profile, uniform: list[Run]) -> Table:
+def _free(profile: Profile, uniform: list[Run]) -> frozenset[str]:
+    """Returns the operators that cost nothing in any format."""
+    dear = {
+        measured.operator
+        for run in uniform
+        for measured in run.operators
+        if measured.forward + measured.backward > 0 or _kept(profile, measured)
+    }
+    return frozenset(measured.operator for measured in uniform[0].operators) - dear
+
+
+def _kept(profile: Profile, measured: Measured) -> Any:
+    """What an operator keeps for its backward pass, in bytes."""
+    return profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
+
+
+def _operators(profile: Profile, uniform: list[Run], free: frozenset[str]) -> Table:
     first, others = uniform[0], uniform[1:]
     beside = [name for run in others for name in (*_columns(profile, run), "wins ms")]
     table = _table("operator", ["share", *_columns(profile, first), *beside])
     taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
     for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
+        if measured.operator in free:
+            continue
         seconds = measured.forward + measured.backward
         cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
         for run in others:
@@ -52,10 +73,9 @@ def _columns(profile: Profile, run: Run) -> list[str]:
 
 def _cells(profile: Profile, run: Run, measured: Measured) -> list[str]:
     variances = _variances(profile, run)
-    kept = profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
     found = variances.get(measured.operator, {}).get(run.label)
     added = [("" if found is None else f"{found:.2g}")] if variances else []
-    return [milliseconds(measured.forward + measured.backward), short(kept, "B"), *added]
+    return [milliseconds(measured.forward + measured.backward), short(_kept(profile, measured), "B"), *added]
 
 
 def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:

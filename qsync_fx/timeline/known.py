@@ -111,6 +111,9 @@ def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
         # What a model was explained for may be a file of the catalog.
         own = pathlib.PurePath(graph_of(name, profile).device).stem
         return Cluster({own if name == ALONE else name: Device()})
+    if not profiles:
+        do = "give what qsync_fx.measure returned or qsync measure wrote (--profile FILE), or a cluster that names its profiles"
+        raise ProfileError("nothing says how long operators take", where="profiles", do=do)
     raise ProfileError(
         f"there are {plans} plans and {len(profiles)} profiles, and no cluster",
         where="cluster",

@@ -29,7 +29,8 @@ def step(model: Any, batch: Any) -> torch.Tensor:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 512))
+    between = nn.Sequential(nn.Flatten(), nn.GELU())
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), between, nn.Linear(1024, 512))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,7 @@ def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: P
     with pytest.raises(ProfileError, match="measured on another machine"):
         Profile.load(tmp_path / "t4.json")
     assert Profile.load(tmp_path / "t4.json", any_machine=True) == profile
+    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(profile)
     assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
 
 

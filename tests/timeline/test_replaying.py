@@ -105,6 +105,7 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
     ("plan", "profile", "cluster", "error", "says"),
     [
         ({"a": Plan(), "b": Plan()}, MLP, None, ProfileError, "2 plans and 1 profiles, and no cluster"),
+        (Plan(), {}, None, ProfileError, "nothing says how long operators take"),
         ({"fast": Plan()}, MLP, FLEET, ProfileError, "there is none for the devices 'slow'"),
         ({"fast": Plan(), "slwo": Plan()}, MLP, FLEET, ProfileError, "did you mean 'slow'"),
         (Plan(), {"fast": MLP}, FLEET, ProfileError, "there is none for the devices 'slow'"),
