@@ -14,6 +14,8 @@ import qsync_fx
 CLASSES = ("training", "inference")
 FORMATS = {"training": ["fp32"], "inference": ["fp32", "bf16"]}
 """Both ranks run on one processor here: the first one stands for a device that trains in FP32, the second for one that has BF16, too."""
+CORRECTIONS = 1
+"""How often the ranks run what they have found and choose again: on one processor they only see how they disturb one another."""
 
 
 def device_class(rank: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import FORMATS, device_class, digits, tell
+from digits import CORRECTIONS, FORMATS, device_class, digits, tell
 from torch import distributed
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
@@ -40,7 +40,7 @@ def main(folder: str) -> None:
         id2label={at: str(at) for at in range(10)},
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
     )
     model = ViTForImageClassification(config)
@@ -57,6 +57,7 @@ def main(folder: str) -> None:
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
         rounds=3,
+        corrections=CORRECTIONS,
         progress=False,
     )
     model.compile(backend="qsync", options={"plan": plan})

@@ -20,7 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 @pytest.mark.parametrize(
     ("script", "needs", "folder"),
     [
-        ("hf_trainer.py", "transformers", True),
+        # Its trainer is built on Accelerate's, and its model has most to compile.
+        pytest.param("hf_trainer.py", "transformers", True, marks=tiers.EVERY),
         ("accelerate_loop.py", "accelerate", False),
         ("lightning_fit.py", "lightning", True),
     ],

@@ -1,8 +1,9 @@
 """Tiers of tests: what a newcomer runs, what continuous integration runs, and what takes hours.
 
     pytest                 fast: one of each idea; `make test`
-    pytest --tier all      all models, each in two formats, each kind of kernel on the CPU, samples of what nvcc makes; `make test-all`
-    pytest --tier every    each model in each format, every kernel on the CPU
+    pytest --tier all      all models, each in two formats, each kind of kernel on the CPU, samples of what nvcc makes, one benchmark of
+                           each kind; `make test-all`
+    pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each trainer over ranks
 
 A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
 a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs a few, spread over all of them, which are
