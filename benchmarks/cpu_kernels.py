@@ -138,7 +138,7 @@ def convolution_cases(inner: int, side: int, channels: int, kernel: int, stride:
         return found[0] if of_input else found[1].float()
 
     def ours(a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype) -> Callable[[], Tensor]:
-        return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, "none", dtype)
+        return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, dtype)
 
     return {
         "forward": {

@@ -42,7 +42,7 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
 def operator(p: ConvProblem, o: Operands) -> Call:
     """Returns a call of `qsync::conv2d_product`, which decides, checks and falls back as it does in training."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    how = size, p.stride, p.padding, p.dilation, p.operation, p.activation, type_of(p.out), p.a == "tf32"
+    how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
     return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
 
 

@@ -48,7 +48,7 @@ def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def problem_of(o: Operands) -> Problem:
-    return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, "none", BF16, False)
+    return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, BF16, False)
 
 
 def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, Operands]]:

@@ -2,7 +2,7 @@
 // For sm_75 to sm_89, and for sm_90 where CUTLASS 3.x has nothing: strided input gradients, weight gradients whose sum is cut into parts.
 //
 // `Config`, which conv_source.py writes, has the types A, B, Accumulator, Output, Arch, Unit, Operator, Tile, Warp, Instruction, Swizzle and the
-// constants operation, alignment, out_alignment, stages, strided, splits, scaled, biased, activation.
+// constants operation, alignment, out_alignment, stages, strided, splits, scaled, biased.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ struct Scaled {
         FragmentCompute y;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < count; ++i) {
-            y[i] = finished<Activation::none, scaled, false>(static_cast<float>(sums[i]), a_scale, b_scale, 0.f);
+            y[i] = finished<scaled, false>(static_cast<float>(sums[i]), a_scale, b_scale, 0.f);
         }
         return cutlass::NumericArrayConverter<Output_, float, count>{}(y);
     }
@@ -68,7 +68,7 @@ struct Scaled {
         FragmentCompute y = cutlass::NumericArrayConverter<float, Output_, count>{}(before);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < count; ++i) {
-            y[i] = __fadd_rn(y[i], finished<Activation::none, scaled, false>(static_cast<float>(sums[i]), a_scale, b_scale, 0.f));
+            y[i] = __fadd_rn(y[i], finished<scaled, false>(static_cast<float>(sums[i]), a_scale, b_scale, 0.f));
         }
         return cutlass::NumericArrayConverter<Output_, float, count>{}(y);
     }
@@ -171,7 +171,7 @@ struct Conv {
     static constexpr bool fprop = Base::fprop;
 
     using Map = typename BaseKernel::Epilogue::OutputTileIterator::ThreadMap;
-    using Visitor = Dequantize<Map, typename Config::Tile, typename Config::Output, Config::activation, Config::scaled, Config::biased>;
+    using Visitor = Dequantize<Map, typename Config::Tile, typename Config::Output, Config::scaled, Config::biased>;
     using Visited = VisitedFprop<BaseKernel, Visitor>;
 
     // A weight's gradient has few tiles, each a sum over all pixels. Parts of it run side by side and add up one after the other: as many as

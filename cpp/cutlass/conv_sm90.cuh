@@ -2,7 +2,7 @@
 // Compile for sm_90a with -DNDEBUG, or wgmma is serialized.
 //
 // `Config`, which conv_source.py writes, has the types A, B, Accumulator, Output, Tile, Cluster, Schedule, EpilogueSchedule and the constants
-// operation, alignment, out_alignment, stages, strided, splits, scaled, biased, activation.
+// operation, alignment, out_alignment, stages, strided, splits, scaled, biased.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -24,7 +24,7 @@
 namespace qsync {
 
 // As `Dequantize`, but that rows are pixels, which have no scales of their own, and only outputs have one for each channel.
-template <class Tile, class Output, Activation activation, Operator operation, bool scaled, bool biased>
+template <class Tile, class Output, Operator operation, bool scaled, bool biased>
 struct DequantizeConv {
     static constexpr bool fprop = operation == Operator::kFprop;
     using Scalar = cutlass::epilogue::fusion::Sm90ScalarBroadcast<float>;
@@ -34,7 +34,7 @@ struct DequantizeConv {
     using BScale = std::conditional_t<scaled, std::conditional_t<fprop, Row<cute::Stride<cute::_0, bool, cute::_0>>, Scalar>, Nothing>;
     using Bias = std::conditional_t<fprop && biased, Row<cute::Stride<cute::_0, cute::_1, cute::_0>>, Nothing>;
     using Node = cutlass::epilogue::fusion::Sm90Compute<
-        Finish<activation, scaled, fprop && biased>::template Apply, Output, float, cutlass::FloatRoundStyle::round_to_nearest>;
+        Finish<scaled, fprop && biased>::template Apply, Output, float, cutlass::FloatRoundStyle::round_to_nearest>;
     using Tree = cutlass::epilogue::fusion::Sm90EVT<Node, cutlass::epilogue::fusion::Sm90AccFetch, AScale, BScale, Bias>;
 
     static typename Tree::Arguments arguments(ConvArguments const &x) {
@@ -65,7 +65,7 @@ struct Conv : AdapterSm90<Conv<Config>, ConvArguments> {
     // The gradient of the weight is a matrix of output channels by (input channel, column, row of the filter).
     using OutputLayout = std::conditional_t<wgrad, cutlass::layout::TensorKCSR, Nhwc>;
     using Fusion = DequantizeConv<
-        typename Config::Tile, typename Config::Output, Config::activation, operation, Config::scaled, Config::biased>;
+        typename Config::Tile, typename Config::Output, operation, Config::scaled, Config::biased>;
     using Epilogue = EpilogueSm90<Config, OutputLayout, typename Fusion::Tree>;
     using Automatic = cutlass::conv::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>;
     using Stages = std::conditional_t<Config::stages == 0, Automatic, cutlass::conv::collective::StageCount<Config::stages>>;

@@ -1,7 +1,7 @@
-// What happens to a sum of products before it is stored: scales, bias, activation, one rounding.
+// What happens to a sum of products before it is stored: scales, bias, one rounding.
 //
 // Invariant: the same roundings in the same order on every architecture, written with intrinsics so that no compiler flag changes them:
-//     y = fma(float(sum) * a_scale, b_scale, bias), each of the two rounded to FP32; then the activation in FP32; then one rounding.
+//     y = fma(float(sum) * a_scale, b_scale, bias), each of the two rounded to FP32; then one rounding.
 // tests/support/cuda/cuda_emulation.py computes the same on the CPU.
 #pragma once
 
@@ -10,20 +10,7 @@
 
 namespace qsync {
 
-enum class Activation { none, relu, gelu };
-
-template <Activation activation>
-CUTLASS_DEVICE float activated(float y) {
-    if constexpr (activation == Activation::relu) {
-        return y < 0.f ? 0.f : y; // not fmaxf, which would turn NaN into 0
-    } else if constexpr (activation == Activation::gelu) {
-        return y * 0.5f * (1.f + erff(y * 0.70710678118654752440f)); // torch's default, not the tanh approximation
-    } else {
-        return y;
-    }
-}
-
-template <Activation activation, bool scaled, bool biased>
+template <bool scaled, bool biased>
 CUTLASS_DEVICE float finished(float sum, float a_scale, float b_scale, float bias) {
     float y = sum;
     if constexpr (scaled && biased) {
@@ -33,11 +20,11 @@ CUTLASS_DEVICE float finished(float sum, float a_scale, float b_scale, float bia
     } else if constexpr (biased) {
         y = __fadd_rn(sum, bias);
     }
-    return activated<activation>(y);
+    return y;
 }
 
 // `finished` on arrays, as CUTLASS 3.x wants its functors.
-template <Activation activation, bool scaled, bool biased>
+template <bool scaled, bool biased>
 struct Finish {
     // Sm90Compute looks for hyperparameters in the functor of one element: there are none.
     template <class T>
@@ -50,7 +37,7 @@ struct Finish {
             Values y;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < count; ++i) {
-                y[i] = finished<activation, scaled, biased>(sum[i], a_scale[i], b_scale[i], bias[i]);
+                y[i] = finished<scaled, biased>(sum[i], a_scale[i], b_scale[i], bias[i]);
             }
             return y;
         }

@@ -44,7 +44,7 @@ struct Walk {
     CUTLASS_HOST_DEVICE static constexpr int column_offset(int column) { return column * Delta::kColumn; }
 };
 
-template <class Map, class Tile, class Output, Activation activation, bool scaled, bool biased>
+template <class Map, class Tile, class Output, bool scaled, bool biased>
 struct Dequantize {
     struct Arguments {
         Output *d = nullptr;
@@ -108,7 +108,7 @@ struct Dequantize {
             cutlass::Array<float, width> y;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < width; ++i) {
-                y[i] = finished<activation, scaled, biased>(static_cast<float>(sums[i]), a_scale[row], b_scale[column][i], bias[column][i]);
+                y[i] = finished<scaled, biased>(static_cast<float>(sums[i]), a_scale[row], b_scale[column][i], bias[column][i]);
             }
             using Rounded = cutlass::Array<Output, width>;
             Rounded const rounded = cutlass::NumericArrayConverter<Output, float, width>{}(y);

@@ -28,7 +28,7 @@ struct Nothing : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     }
 };
 
-template <class Tile, class Output, Activation activation, bool scaled, bool biased>
+template <class Tile, class Output, bool scaled, bool biased>
 struct Dequantize {
     // A stride of type bool: a scale for each row (column) or one for all, as the arguments say.
     using RowScale = std::conditional_t<
@@ -38,7 +38,7 @@ struct Dequantize {
     using Bias = std::conditional_t<
         biased, cutlass::epilogue::fusion::Sm90RowBroadcast<0, Tile, float, float, cute::Stride<cute::_0, cute::_1, cute::_0>, 1>, Nothing>;
     using Node = cutlass::epilogue::fusion::Sm90Compute<
-        Finish<activation, scaled, biased>::template Apply, Output, float, cutlass::FloatRoundStyle::round_to_nearest>;
+        Finish<scaled, biased>::template Apply, Output, float, cutlass::FloatRoundStyle::round_to_nearest>;
     using Tree = cutlass::epilogue::fusion::Sm90EVT<Node, cutlass::epilogue::fusion::Sm90AccFetch, RowScale, ColumnScale, Bias>;
 
     template <class Arguments>

@@ -2,7 +2,7 @@
 // are compiled apart. Nothing here needs CUDA's runtime.
 //
 // `Config`, which gemm_source.py writes, has the types A, B, Accumulator, Output, LayoutA, LayoutB, Arch, Unit, Operator, Tile, Warp,
-// Instruction, Swizzle and the constants alignment, out_alignment, stages, largest_k, stream_k, scaled, biased, activation.
+// Instruction, Swizzle and the constants alignment, out_alignment, stages, largest_k, stream_k, scaled, biased.
 #pragma once
 
 #include <limits>
@@ -32,7 +32,7 @@ struct GemmKernel {
         typename Config::Tile, typename Config::Warp, typename Config::Instruction, Plain, typename Config::Swizzle,
         Config::stages, typename Config::Operator>::GemmKernel;
     using Map = typename Base::Epilogue::OutputTileIterator::ThreadMap;
-    using Visitor = Dequantize<Map, typename Config::Tile, typename Config::Output, Config::activation, Config::scaled, Config::biased>;
+    using Visitor = Dequantize<Map, typename Config::Tile, typename Config::Output, Config::scaled, Config::biased>;
     using Epilogue = cutlass::epilogue::threadblock::EpilogueWithVisitorCallbacks<typename Base::Epilogue, Visitor, 1>;
     using Kernel = std::conditional_t<
         Config::stream_k, cutlass::gemm::kernel::GemmWithEpilogueVisitorStreamk<typename Base::Mma, Epilogue, typename Config::Swizzle>,

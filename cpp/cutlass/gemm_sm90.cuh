@@ -1,7 +1,7 @@
 // GEMM by CUTLASS 3.x on Hopper: TMA loads, warp-specialized wgmma. Compile for sm_90a with -DNDEBUG, or wgmma is serialized.
 //
 // `Config`, which gemm_source.py writes, has the types A, B, Accumulator, Output, LayoutA, LayoutB, Tile, Cluster, Schedule,
-// EpilogueSchedule, Scheduler and the constants alignment, out_alignment, stages, swizzle, largest_k, stream_k, scaled, biased, activation.
+// EpilogueSchedule, Scheduler and the constants alignment, out_alignment, stages, swizzle, largest_k, stream_k, scaled, biased.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace qsync {
 
 template <class Config>
 struct Gemm : AdapterSm90<Gemm<Config>, GemmArguments> {
-    using Fusion = Dequantize<typename Config::Tile, typename Config::Output, Config::activation, Config::scaled, Config::biased>;
+    using Fusion = Dequantize<typename Config::Tile, typename Config::Output, Config::scaled, Config::biased>;
     using Epilogue = EpilogueSm90<Config, cutlass::layout::RowMajor, typename Fusion::Tree>;
     using Automatic = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>;
     using Stages = std::conditional_t<Config::stages == 0, Automatic, cutlass::gemm::collective::StageCount<Config::stages>>;

@@ -43,7 +43,7 @@ def _all(config: KernelConfig) -> Iterator[ConvProblem]:
         yield ConvProblem(
             config.operation,  # type: ignore[arg-type]
             n, h, w, c, k, *window, config.a, config.b, config.out,
-            a_scale=config.a_scale, b_scale=config.b_scale, bias=config.bias and fprop, activation=config.activation,
+            a_scale=config.a_scale, b_scale=config.b_scale, bias=config.bias and fprop,
         )  # fmt: skip
 
 

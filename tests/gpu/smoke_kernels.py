@@ -25,8 +25,9 @@ def kinds(arch: Arch) -> dict[str, KernelConfig]:
     """Returns a product of each kind that this architecture has, narrow formats first."""
     found: dict[str, KernelConfig] = {}
     for config in candidates.all_configs(arch):
-        plain = config.activation == "none" and config.out == "fp32"
-        if plain and (config.operation != "gemm" or (config.a_major, config.b_major) == ("row", "column")):
+        if config.out == "fp32" and (
+            config.operation != "gemm" or (config.a_major, config.b_major) == ("row", "column")
+        ):
             found.setdefault(f"{config.operation} {config.a}", config)
     order = ("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp8_e5m2")
     return dict(sorted(found.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))))
@@ -81,9 +82,7 @@ def _product(config: KernelConfig, device: torch.device) -> str:
         a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
         problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
         got = launch.run_gemm(library, config, problem, a, b, one, one, None)
-        want = fallback.gemm(
-            *(t.cpu() if t is not None else None for t in (a, b, one, one)), None, "none", torch.float32
-        )  # type: ignore[arg-type]
+        want = fallback.gemm(*(t.cpu() if t is not None else None for t in (a, b, one, one)), None, torch.float32)  # type: ignore[arg-type]
         return _differs(got, want)
     # The 2.x input gradient has a kernel for strides of 1 and one for others.
     stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
@@ -95,7 +94,7 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     a, b = _whole(first, config.a, device), _whole(second, config.b, device)
     got = launch.run_conv(library, config, problem_, problem_, a, b, one, one, None)
     size = (14, 14) if config.operation == "dgrad" else (3, 3)
-    how = size, stride, (1, 1), (1, 1), config.operation, "none", torch.float32
+    how = size, stride, (1, 1), (1, 1), config.operation, torch.float32
     cpu = (t.cpu() if t is not None else None for t in (a, b, one, one))
     return _differs(got, fallback.conv2d_product(*cpu, None, *how))  # type: ignore[arg-type]
 

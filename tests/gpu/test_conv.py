@@ -79,7 +79,7 @@ def test_the_operator_takes_any_channels_and_layout(fmt: str, operation: str, ch
     size = {"fprop": [3, 3], "dgrad": [h, w], "wgrad": [3, 3]}[operation]
     a, b = (kit.whole_numbers(fmt, shape, kit.DEVICE) for shape in shapes)
     a = torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape)
-    how = size, [2, 2], [1, 1], [1, 1], operation, "none", torch.float32, fmt == "tf32"
+    how = size, [2, 2], [1, 1], [1, 1], operation, torch.float32, fmt == "tf32"
     found = conv2d_product(a, b, None, None, None, *how)
     want = conv2d_product(a.cpu(), b.cpu(), None, None, None, *how)
     assert found.is_contiguous(memory_format=torch.channels_last)

@@ -46,11 +46,11 @@ def asked() -> list[Problem]:
 
 
 def call(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    return gemm(a, b, scale, None, bias, "none", torch.float32, fmt == "tf32")
+    return gemm(a, b, scale, None, bias, torch.float32, fmt == "tf32")
 
 
 def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Problem:
-    return gemm_problem(a, b, scale, None, bias, "none", torch.float32, fmt == "tf32")
+    return gemm_problem(a, b, scale, None, bias, torch.float32, fmt == "tf32")
 
 
 def assert_right(found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:

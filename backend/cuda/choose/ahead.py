@@ -21,8 +21,7 @@ def of_all(arch: Arch) -> list[Unit]:
     """Returns the first candidate for each product, pair of formats and layout, all quantizers, and all that copies and converts."""
     first: dict[tuple[object, ...], KernelConfig] = {}
     for config in candidates.all_configs(arch):
-        if config.activation == "none":
-            first.setdefault((config.operation, config.a, config.b, config.out, config.a_major, config.b_major), config)
+        first.setdefault((config.operation, config.a, config.b, config.out, config.a_major, config.b_major), config)
     products = map(kernels.unit_of, first.values())
     return [*products, *_quantizers(arch, X_TYPES, FORMATS), *kernels.copiers(arch), *kernels.converters(arch)]
 

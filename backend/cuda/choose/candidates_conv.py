@@ -14,8 +14,8 @@ from typing import Final
 
 from qsync_fx.backend.cuda.choose import rules, serving
 from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig, Shape
-from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, SHARED_MEMORY, instruction_of, size_of
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem
+from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, size_of
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem
 from qsync_fx.precision import FORMATS
 
 
@@ -95,26 +95,26 @@ def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first. All serve it."""
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     strided = problem.stride != (1, 1)
-    found = _configs(problem.operation, problem.a, problem.out, arch, scaled, problem.activation, strided)
+    found = _configs(problem.operation, problem.a, problem.out, arch, scaled, strided)
     return [config for config in found if serving.serves(config, problem) is None]
 
 
 def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
-    """Every kernel for each format, operation and usual output; other outputs and activations with the first tile alone."""
+    """Every kernel for each format, operation and usual output; other outputs with the first tile alone."""
     for (a, b), since in OPERANDS.items():
         if a != b or a.startswith("fp8") or not _has(arch, since):
             continue
         usual = "bf16" if a == "int8" else a if a in ("fp16", "bf16") else "fp32"
         scaled = FORMATS[a].scaled
-        yield from _configs("fprop", a, usual, arch, scaled, "none", True)
-        for out, activation in (("fp32", "none"), ("fp16", "relu"), ("bf16", "gelu")):
-            yield from _configs("fprop", a, out, arch, scaled, activation, True)[:1]  # type: ignore[arg-type]
+        yield from _configs("fprop", a, usual, arch, scaled, True)
+        for out in (other for other in OUTPUTS if other != usual):
+            yield from _configs("fprop", a, out, arch, scaled, True)[:1]
         if a == "int8":
             continue
         for strided in (False, True):
-            yield from _configs("dgrad", a, usual, arch, False, "none", strided)
-        yield from _configs("wgrad", a, "fp32", arch, True, "none", True)
-        yield from _configs("wgrad", a, usual, arch, True, "none", True)[:1]
+            yield from _configs("dgrad", a, usual, arch, False, strided)
+        yield from _configs("wgrad", a, "fp32", arch, True, True)
+        yield from _configs("wgrad", a, usual, arch, True, True)[:1]
 
 
 def _has(arch: Arch, since: Arch) -> bool:
@@ -122,7 +122,7 @@ def _has(arch: Arch, since: Arch) -> bool:
 
 
 def _configs(
-    operation: ConvOperation, fmt: str, out: str, arch: Arch, scaled: bool, activation: Activation, strided: bool
+    operation: ConvOperation, fmt: str, out: str, arch: Arch, scaled: bool, strided: bool
 ) -> list[KernelConfig]:
     """Returns the valid kernels of the tables for one product."""
     wgmma = (
@@ -154,7 +154,6 @@ def _configs(
             b=fmt,
             out=out,
             bias=fprop,
-            activation=activation,
             # Only input gradients are compiled for one kind of stride or the other.
             strided=strided if operation == "dgrad" else True,
             **{**shape, **scales},  # type: ignore[arg-type]

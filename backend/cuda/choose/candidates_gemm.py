@@ -18,7 +18,7 @@ from typing import Final, Literal
 from qsync_fx.backend.cuda.choose import rules, serving
 from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch, KernelConfig, Shape
 from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, instruction_of, ordinary, size_of
-from qsync_fx.backend.cuda.problem import Activation, GemmProblem, Major
+from qsync_fx.backend.cuda.problem import GemmProblem, Major
 from qsync_fx.precision import FORMATS
 
 
@@ -142,21 +142,20 @@ def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> l
 
 
 def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
-    """Every kernel for each pair of formats and each layout; other outputs and activations with the first tile alone.
+    """Every kernel for each pair of formats and each layout; other outputs with the first tile alone.
 
-    The whole product of choices is not compiled ahead: outputs and activations do not change which registers a main loop takes.
+    The whole product of choices is not compiled ahead: outputs do not change which registers a main loop takes.
     """
     layouts: tuple[tuple[Major, Major], ...] = (("row", "column"), ("row", "row"), ("column", "row"))
-    activations: tuple[Activation, ...] = ("relu", "gelu")
     for a, b in OPERANDS:
         out = "fp32" if a in ("fp32", "tf32") else "fp16" if arch in ("sm_70", "sm_75") or a == "fp16" else "bf16"
         scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
         plain = GemmProblem(1, 1, 1, a, b, out, a_scale=scale, b_scale=scale)
         for a_major, b_major in layouts:
             yield from _configs(replace(plain, a_major=a_major, b_major=b_major), arch)
-        others = [replace(plain, out=other) for other in ("fp32", "fp16", "bf16") if other != out]
-        for variant in (*others, *(replace(plain, activation=activation) for activation in activations)):
-            yield from _configs(variant, arch)[:1]
+        for other in ("fp32", "fp16", "bf16"):
+            if other != out:
+                yield from _configs(replace(plain, out=other), arch)[:1]
 
 
 def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
@@ -179,7 +178,6 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         b_scale="channel" if scaled else "none",
         # The products of a backward pass have none, and are the ones in other layouts.
         bias=problem.bias or k_major,
-        activation=problem.activation,
     )
     made = [_config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile) for tile in _tiles(kind)]
     return [config for config in made if not rules.problems(config)]

@@ -74,8 +74,8 @@ _BOTH: Final = (
     ),
     Rule(
         "gradients",
-        lambda c: c.operation != "fprop" and (c.bias or c.activation != "none"),
-        "gradients have no bias and no activation",
+        lambda c: c.operation != "fprop" and c.bias,
+        "gradients have no bias",
     ),
     Rule(
         "parts",

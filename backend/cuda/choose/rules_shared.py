@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
 from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, ordinary, size_of
-from qsync_fx.backend.cuda.problem import Activation
 
 WARP: Final = 32
 _REGISTERS: Final = 65536
@@ -88,7 +87,6 @@ PLAIN: Final = (
         "tile, warp, instruction and cluster are three sizes from 1 to 1024",
     ),
     Rule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
-    Rule("activation", lambda c: c.activation not in get_args(Activation), "the activation is none, relu or gelu"),
     Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
     Rule(
         "alignment",

@@ -35,8 +35,6 @@ def _unsuited(config: KernelConfig, problem: Problem) -> str | None:
         return f"it multiplies {config.a} by {config.b}, not {problem.a} by {problem.b}"
     if config.out != problem.out:
         return f"its output is {config.out}, not {problem.out}"
-    if config.activation != problem.activation:
-        return f"its activation is {config.activation}, not {problem.activation}"
     if config.a_scale == "none" and (problem.a_scale, problem.b_scale) != ("none", "none"):
         return "it reads no scales"
     if problem.bias and not config.bias:

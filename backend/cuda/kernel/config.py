@@ -14,7 +14,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from qsync_fx.backend.cuda.problem import Activation, Major, Scale
+from qsync_fx.backend.cuda.problem import Major, Scale
 
 Arch = Literal["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a"]
 ARCHITECTURES: tuple[Arch, ...] = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
@@ -34,7 +34,6 @@ class KernelConfig:
         a_scale, b_scale: of a GEMM: both "none", and it reads no scales, or both "channel", and it serves every kind of scale and none.
             Of a convolution: both "none", or "tensor" and, of an output, "channel", of a gradient "tensor"; it serves every kind then.
         bias: whether the kernel can add one. A kernel that can also serves problems without.
-        activation: after scales and bias.
 
     Attributes, hardware configuration:
         arch: the target of nvcc.
@@ -67,7 +66,6 @@ class KernelConfig:
     a_scale: Scale = "none"
     b_scale: Scale = "none"
     bias: bool = True
-    activation: Activation = "none"
     warp: Shape | None = None
     instruction: Shape | None = None
     stages: int = 0

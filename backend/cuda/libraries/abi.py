@@ -25,7 +25,7 @@ _P, _I64, _I32, _U32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c
 
 
 class GemmArguments(ctypes.Structure):
-    """`d = activation(a @ b * a_scale * b_scale + bias)`; strides in elements, of the dimension that is not contiguous."""
+    """`d = a @ b * a_scale * b_scale + bias`; strides in elements, of the dimension that is not contiguous."""
 
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),

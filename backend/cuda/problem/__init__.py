@@ -7,7 +7,6 @@ means.
 from __future__ import annotations
 
 from qsync_fx.backend.cuda.problem.problem import (
-    Activation,
     ConvOperation,
     ConvProblem,
     GemmProblem,
@@ -16,4 +15,4 @@ from qsync_fx.backend.cuda.problem.problem import (
     Scale,
 )
 
-__all__ = ["Activation", "ConvOperation", "ConvProblem", "GemmProblem", "Major", "Problem", "Scale"]
+__all__ = ["ConvOperation", "ConvProblem", "GemmProblem", "Major", "Problem", "Scale"]

@@ -4,7 +4,7 @@ Why both in one file: the CPU's results are what kernels are compared with, and 
 
 Invariant: the sum over k is exact for INT8 (on the CPU always, on CUDA while it stays below 2**24 where cuBLAS's integers do not take the
 sizes), and FP32 otherwise: products of two values of 16 bits or less, or of TF32, are exact in FP32. Then FP32: `sum * a_scale *
-b_scale + bias`, activation, one rounding to the output's type.
+b_scale + bias`, one rounding to the output's type.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem.problem import Activation, ConvOperation
+from qsync_fx.backend.cuda.problem.problem import ConvOperation
 from qsync_fx.precision import FORMATS
 
 _INT8: Final = torch.int8
@@ -29,7 +28,6 @@ def gemm(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
     *,
     integers: bool = True,
@@ -39,11 +37,11 @@ def gemm(
     Args:
         integers: whether INT8 operands are multiplied as integers on CUDA where cuBLAS can. Without, in BF16, where they are exact.
     """
-    bare = a_scale is None and b_scale is None and bias is None and activation == "none"
+    bare = a_scale is None and b_scale is None and bias is None
     if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
         return a @ b
     total, scales = _sum(a, b, (a_scale, b_scale), integers) if a.shape[1] else (_zeros(a, b), (a_scale, b_scale))
-    return epilogue(total, *scales, bias, activation, out_dtype)
+    return epilogue(total, *scales, bias, out_dtype)
 
 
 def epilogue(
@@ -51,23 +49,15 @@ def epilogue(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `activation(total * a_scale * b_scale + bias)`, computed in FP32, as `out_dtype`. Everything broadcasts against `total`."""
+    """Returns `total * a_scale * b_scale + bias`, computed in FP32, as `out_dtype`. Everything broadcasts against `total`."""
     value = total.to(torch.float32)
     for scale in (a_scale, b_scale):
         if scale is not None:
             value = value * scale
     if bias is not None:
         value = value + bias.to(torch.float32)
-    match activation:
-        case "relu":
-            value = F.relu(value)
-        case "gelu":
-            value = F.gelu(value)
-        case "none":
-            pass
     return value.to(out_dtype)
 
 
@@ -148,7 +138,6 @@ def conv2d_product(
     padding: Sequence[int],
     dilation: Sequence[int],
     operation: ConvOperation,
-    activation: Activation,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Computes `qsync::conv2d_product` with torch's own convolutions.
@@ -159,7 +148,7 @@ def conv2d_product(
     total = convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
     # Scales for each channel are `[1, K, 1, 1]` already, the bias is a vector.
     added = None if bias is None else bias.reshape(1, -1, 1, 1)
-    value = epilogue(total, a_scale, b_scale, added, activation, out_dtype)
+    value = epilogue(total, a_scale, b_scale, added, out_dtype)
     if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
         return value
     return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)

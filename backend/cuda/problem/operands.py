@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem.problem import Activation, ConvOperation, ConvProblem, GemmProblem, Major, Scale
+from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProblem, GemmProblem, Major, Scale
 from qsync_fx.precision import FORMATS
 
 LARGEST_SIZE: Final = 2**31 - 1
@@ -78,7 +78,6 @@ def gemm_problem(
     a_scale: Tensor | Outline | None,
     b_scale: Tensor | Outline | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> GemmProblem:
@@ -98,7 +97,6 @@ def gemm_problem(
         a_scale=scale_kind(a_scale),
         b_scale=scale_kind(b_scale),
         bias=bias is not None,
-        activation=activation,
     )
 
 
@@ -120,7 +118,6 @@ def conv_problem(
     size: tuple[int, int],
     window: Window,
     operation: ConvOperation,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> ConvProblem:
@@ -136,7 +133,7 @@ def conv_problem(
             (n, k), (_, c, h, w), (r, s) = first[:2], second, size
     return ConvProblem(
         operation, n, h, w, c, k, r, s, window.padding, window.stride, window.dilation,
-        _format(a, tf32), _format(b, tf32), _FORMATS[out_dtype], scale_kind(a_scale), scale_kind(b_scale), bias is not None, activation,
+        _format(a, tf32), _format(b, tf32), _FORMATS[out_dtype], scale_kind(a_scale), scale_kind(b_scale), bias is not None,
     )  # fmt: skip
 
 

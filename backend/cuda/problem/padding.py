@@ -84,7 +84,7 @@ def moved_by_torch(problem: Problem) -> int:
     """Returns the bytes that torch's own product moves: conversions to BF16 where it has no unit, or copies, and an epilogue of its own."""
     size, out = _output(problem), type_of(problem.out).itemsize
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
-    bare = not (scaled or problem.bias or problem.activation != "none" or problem.out != problem.a)
+    bare = not (scaled or problem.bias or problem.out != problem.a)
     # The FP32 product is written, and read again by what applies scales and bias.
     total = size if bare else size // out * 8 + size
     lying = _along_k(problem)

@@ -11,13 +11,12 @@ from typing import ClassVar, Literal
 
 Major = Literal["row", "column"]
 Scale = Literal["none", "tensor", "channel"]
-Activation = Literal["none", "relu", "gelu"]
 ConvOperation = Literal["fprop", "dgrad", "wgrad"]
 
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """`d[m, n] = activation(sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n])`, rounded to `out`.
+    """`d[m, n] = sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n]`, rounded to `out`.
 
     Attributes:
         m, n, k: sizes; at least 1.
@@ -28,7 +27,6 @@ class GemmProblem:
         a_scale: no scale, one, or one a row of `a`, FP32.
         b_scale: no scale, one, or one a column of `b`, FP32.
         bias: whether there is one, FP32 `[n]`.
-        activation: after scales and bias.
     """
 
     kind: ClassVar = "gemm"
@@ -44,7 +42,6 @@ class GemmProblem:
     a_scale: Scale = "none"
     b_scale: Scale = "none"
     bias: bool = False
-    activation: Activation = "none"
 
     @property
     def flops(self) -> int:
@@ -61,7 +58,7 @@ class ConvProblem:
 
     Activations `x` are `[n, h, w, c]`, weights `[k, r, s, c]`, outputs `y` `[n, p, q, k]`. "fprop" computes y from (x, weight), "dgrad"
     the gradient of x from (gradient of y, weight), "wgrad" the gradient of the weight from (gradient of y, x); `a` and `b` are the
-    formats of that pair in that order. The accumulator is multiplied by the scales, a bias is added (fprop only), then the activation.
+    formats of that pair in that order. The accumulator is multiplied by the scales, and a bias is added (fprop only).
 
     Attributes:
         padding, stride, dilation: for height and width.
@@ -87,7 +84,6 @@ class ConvProblem:
     a_scale: Scale = "none"
     b_scale: Scale = "none"
     bias: bool = False
-    activation: Activation = "none"
 
     @property
     def p(self) -> int:

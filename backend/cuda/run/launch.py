@@ -18,7 +18,7 @@ from qsync_fx.backend.cuda.choose.select import Decision
 from qsync_fx.backend.cuda.kernel.config import KernelConfig
 from qsync_fx.backend.cuda.libraries import kernels
 from qsync_fx.backend.cuda.libraries.library import Library
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem, fallback
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem, fallback
 from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem, too_large
 from qsync_fx.backend.cuda.run import calls, reasons, sites
 from qsync_fx.backend.cuda.run.device import decision, loaded_decision
@@ -33,29 +33,28 @@ def gemm(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> Tensor:
     """Computes `qsync::gemm` on a CUDA device."""
     key = (
         kernels.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        a_scale is None or a_scale.dim(), b_scale is None or b_scale.dim(), bias is None, activation, out_dtype, tf32,
+        a_scale is None or a_scale.dim(), b_scale is None or b_scale.dim(), bias is None, out_dtype, tf32,
     )  # fmt: skip
     site = sites.known.get(key)
     if site is None:
-        site = sites.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, activation, out_dtype, tf32))
+        site = sites.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
     if isinstance(site, GemmSite):
         try:
             return site(a, b, a_scale, b_scale, bias)
         except KernelError as error:
             calls.failed(site.library, shown(site.problem), error)
             sites.known.pop(key, None)
-            return fallback.gemm(a, b, a_scale, b_scale, bias, activation, out_dtype)
+            return fallback.gemm(a, b, a_scale, b_scale, bias, out_dtype)
     if not a.shape[0] or not b.shape[1]:
         return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     integers = not isinstance(site, ByTorch) or site.integers
-    return fallback.gemm(a, b, a_scale, b_scale, bias, activation, out_dtype, integers=integers)
+    return fallback.gemm(a, b, a_scale, b_scale, bias, out_dtype, integers=integers)
 
 
 def _gemm_site(
@@ -64,7 +63,6 @@ def _gemm_site(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> GemmSite | ByTorch:
@@ -74,7 +72,7 @@ def _gemm_site(
     if too_large(m, n, k):
         reasons.note(f"gemm {m} x {n} x {k}", "its sizes do not fit 32 bits")
         return ByTorch()
-    problem = gemm_problem(a, b, a_scale, b_scale, bias, activation, out_dtype, tf32)
+    problem = gemm_problem(a, b, a_scale, b_scale, bias, out_dtype, tf32)
     library, found = _chosen(problem, a.device)
     if library is None or found.config is None:
         return ByTorch(found.integers)
@@ -91,7 +89,6 @@ def conv2d_product(
     size: tuple[int, int],
     window: Window,
     operation: ConvOperation,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> Tensor:
@@ -99,11 +96,11 @@ def conv2d_product(
     key = (
         kernels.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
         a_scale is None, b_scale is None or b_scale.dim(), bias is None, size, window.stride, window.padding, window.dilation, operation,
-        activation, out_dtype, tf32,
+        out_dtype, tf32,
     )  # fmt: skip
     site = sites.known.get(key)
     if site is None:
-        found = _conv_site(a, b, a_scale, b_scale, bias, size, window, operation, activation, out_dtype, tf32)
+        found = _conv_site(a, b, a_scale, b_scale, bias, size, window, operation, out_dtype, tf32)
         site = sites.keep(key, found)
     if isinstance(site, ConvSite):
         try:
@@ -112,7 +109,7 @@ def conv2d_product(
             calls.failed(site.library, shown(site.problem), error)
             sites.known.pop(key, None)
     how = window.stride, window.padding, window.dilation
-    return fallback.conv2d_product(a, b, a_scale, b_scale, bias, size, *how, operation, activation, out_dtype)
+    return fallback.conv2d_product(a, b, a_scale, b_scale, bias, size, *how, operation, out_dtype)
 
 
 def _conv_site(
@@ -124,13 +121,12 @@ def _conv_site(
     size: tuple[int, int],
     window: Window,
     operation: ConvOperation,
-    activation: Activation,
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> ConvSite | ByTorch:
     if not a.numel() or not b.numel() or 0 in size:
         return ByTorch()
-    problem = conv_problem(a, b, a_scale, b_scale, bias, size, window, operation, activation, out_dtype, tf32)
+    problem = conv_problem(a, b, a_scale, b_scale, bias, size, window, operation, out_dtype, tf32)
     if min(problem.p, problem.q) < 1 or _conv_too_large(problem):
         reasons.note(shown(problem), "its sizes do not fit 32 bits")
         return ByTorch()

@@ -64,7 +64,7 @@ def peer(problem: Problem, given: Operands) -> Callable[[], Tensor]:
     """Returns torch's product of operands, to be called; its result is in the problem's output format, its scales are."""
     product = _gemm(problem, given) if isinstance(problem, GemmProblem) else _conv(problem, given)
     out = type_of(problem.out)
-    bare = given.a_scale is None and given.b_scale is None and given.bias is None and problem.activation == "none"
+    bare = given.a_scale is None and given.b_scale is None and given.bias is None
 
     def run() -> Tensor:
         total = product()
@@ -109,11 +109,11 @@ def differs(problem: Problem, found: Tensor, given: Operands) -> str:
     """Returns how a result differs from what the problem means beyond roundings; "" where it does not."""
     o = given
     if isinstance(problem, GemmProblem):
-        want = fallback.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, problem.activation, torch.float32)
+        want = fallback.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, torch.float32)
     else:
         p = problem
         size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-        how = size, p.stride, p.padding, p.dilation, p.operation, p.activation, torch.float32
+        how = size, p.stride, p.padding, p.dilation, p.operation, torch.float32
         want = fallback.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
     largest = want.abs().amax()
     error = (found.float() - want).abs().amax()

@@ -54,7 +54,6 @@ def unit(
         "stages": config.stages,
         "scaled": config.a_scale != "none" or config.b_scale != "none",
         "biased": config.bias,
-        "activation": f"qsync::Activation::{config.activation}",
         **constants,
     }
     lines = [

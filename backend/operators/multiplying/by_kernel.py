@@ -90,7 +90,7 @@ def product(
     problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
     if problem is None or not _by_kernel(problem, a.device):
         return None
-    how = a_scale, b_scale, bias, "none", _out(out_dtype), _gridded(row)
+    how = a_scale, b_scale, bias, _out(out_dtype), _gridded(row)
     return gemm(a, b if b_dtype is None else b.to(b_dtype), *how).to(out_dtype)
 
 
@@ -147,7 +147,7 @@ def _problem(
     """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
     if a is None or b is None or len(a.shape) != 2 or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
-    found = gemm_problem(a, b, a_scale, b_scale, bias, "none", _out(out_dtype), _gridded(row))
+    found = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
     return None if too_large(found.m, found.n, found.k) else found
 
 
@@ -176,7 +176,7 @@ def convolved(
     if silent(a.device):
         if not (a.dim() == 4 and native_integer_unit() and conv_on_cpu.pays(a, b, like, stride, operation)):
             return None
-        on = like.shape[2:], stride, padding, dilation, operation, "none", _out(out_dtype)
+        on = like.shape[2:], stride, padding, dilation, operation, _out(out_dtype)
         made = conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
         # The layout is that of the first operand; what a compiler lays out later, it writes no copy for.
         last = operation == "wgrad" or a.is_contiguous(memory_format=torch.channels_last)
@@ -197,11 +197,11 @@ def convolved(
         return None
     window, out, tf32 = Window(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
     size = sizes.shape[2], sizes.shape[3]
-    problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, "none", out, tf32)
+    problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, out, tf32)
     if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
         return None
     second_operand = b if b_dtype is None else b.to(b_dtype)
-    how = like.shape[2:], stride, padding, dilation, operation, "none", out, tf32
+    how = like.shape[2:], stride, padding, dilation, operation, out, tf32
     found = conv2d_product(a, second_operand, a_scale, b_scale, bias, *how).to(out_dtype)
     return found.squeeze(2) if flat else found
 

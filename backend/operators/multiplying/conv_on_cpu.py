@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx import _C
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation
+from qsync_fx.backend.cuda.problem import ConvOperation
 from qsync_fx.backend.operators.gradients.live_taps import places
 from qsync_fx.backend.operators.multiplying.on_cpu import LONGEST, Epilogue, finished
 
@@ -88,13 +88,12 @@ def conv2d_product(
     padding: Sequence[int],
     dilation: Sequence[int],
     operation: ConvOperation,
-    activation: Activation,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Computes `qsync::conv2d_product` of operands that `multiplies` takes and that hold values."""
     how: dict[str, Any] = {"kernel": tuple(size), "stride": tuple(stride), "padding": tuple(padding)}
     how |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
-    epilogue = Epilogue(a_scale, b_scale, bias, activation, out_dtype)
+    epilogue = Epilogue(a_scale, b_scale, bias, out_dtype)
     if operation == "wgrad":
         # Rows of the result are taps, its columns the channels of the output, which a weight has first.
         found = _multiplied(b, _pixels(a), epilogue, how, taps=True)

@@ -1,4 +1,4 @@
-"""`qsync::gemm`: one matrix product with scales, bias and activation in its epilogue.
+"""`qsync::gemm`: one matrix product with scales and bias in its epilogue.
 
 Why opaque: on CUDA it is one kernel, chosen for its shape when it runs; what would be fused around a product of torch's is inside it.
 
@@ -8,17 +8,17 @@ they are. On the CPU it is plain torch, which says what every kernel computes, a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem import Activation, fallback
+from qsync_fx.backend.cuda.problem import fallback
 from qsync_fx.backend.cuda.problem.operands import OUTPUTS, format_name
 from qsync_fx.backend.cuda.run import launch
 from qsync_fx.backend.operators.library import define, require
 from qsync_fx.backend.operators.multiplying import on_cpu
-from qsync_fx.errors import OptionError, PrecisionError, nearest
+from qsync_fx.errors import PrecisionError
 
 
 def gemm(
@@ -27,14 +27,13 @@ def gemm(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: str = "none",
     out_dtype: torch.dtype = torch.float32,
     tf32: bool = False,
     turned: bool = False,
 ) -> Tensor:
-    """Computes `d[m, n] = activation(sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n])`.
+    """Computes `d[m, n] = sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n]`.
 
-    The sum is exact for INT8 and FP32 for all else; scales, bias and activation are FP32, and one rounding to `out_dtype` follows.
+    The sum is exact for INT8 and FP32 for all else; scales and bias are FP32, and one rounding to `out_dtype` follows.
 
     Args:
         a: `[M, K]`: INT8, FP8 (E4M3 or E5M2), FP16, BF16 or FP32; any strides.
@@ -42,7 +41,6 @@ def gemm(
         a_scale: FP32, `[]` or `[M, 1]`, or None.
         b_scale: FP32, `[]` or `[1, N]`, or None.
         bias: floating point, `[N]`, or None.
-        activation: "none", "relu", or "gelu" (by the error function).
         out_dtype: FP32, FP16 or BF16.
         tf32: whether FP32 operands are on the grid of TF32, whose tensor cores may then multiply them.
         turned: whether `b` is given as its transpose, `[N, K]`. A transpose outside would be a node of its own: a view, in the eyes of a
@@ -54,9 +52,8 @@ def gemm(
 
     Raises:
         PrecisionError: types that no product takes.
-        OptionError: unknown activation.
     """
-    found: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, activation, out_dtype, tf32, turned)
+    found: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, out_dtype, tf32, turned)
     return found
 
 
@@ -92,13 +89,6 @@ def check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, wher
             require(have == want, lambda: f"{where}: {name} has the shape {list(scale.shape)}, not {list(shape)}")
 
 
-def check_activation(name: str, where: str) -> Activation:
-    """Returns `name` if it is an activation; raises `OptionError` otherwise."""
-    if name not in get_args(Activation):
-        raise OptionError(f"{name!r} is not an activation", where=where, do=nearest(name, get_args(Activation)))
-    return cast(Activation, name)
-
-
 class _Asked(NamedTuple):
     """What the operator is given, in the order of its schema."""
 
@@ -107,7 +97,6 @@ class _Asked(NamedTuple):
     a_scale: Tensor | None
     b_scale: Tensor | None
     bias: Tensor | None
-    activation: str
     out_dtype: torch.dtype
     tf32: bool
     turned: bool = False
@@ -118,8 +107,8 @@ class _Asked(NamedTuple):
         return self.b.t() if self.turned else self.b
 
 
-def _checked(x: _Asked) -> Activation:
-    """Returns the activation; raises where the operator cannot compute this."""
+def _check(x: _Asked) -> None:
+    """Raises where the operator cannot compute this."""
     where, a, bias = "qsync::gemm", x.a, x.bias
     check_types(a, x.b, x.out_dtype, where)
     require(a.dim() == 2 and x.b.dim() == 2, lambda: f"{where}: operands are matrices")
@@ -129,28 +118,29 @@ def _checked(x: _Asked) -> Activation:
     check_scale(x.b_scale, (1, b.shape[1]), "b_scale", where)
     if bias is not None:
         require(bias.dim() == 1 and bias.shape[0] == b.shape[1], lambda: f"{where}: bias is [{b.shape[1]}]")
-    return check_activation(x.activation, where)
 
 
 def _fake(*given: Any) -> Tensor:
     x = _Asked(*given)
-    _checked(x)
+    _check(x)
     return x.a.new_empty((x.a.shape[0], x.right.shape[1]), dtype=x.out_dtype)
 
 
 def _on_cpu(*given: Any) -> Tensor:
     x = _Asked(*given)
-    how = x.a, x.right, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype
+    _check(x)
+    how = x.a, x.right, x.a_scale, x.b_scale, x.bias, x.out_dtype
     return on_cpu.gemm(*how) if on_cpu.multiplies(x.a, x.right) else fallback.gemm(*how)
 
 
 def _kernel(*given: Any) -> Tensor:
     x = _Asked(*given)
-    return launch.gemm(x.a, x.right, x.a_scale, x.b_scale, x.bias, _checked(x), x.out_dtype, x.tf32)
+    _check(x)
+    return launch.gemm(x.a, x.right, x.a_scale, x.b_scale, x.bias, x.out_dtype, x.tf32)
 
 
 define(
-    "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, str activation, ScalarType out_dtype, bool tf32, "
+    "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype, bool tf32, "
     "bool turned=False) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,

@@ -1,4 +1,4 @@
-"""`qsync::conv2d_product`: one of the three products of a 2-D convolution, with scales, bias and activation in its epilogue.
+"""`qsync::conv2d_product`: one of the three products of a 2-D convolution, with scales and bias in its epilogue.
 
 Convolutions as implicit matrix products: kernels gather their operands from channels-last memory as they go, nothing is unfolded. On the
 CPU the native module does so for INT8, to the bits of plain torch, which all else is there.
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation, fallback
+from qsync_fx.backend.cuda.problem import ConvOperation, fallback
 from qsync_fx.backend.cuda.problem.operands import Window
 from qsync_fx.backend.cuda.run import launch
 from qsync_fx.backend.operators.gradients.live_taps import places
 from qsync_fx.backend.operators.library import define, require
 from qsync_fx.backend.operators.multiplying import conv_on_cpu
-from qsync_fx.backend.operators.multiplying.gemm import check_activation, check_scale, check_types
+from qsync_fx.backend.operators.multiplying.gemm import check_scale, check_types
 from qsync_fx.errors import OptionError, nearest
 
 _WHERE = "qsync::conv2d_product"
@@ -37,13 +37,12 @@ def conv2d_product(
     padding: Sequence[int],
     dilation: Sequence[int],
     operation: str,
-    activation: str = "none",
     out_dtype: torch.dtype = torch.float32,
     tf32: bool = False,
 ) -> Tensor:
     """Computes a convolution's output ("fprop"), input gradient ("dgrad") or weight gradient ("wgrad"), groups = 1.
 
-    `d = activation(product(a, b) * a_scale * b_scale + bias)` with sums as in `qsync::gemm`.
+    `d = product(a, b) * a_scale * b_scale + bias` with sums as in `qsync::gemm`.
 
     Args:
         a: fprop: x `[N, C, H, W]`; dgrad and wgrad: the gradient of y, `[N, K, P, Q]`. Types as in `qsync::gemm`, any strides; kernels
@@ -55,12 +54,12 @@ def conv2d_product(
         size: dgrad: `[H, W]`; wgrad: `[R, S]`, which the shapes of the operands do not say; fprop: `[R, S]`.
         stride, padding, dilation: of the convolution, for height and width.
         operation: which product.
-        activation, out_dtype, tf32: as in `qsync::gemm`.
+        out_dtype, tf32: as in `qsync::gemm`.
 
     Returns:
         y, the gradient of x, or that of the weight; its channels lie last in memory.
     """
-    how = (list(size), list(stride), list(padding), list(dilation), operation, activation, out_dtype, tf32)
+    how = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
     found: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *how)
     return found
 
@@ -78,7 +77,6 @@ class _Asked(NamedTuple):
     padding: Sequence[int]
     dilation: Sequence[int]
     operation: str
-    activation: str
     out_dtype: torch.dtype
     tf32: bool
 
@@ -119,8 +117,8 @@ def _shape(
     return inputs if operation == "dgrad" else weight
 
 
-def _checked(x: _Asked) -> tuple[ConvOperation, Activation, tuple[int, ...]]:
-    """Returns the operation, the activation and the shape of the result; raises where the operator cannot compute this."""
+def _checked(x: _Asked) -> tuple[ConvOperation, tuple[int, ...]]:
+    """Returns the operation and the shape of the result; raises where the operator cannot compute this."""
     if x.operation not in get_args(ConvOperation):
         known = get_args(ConvOperation)
         raise OptionError(
@@ -139,33 +137,33 @@ def _checked(x: _Asked) -> tuple[ConvOperation, Activation, tuple[int, ...]]:
     bias = x.bias
     if bias is not None:
         require(bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]")
-    return which, check_activation(x.activation, _WHERE), shape
+    return which, shape
 
 
 def _fake(*given: Any) -> Tensor:
     x = _Asked(*given)
-    _, _, shape = _checked(x)
+    _, shape = _checked(x)
     return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
 
 
 def _on_cpu(*given: Any) -> Tensor:
     x = _Asked(*given)
-    operation, activation, shape = _checked(x)
+    operation, shape = _checked(x)
     native = conv_on_cpu.multiplies(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
     compute = conv_on_cpu.conv2d_product if native else fallback.conv2d_product
-    return compute(*x.operands, *x.geometry, operation, activation, x.out_dtype)
+    return compute(*x.operands, *x.geometry, operation, x.out_dtype)
 
 
 def _kernel(*given: Any) -> Tensor:
     x = _Asked(*given)
-    operation, activation, _ = _checked(x)
+    operation, _ = _checked(x)
     size, *rest = ((int(first), int(second)) for first, second in x.geometry)
-    return launch.conv2d_product(*x.operands, size, Window(*rest), operation, activation, x.out_dtype, x.tf32)
+    return launch.conv2d_product(*x.operands, size, Window(*rest), operation, x.out_dtype, x.tf32)
 
 
 define(
     "conv2d_product(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, SymInt[] size, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, str operation, str activation, ScalarType out_dtype, bool tf32) -> Tensor",
+    "SymInt[] dilation, str operation, ScalarType out_dtype, bool tf32) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
 )

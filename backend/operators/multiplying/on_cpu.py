@@ -4,8 +4,7 @@ Why not torch's unit for integers, which multiplies faster: it gives out sums in
 another kernel to scale, and it copies what does not lie as it wants. Here scales and bias are applied to sums in registers, and operands
 may lie anyhow, so that one kernel serves all three products of a layer.
 
-Invariant: the result is that of `fallback.gemm`, to the last bit, on every path of the native module. What is no exact arithmetic, GELU,
-is torch's.
+Invariant: the result is that of `fallback.gemm`, to the last bit, on every path of the native module.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from qsync_fx import _C
-from qsync_fx.backend.cuda.problem import Activation, fallback
 from qsync_fx.precision import Precision, encoding
 
 LONGEST: Final = 131_071
@@ -37,7 +35,6 @@ class Epilogue(NamedTuple):
     a_scale: Tensor | None
     b_scale: Tensor | None
     bias: Tensor | None
-    activation: Activation
     out_dtype: torch.dtype
 
 
@@ -59,7 +56,6 @@ def gemm(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Computes `qsync::gemm` of matrices that `multiplies` takes."""
@@ -69,7 +65,7 @@ def gemm(
     def multiply(to: int, **how: Any) -> None:
         _C.gemm(a.data_ptr(), b.data_ptr(), to, *shape, a.stride(), b.stride(), a_scale_each=each, **how)
 
-    return finished(shape[:2], Epilogue(a_scale, b_scale, bias, activation, out_dtype), multiply)
+    return finished(shape[:2], Epilogue(a_scale, b_scale, bias, out_dtype), multiply)
 
 
 def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[..., None]) -> Tensor:
@@ -77,10 +73,10 @@ def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[...,
 
     Args:
         shape: of the result.
-        epilogue: what the native module does to sums, but for GELU and types that it does not write.
+        epilogue: what the native module does to sums, but for types that it does not write.
         multiply: calls the native module with where to write to, and with what each of its products takes of an epilogue.
     """
-    native = epilogue.out_dtype in _TYPES and epilogue.activation != "gelu"
+    native = epilogue.out_dtype in _TYPES
     result = torch.empty(shape, dtype=epilogue.out_dtype if native else torch.float32, device="cpu")
     # They live until the call is over.
     a_scale, b_scale, bias = map(_vector, (epilogue.a_scale, epilogue.b_scale, epilogue.bias))
@@ -91,13 +87,9 @@ def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[...,
         b_scale=_address(b_scale),
         b_scale_each=epilogue.b_scale is not None and epilogue.b_scale.dim() > 0,
         bias=_address(bias),
-        relu=epilogue.activation == "relu",
         threads=torch.get_num_threads(),
     )
-    if native:
-        return result
-    left: Activation = "gelu" if epilogue.activation == "gelu" else "none"
-    return fallback.epilogue(result, None, None, None, left, epilogue.out_dtype)
+    return result if native else result.to(epilogue.out_dtype)
 
 
 def _vector(t: Tensor | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.operators.multiplying.gemm import gemm
 from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
-from qsync_fx.errors import OptionError, PrecisionError
+from qsync_fx.errors import PrecisionError
 
 TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
 SIZES = st.integers(1, 40)
@@ -82,15 +82,8 @@ def test_int8_sums_are_exact_at_any_length() -> None:
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_goes_through(bad: float) -> None:
     a, b = torch.ones(2, 3, dtype=torch.float8_e4m3fn), torch.ones(3, 2, dtype=torch.float8_e4m3fn)
-    y = gemm(a, b, torch.tensor([[bad], [1.0]]), None, None, "relu" if bad == bad else "none")
+    y = gemm(a, b, torch.tensor([[bad], [1.0]]), None, None)
     assert not y[0].isfinite().any() and y[1].tolist() == [3.0, 3.0]
-
-
-def test_activations_follow_scales_and_bias() -> None:
-    a, b, bias = values((5, 8), torch.bfloat16), values((8, 6), torch.bfloat16), torch.randn(6)
-    plain = gemm(a, b, torch.tensor(2.0), None, bias)
-    assert torch.equal(gemm(a, b, torch.tensor(2.0), None, bias, "relu"), plain.relu())
-    assert torch.equal(gemm(a, b, torch.tensor(2.0), None, bias, "gelu"), torch.nn.functional.gelu(plain))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,6 @@ def test_activations_follow_scales_and_bias() -> None:
         ({"a": torch.zeros(2, 3, dtype=torch.int32)}, PrecisionError),
         ({"a": torch.zeros(2, 3)}, PrecisionError),  # FP32 and INT8
         ({"out_dtype": torch.float64}, PrecisionError),
-        ({"activation": "rel"}, OptionError),
         ({"a_scale": torch.ones(2, 1, dtype=torch.float16)}, PrecisionError),
         ({"a_scale": torch.ones(3, 1)}, RuntimeError),
         ({"b_scale": torch.ones(4)}, RuntimeError),
@@ -124,7 +116,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_gemm_passes_torchs_checks(dtype: torch.dtype) -> None:
     a, b = values((5, 16), dtype), values((7, 16), dtype).t()
-    how = torch.rand(5, 1), torch.rand(()), torch.rand(7), "relu", torch.bfloat16, False
+    how = torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False
     # torch compares arguments before and after with operators that FP8 does not have.
     checks = [check for check in CHECKS if dtype.itemsize > 1 or dtype == torch.int8 or check != "test_schema"]
     torch.library.opcheck(torch.ops.qsync.gemm.default, (a, b, *how), test_utils=checks)
@@ -136,7 +128,7 @@ def test_conv_passes_torchs_checks(operation: str) -> None:
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[operation]
     a, b = (values(shape, torch.bfloat16) for shape in shapes)
     size = [9, 8] if operation == "dgrad" else [3, 2]
-    how = size, [2, 1], [1, 1], [1, 1], operation, "none", torch.float32, False
+    how = size, [2, 1], [1, 1], [1, 1], operation, torch.float32, False
     torch.library.opcheck(
         torch.ops.qsync.conv2d_product.default, (a, b, torch.rand(()), None, None, *how), test_utils=CHECKS
     )

@@ -1,16 +1,13 @@
 """What the CUDA kernels compute, on the CPU: exact sums, then the epilogue with its roundings in their order.
 
-Invariant: INT8 is equal to a correct kernel to the last bit for every tile, split and order, since integer sums do not depend on it
-(activations other than GELU; erf differs in its last bits between libraries). Floating-point sums are the exact ones rounded once to
-FP32: a kernel, which rounds as it goes, is within `float_bound` of them.
+Invariant: INT8 is equal to a correct kernel to the last bit for every tile, split and order, since integer sums do not depend on it.
+Floating-point sums are the exact ones rounded once to FP32: a kernel, which rounds as it goes, is within `float_bound` of them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from qsync_fx.backend.cuda.problem import Activation
 
 LARGEST_INT32 = 2**31 - 1
 
@@ -21,10 +18,9 @@ def gemm(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: Activation = "none",
     out: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Returns `activation(a @ b * a_scale * b_scale + bias)` as a kernel of cpp/cutlass computes it.
+    """Returns `a @ b * a_scale * b_scale + bias` as a kernel of cpp/cutlass computes it.
 
     Args:
         a: `[m, k]`, INT8, FP8, FP16, BF16 or FP32 (TF32 too: values that it has).
@@ -35,7 +31,7 @@ def gemm(
     """
     rows = None if a_scale is None else a_scale.reshape(-1, 1)
     columns = None if b_scale is None else b_scale.reshape(1, -1)
-    return finish(accumulated(a, b), rows, columns, bias, activation, out)
+    return finish(accumulated(a, b), rows, columns, bias, out)
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:
@@ -55,20 +51,15 @@ def finish(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    activation: Activation,
     out: torch.dtype,
 ) -> Tensor:
-    """Returns FP32 `sums` with scales, bias and activation, rounded to `out`: cpp/cutlass/epilogue.cuh, step by step.
+    """Returns FP32 `sums` with scales and bias, rounded to `out`: cpp/cutlass/epilogue.cuh, step by step.
 
     Args:
         sums: `[..., n]`; scales and bias broadcast against it. None is scale 1 and bias 0.
     """
     y = sums * (1.0 if a_scale is None else a_scale)
     y = fma(y, torch.ones(()) if b_scale is None else b_scale, torch.zeros(()) if bias is None else bias)
-    if activation == "relu":
-        y = torch.where(y < 0, torch.zeros(()), y)
-    if activation == "gelu":
-        y = y * 0.5 * (1 + torch.erf(y * 0.70710678118654752440))
     return y.to(out)
 
 

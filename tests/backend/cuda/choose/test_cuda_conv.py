@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda.choose import candidates as tried, rules, rules_conv,
 from qsync_fx.backend.cuda.choose.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.kernel import hardware
 from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch
-from qsync_fx.backend.cuda.problem import Activation, ConvOperation, ConvProblem, GemmProblem
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem
 from qsync_fx.backend.cuda.source import conv_source
 
 RUNNING: tuple[Arch, ...] = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
@@ -53,7 +53,6 @@ def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
         draw(st.sampled_from(["none", "tensor"])),
         draw(st.sampled_from(["none", "tensor", "channel"])),
         operation == "fprop" and draw(st.booleans()),
-        draw(st.sampled_from(get_args(Activation))) if operation == "fprop" else "none",
     )
     return dataclasses.replace(found, **fixed)
 
@@ -115,7 +114,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("operands", {"a": "fp8", "b": "fp8"}),
     ("operands", {"b": "bf16"}),
     ("output", {"out": "int8"}),
-    ("activation", {"activation": "tanh"}),
     ("schedule", {"schedule": "pingpong"}),
     ("swizzle", {"swizzle": 3}),
     ("alignment", {"alignment": 3}),
@@ -203,7 +201,6 @@ def test_what_is_not_served_is_told() -> None:
         (dataclasses.replace(RESNET, operation="wgrad"), "fprop, not wgrad"),
         (dataclasses.replace(RESNET, a="bf16", b="bf16"), "int8 by int8"),
         (dataclasses.replace(RESNET, out="fp32"), "its output is bf16"),
-        (dataclasses.replace(RESNET, activation="relu"), "activation"),
         (dataclasses.replace(RESNET, c=24), "c = 24 is no multiple of 16"),
         (dataclasses.replace(RESNET, k=12), "k = 12 is no multiple of 8"),
         (dataclasses.replace(RESNET, n=10**5), "2 GiB"),

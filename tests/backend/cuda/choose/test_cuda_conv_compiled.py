@@ -71,7 +71,6 @@ def test_what_the_rules_let_pass_the_kernel_takes(
         "out": "fp32",
         "a_scale": "tensor",
         "bias": False,
-        "activation": "none",
         "b_scale": "tensor",
     }
     problem = data.draw(problems(data.draw(st.sampled_from([1, 4, 8])), fmt="bf16", **fixed))

@@ -48,7 +48,6 @@ def problems(draw: st.DrawFn, unit: int = 1) -> GemmProblem:
         draw(st.sampled_from(["none", "tensor", "channel"])),
         draw(st.sampled_from(["none", "tensor", "channel"])),
         draw(st.booleans()),
-        draw(st.sampled_from(["none", "relu", "gelu"])),
     )
 
 
@@ -101,7 +100,6 @@ def test_tiles_suit_the_size() -> None:
         (AMPERE, {"a": "int4"}, "operands"),
         (AMPERE, {"out": "int8"}, "output"),
         (AMPERE, {"a_major": "diagonal"}, "layouts"),
-        (AMPERE, {"activation": "tanh"}, "activation"),
         (AMPERE, {"a_scale": "tensor"}, "scales"),
         (AMPERE, {"a_scale": "none"}, "scales"),
         (AMPERE, {"schedule": "persistent"}, "schedule"),
@@ -209,7 +207,6 @@ def test_any_configuration_has_an_answer(config: KernelConfig, changes: dict[str
         ({"a": "fp8"}, "it multiplies int8 by int8, not fp8 by int8"),
         ({"out": "fp16"}, "its output is bf16, not fp16"),
         ({"b_major": "row"}, "it takes a by rows and b by columns, not by rows and rows"),
-        ({"activation": "relu"}, "its activation is none, not relu"),
         ({"k": 100}, "k = 100 is no multiple of 16"),
         ({"n": 100}, "n = 100 is no multiple of 8"),
         ({"k": 1 << 17}, "k = 131072 is above 131071: sums of products may leave 32 bits"),

@@ -32,7 +32,6 @@ FIELDS = {
     "order": "stream_k",
     "swizzle": 8,
     "bias": False,
-    "activation": "gelu",
     "out": "fp16",
     "out_alignment": 4,
     "arch": "sm_86",
@@ -69,7 +68,6 @@ struct Config {
     static constexpr int stages = 0;
     static constexpr bool scaled = true;
     static constexpr bool biased = true;
-    static constexpr auto activation = qsync::Activation::none;
     static constexpr int swizzle = 4;
     static constexpr int largest_k = 131071;
     static constexpr bool stream_k = false;

@@ -118,13 +118,13 @@ def test_matrices_reach_a_kernel_as_they_are(
     m, n, k = sizes
     a, b = lying(whole((m, k), fmt), a_lies), lying(whole((k, n), fmt), b_lies)
     how = scales(a_kind, (m, 1)), scales(b_kind, (1, n)), torch.randn(n) if biased else None
-    problem = gemm_problem(a, b, *how, "none", torch.float32, False)
+    problem = gemm_problem(a, b, *how, torch.float32, False)
     ready = [taken for taken in padding.alternatives(problem) if padding.filled(taken) == taken]
     taken = data.draw(st.sampled_from(ready))
     assert isinstance(taken, GemmProblem)
     library = host(fmt, taken.a_major, taken.b_major)
     found = launch.run_gemm(library, config(taken), taken, a, b, *how)
-    assert found.is_contiguous() and torch.equal(found, fallback.gemm(a, b, *how, "none", torch.float32))
+    assert found.is_contiguous() and torch.equal(found, fallback.gemm(a, b, *how, torch.float32))
 
 
 @st.composite
@@ -161,19 +161,17 @@ def test_images_reach_a_kernel_as_they_are(
     how = scales(p.a_scale, ()), scales(p.b_scale, (1, p.k, 1, 1)), torch.randn(p.k) if p.bias else None
     window = Window(p.stride, p.padding, p.dilation)
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    assert conv_problem(a, b, *how, size, window, p.operation, "none", torch.float32, False) == p
+    assert conv_problem(a, b, *how, size, window, p.operation, torch.float32, False) == p
     taken = padding.filled(p)
     assert isinstance(taken, ConvProblem)
     found = launch.run_conv(host(p.a, p.operation), config(p), p, taken, a, b, *how)
-    want = fallback.conv2d_product(
-        a, b, *how, size, p.stride, p.padding, p.dilation, p.operation, "none", torch.float32
-    )
+    want = fallback.conv2d_product(a, b, *how, size, p.stride, p.padding, p.dilation, p.operation, torch.float32)
     assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
 
 
 def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Library]) -> None:
     a, b = whole((4, 24), "int8"), whole((24, 8), "int8")
-    problem = gemm_problem(a, b, None, None, None, "none", torch.float32, False)
+    problem = gemm_problem(a, b, None, None, None, torch.float32, False)
     with pytest.raises(Exception, match="misaligned"):
         launch.run_gemm(host("int8", "row", "row"), config(problem), problem, a, b, None, None, None)
 
@@ -182,7 +180,7 @@ def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Li
 
 
 def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -> Tensor:
-    return launch.gemm(a, b, *(how or (None, None, None)), "none", out, False)
+    return launch.gemm(a, b, *(how or (None, None, None)), out, False)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 4, 0), (0, 0, 0)])
@@ -225,7 +223,7 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
     reasons.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
-        problem = gemm_problem(a, b, None, None, None, "none", torch.bfloat16, False)
+        problem = gemm_problem(a, b, None, None, None, torch.bfloat16, False)
         found = decision(problem, CPU)
         assert found.config is not None
         unit = kernels.unit_of(found.config)

@@ -84,8 +84,8 @@ def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "_stored", lambda unit: False)
     given = builds(monkeypatch, {})
     kernels.prepare_graph([])
-    found = launch.gemm(A, B, None, None, None, "none", torch.float32, False)
-    assert torch.equal(found, fallback.gemm(A, B, None, None, None, "none", torch.float32)) and given == []
+    found = launch.gemm(A, B, None, None, None, torch.float32, False)
+    assert torch.equal(found, fallback.gemm(A, B, None, None, None, torch.float32)) and given == []
     assert any("no step waits for a compiler" in why for why in reasons.reasons().values())
 
 
@@ -107,7 +107,7 @@ def loaded(*statuses: int) -> Handle:
     """Has the kernel of the product loaded, as one that gives these statuses when it is started."""
     handle, found = (
         Handle(*statuses),
-        launch.decision(launch.gemm_problem(A, B, None, None, None, "none", torch.float32, False), CPU),
+        launch.decision(launch.gemm_problem(A, B, None, None, None, torch.float32, False), CPU),
     )
     assert found.config is not None
     unit = kernels.unit_of(found.config)
@@ -116,7 +116,7 @@ def loaded(*statuses: int) -> Handle:
 
 
 def call() -> torch.Tensor:
-    return launch.gemm(A, B, None, None, None, "none", torch.float32, False)
+    return launch.gemm(A, B, None, None, None, torch.float32, False)
 
 
 def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(monkeypa
     kernels.prepare_graph([])
     with pytest.warns(PlanWarning, match="gemm_sm_80_int8_int8_fp32.* is switched off .*invalid argument"):
         found = call()
-    want = fallback.gemm(A, B, None, None, None, "none", torch.float32)
+    want = fallback.gemm(A, B, None, None, None, torch.float32)
     assert torch.equal(found, want) and handle.runs == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -154,5 +154,5 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
         call()
     assert handle.runs == 3 and len(asked) == 1
     scale = torch.ones(())
-    launch.gemm(A, B, scale, scale, None, "none", torch.float32, False)
+    launch.gemm(A, B, scale, scale, None, torch.float32, False)
     assert len(asked) == 2

@@ -6,7 +6,6 @@ tier every.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -70,9 +69,7 @@ def one_of_each() -> list[KernelConfig]:
         lambda c: c.operation == "wgrad" and c.a == "bf16" and c.order == "split_k",
         lambda c: c.operation == "fprop" and c.a == "fp16" and c.arch == "sm_75" and c.out == "fp16",
     )
-    found = [min(filter(each, all_kernels()), key=cutlass_cpu.bytes_a_tile) for each in wanted]
-    relu = dataclasses.replace(found[0], activation="relu")
-    return [relu, *found[1:]]
+    return [min(filter(each, all_kernels()), key=cutlass_cpu.bytes_a_tile) for each in wanted]
 
 
 KERNELS = tiers.chosen(

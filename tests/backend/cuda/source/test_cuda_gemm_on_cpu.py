@@ -146,4 +146,4 @@ def test_the_wrapper_around_a_kernel(libraries: dict[KernelConfig, Library], pro
         a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
     bias = torch.rand(problem.n, generator=generator) if problem.bias else None
     found = launch.run_gemm(libraries[config], config, taken, a, b, a_scale, b_scale, bias)
-    assert torch.equal(found, emulation.gemm(a, b, a_scale, b_scale, bias, "none", FORMATS[problem.out].dtype))
+    assert torch.equal(found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype))
