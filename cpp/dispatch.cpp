@@ -170,7 +170,7 @@ bool agree_on(const Multiplier &first, const Multiplier &second) {
             for (int output = 0; output < OUTPUTS; ++output) {
                 std::vector<std::uint32_t> x(size.m * size.n), y(x);
                 Gemm what{vectors(a, size.m, layout % 2 == 0), vectors(b, size.n, layout / 2 == 0), {scales.data(), true}, {nullptr, false},
-                          bias.data(), layout == 3, static_cast<Output>(output), x.data()};
+                          bias.data(), static_cast<Output>(output), x.data()};
                 gemm(first, what, 1);
                 what.result = y.data();
                 gemm(second, what, 1);

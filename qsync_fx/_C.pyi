@@ -184,15 +184,14 @@ def gemm(
     b_scale: int = 0,
     b_scale_each: bool = False,
     bias: int = 0,
-    relu: bool = False,
     threads: int = 1,
     isa: str | None = None,
 ) -> None:
     """Multiplies int8 matrices `a` (m x k) and `b` (k x n) into `result`, m x n of `dtype` without gaps.
 
     Strides, of rows and columns, are in elements; any will do. Sums are exact, so k is 131071 at most. Those of "int32" are the result.
-    Else, each step in float32: sum * a_scale * b_scale + bias, what is negative becomes 0 if `relu`, and one rounding to `dtype`, ties
-    to even. Scales are float32: 0 for none, one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
+    Else, each step in float32: sum * a_scale * b_scale + bias, and one rounding to `dtype`, ties to even. Scales are float32: 0 for none,
+    one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
     """
 
 def conv(
@@ -215,7 +214,6 @@ def conv(
     b_scale: int = 0,
     b_scale_each: bool = False,
     bias: int = 0,
-    relu: bool = False,
     threads: int = 1,
     isa: str | None = None,
 ) -> None:

@@ -35,8 +35,6 @@ void finish_rows(const std::int32_t *tile, std::size_t rows, std::size_t columns
         float values[COLUMNS];
         for (std::size_t i = 0; i < COLUMNS; ++i)
             values[i] = static_cast<float>(tile[i]) * scale * target.column_scales[i] + target.bias[i];
-        if (target.relu)
-            for (std::size_t i = 0; i < COLUMNS; ++i) values[i] = values[i] < 0.0f ? 0.0f : values[i];
         T *to = static_cast<T *>(target.to) + row * target.stride;
         if constexpr (sizeof(T) == 2) {
             std::uint16_t narrow[COLUMNS];

@@ -20,7 +20,7 @@ struct Vectors {
 
 enum Output { OUT_FLOAT32, OUT_BFLOAT16, OUT_INT32, OUTPUTS };
 
-// Where sums go, and what they are made before: sum * row_scales * column_scales + bias, and zero where that is negative if `relu`.
+// Where sums go, and what they are made before: sum * row_scales * column_scales + bias.
 struct Target {
     void *to;
     std::size_t stride; // values from one row to the next
@@ -28,7 +28,6 @@ struct Target {
     const float *row_scales;
     std::size_t row_step; // 1, or 0 where one scale serves all rows
     const float *column_scales, *bias; // one a column, readable up to a whole tile
-    bool relu;
 };
 
 // A tile is what one call computes: `rows` by `columns` sums, a row after the other.
@@ -74,7 +73,6 @@ struct Gemm {
     Vectors b; // the columns of the second, as long
     Scales a_scale, b_scale;
     const float *bias; // one a column, or null
-    bool relu;
     Output output;
     void *result; // a.count by b.count, without gaps
     // If given, `a.at` are images, and the vectors of `a` their windows, or the taps of those, each for all windows.

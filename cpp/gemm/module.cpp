@@ -19,22 +19,21 @@ using Strides = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // of rows and column
 
 void bound_gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t result, std::size_t m, std::size_t n, std::size_t k, Strides a_strides,
                 Strides b_strides, const std::string &dtype, std::uintptr_t a_scale, bool a_scale_each, std::uintptr_t b_scale,
-                bool b_scale_each, std::uintptr_t bias, bool relu, int threads, const std::optional<std::string> &isa) {
+                bool b_scale_each, std::uintptr_t bias, int threads, const std::optional<std::string> &isa) {
     within("m", m, std::size_t{0}, MOST_SIZE);
     within("n", n, std::size_t{0}, MOST_SIZE);
     within("k", k, std::size_t{0}, MOST_DEPTH);
     if (n != 0 && m > MOST_SIZE / n) throw py::value_error("m * n does not fit into memory");
     within("threads", threads, 1, MOST_THREADS);
     const auto output = static_cast<Output>(named("dtype", dtype, {"float32", "bfloat16", "int32"}));
-    const bool epilogue = a_scale != 0 || b_scale != 0 || bias != 0 || relu;
-    if (output == OUT_INT32 && epilogue) throw py::value_error("sums in int32 have no scale, no bias and no activation");
+    const bool epilogue = a_scale != 0 || b_scale != 0 || bias != 0;
+    if (output == OUT_INT32 && epilogue) throw py::value_error("sums in int32 have no scale and no bias");
     const Gemm what{
         {pointer<const std::int8_t>(a, m != 0 && k != 0), m, k, a_strides.first, a_strides.second},
         {pointer<const std::int8_t>(b, n != 0 && k != 0), n, k, b_strides.second, b_strides.first},
         {pointer<const float>(a_scale, false), a_scale_each},
         {pointer<const float>(b_scale, false), b_scale_each},
         pointer<const float>(bias, false),
-        relu,
         output,
         pointer<void>(result, m != 0 && n != 0),
     };
@@ -48,7 +47,7 @@ using Pair = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // height and width
 void bound_conv(std::uintptr_t images, std::uintptr_t b, std::uintptr_t result, std::size_t count, std::size_t channels, Pair size,
                 Pair kernel, Pair stride, Pair padding, Pair dilation, Pair out, bool taps, std::size_t n, Strides b_strides,
                 const std::string &dtype, std::uintptr_t a_scale, std::uintptr_t b_scale, bool b_scale_each, std::uintptr_t bias,
-                bool relu, int threads, const std::optional<std::string> &isa) {
+                int threads, const std::optional<std::string> &isa) {
     constexpr std::ptrdiff_t MOST = std::ptrdiff_t{1} << 20;
     for (const Pair &pair : {size, kernel, stride, dilation, out})
         for (const std::ptrdiff_t value : {pair.first, pair.second}) within("sizes, strides and dilations", value, std::ptrdiff_t{1}, MOST);
@@ -73,7 +72,6 @@ void bound_conv(std::uintptr_t images, std::uintptr_t b, std::uintptr_t result, 
         {pointer<const float>(a_scale, false), false},
         {pointer<const float>(b_scale, false), b_scale_each},
         pointer<const float>(bias, false),
-        relu,
         output,
         pointer<void>(result, m != 0 && n != 0),
         &how,
@@ -103,12 +101,12 @@ void bound_turn(std::uintptr_t src, std::uintptr_t dst, std::size_t count, std::
 void add_products(py::module_ &module) {
     module.def("gemm", &bound_gemm, py::arg("a"), py::arg("b"), py::arg("result"), py::arg("m"), py::arg("n"), py::arg("k"),
                py::arg("a_strides"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("a_scale_each") = false,
-               py::arg("b_scale") = 0, py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("relu") = false,
-               py::arg("threads") = 1, py::arg("isa") = py::none());
+               py::arg("b_scale") = 0, py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("threads") = 1,
+               py::arg("isa") = py::none());
     module.def("conv", &bound_conv, py::arg("images"), py::arg("b"), py::arg("result"), py::arg("count"), py::arg("channels"),
                py::arg("size"), py::arg("kernel"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("out"),
                py::arg("taps"), py::arg("n"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("b_scale") = 0,
-               py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("relu") = false, py::arg("threads") = 1,
+               py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("threads") = 1,
                py::arg("isa") = py::none());
     module.def("turn", &bound_turn, py::arg("src"), py::arg("dst"), py::arg("count"), py::arg("rows"), py::arg("columns"),
                py::arg("bytes"), py::arg("threads") = 1);
