@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import called
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -75,10 +76,11 @@ class Kernel:
 
 @dataclass
 class Generated:
-    """What Inductor has generated: kernels, and the code that calls them."""
+    """What Inductor has generated: kernels, the code that calls them, and the products of ours in it, as `called` tells them."""
 
     kernels: list[Kernel] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+    products: list[str] = field(default_factory=list)
 
 
 class EndedError(Exception):
@@ -95,7 +97,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 @contextlib.contextmanager
 def standing_in(gpu: Gpu) -> Iterator[Generated]:
     """Yields what is generated for a GPU while the body compiles."""
-    from torch._inductor import async_compile, codecache, config, output_code
+    from torch._inductor import async_compile, codecache, config, graph, output_code
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.runtime import hints, triton_helpers
     from triton.runtime import driver
@@ -122,7 +124,14 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
         found.kernels.append(_compiled(kernel_name, source_code, gpu))
         return lambda *args, **kwargs: None
 
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    update = graph.GraphLowering._update_scheduler
+
+    def scheduled(self: Any) -> None:
+        update(self)
+        # From here on all lies as it will lie.
+        found.products += called.products(self.operations)
+
+    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise EndedError
 
     with contextlib.ExitStack() as stack:
@@ -131,7 +140,8 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", _always(0), create=True))
         stack.enter_context(mock.patch.object(async_compile.AsyncCompile, "triton", compiled))
-        stack.enter_context(mock.patch.object(output_code.CompiledFxGraph, "__call__", called))
+        stack.enter_context(mock.patch.object(graph.GraphLowering, "_update_scheduler", scheduled))
+        stack.enter_context(mock.patch.object(output_code.CompiledFxGraph, "__call__", ended))
         for passes in (joint_graph, post_grad):
             # Patterns are traced with values, which are on the CPU here.
             initialize = passes.lazy_init

@@ -100,8 +100,9 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
-    """Compiles and returns kernels with what they take, calls of ours in the code, and how many the plan has."""
+    """Compiles and returns kernels with what they take, products of ours in the code as their operands lie there, and those of the plan."""
     import absent_gpu
+    import called
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,15 +112,14 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
     from qsync_fx.backend.cuda.run.device import assumed
 
     libraries.prepare = lambda units: []  # type: ignore[assignment]  # what nvcc makes of ours is tested elsewhere
-    planned: list[int] = []
+    planned: list[str] = []
     rewrite = compiling.rewrite
 
     def watched(*given: Any, **named: Any) -> Any:
         graph = rewrite(*given, **named)
         notes = [operator.note for operator in graph.operators()]
-        planned.append(
-            sum(p.decision.config is not None for n in notes if n.computed is not None for p in n.computed.products)
-        )
+        products = [product for n in notes if n.computed is not None for product in n.computed.products]
+        planned.extend(called.told(product.problem) for product in products if product.decision.config is not None)
         lost.extend(f"{n.id}: {n.reason}" for n in notes if "cannot be re-traced" in n.reason)
         return graph
 
@@ -145,8 +145,9 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
     return {
         "ended": ended,
         "lost": lost,
-        "planned": sum(planned),
-        "products": code.count("torch.ops.qsync.gemm.default(") + code.count("torch.ops.qsync.conv2d_product.default("),
+        "planned": sorted(planned),
+        "products": sorted(found.products),
+        "calls": code.count("torch.ops.qsync.gemm.default(") + code.count("torch.ops.qsync.conv2d_product.default("),
         "quantizers": code.count("torch.ops.qsync.quantize.default(")
         + code.count("torch.ops.qsync.quantize_transposed.default("),
         "bf16": sorted(

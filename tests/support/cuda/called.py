@@ -1,0 +1,55 @@
+"""Which products of ours Inductor's generated code calls, as their operands lie there: told as the plan's products are, to be compared.
+
+Invariant: read once layouts are settled, so what is told is what a kernel would be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.tune.problem_json import shown
+
+
+def told(problem: Problem) -> str:
+    """Returns what a kernel is chosen by, in a line."""
+    scales = f"scales {problem.a_scale} and {problem.b_scale}"
+    return f"{shown(problem)}, {scales}, {'bias' if problem.bias else 'no bias'}"
+
+
+def products(operations: list[Any]) -> Iterator[str]:
+    """Yields what each product of ours among a graph's operations is, as `told` of it, and what would be copied before it runs."""
+    from torch._inductor import ir
+
+    for each in operations:
+        if not isinstance(each, ir.FallbackKernel):
+            continue
+        if each.op_overload not in (torch.ops.qsync.gemm.default, torch.ops.qsync.conv2d_product.default):
+            continue
+        lying = iter(each.inputs)
+        a, b, *others = [_as_it_lies(next(lying), x) if isinstance(x, torch.fx.Node) else x for x in each.fx_node.args]
+        problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
+        # Kernels of matrices take both ways, which the problem holds; those of images take channels last.
+        copied = a.dim() == 4 and not all(t.is_contiguous(memory_format=torch.channels_last) for t in (a, b))
+        yield told(problem) + (", operands not channels last" if copied else "")
+
+
+def _as_it_lies(operand: Any, node: torch.fx.Node) -> torch.Tensor:
+    sizes, strides = (tuple(map(int, of())) for of in (operand.get_size, operand.get_stride))
+    return torch.empty_strided(sizes, strides, dtype=node.meta["val"].dtype, device="meta")
+
+
+def _gemm(
+    a: torch.Tensor, b: torch.Tensor, a_scale: Any, b_scale: Any, bias: Any, out: Any, tf32: bool, turned: bool = False
+) -> GemmProblem:
+    return gemm_problem(a, b.t() if turned else b, a_scale, b_scale, bias, out, tf32)
+
+
+def _conv(a: torch.Tensor, b: torch.Tensor, *given: Any) -> ConvProblem:
+    a_scale, b_scale, bias, size, stride, padding, dilation, operation, *others = given
+    window = Window(tuple(stride), tuple(padding), tuple(dilation))
+    return conv_problem(a, b, a_scale, b_scale, bias, tuple(size), window, operation, *others)
