@@ -56,6 +56,15 @@ def test_other_formats_are_nobody_s_business() -> None:
     assert trained("bf16", loss=1e39) == [] and not [m for m in overflow._watched if isinstance(m, nn.Sequential)]
 
 
+def test_int8_is_watched_where_fp16_carries_it() -> None:
+    """What INT8 gives out on GPUs before Ampere is FP16, which a user may not know of."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    for target, formats in (("a100", None), ("t4", "fp16 (whose range ends at 65504)")):
+        [part] = qsync_fx.explain(model, torch.randn(8, 64), options={"precision": "int8", "target": target}).graphs
+        overflow.watch(part.graph, model)
+        assert overflow._watched.pop(model, None) == formats
+
+
 def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(overflow, "_finite", lambda gradients: looked.append(len(gradients)) or True)
