@@ -70,12 +70,15 @@ def register_with_inductor() -> None:
         return (a, b, *others), {}
 
     def on_cuda(node: fx.Node) -> bool:
-        return bool(node.meta["val"].device.type == "cuda")
+        operand: Any = node.args[0]
+        return bool(operand.meta["val"].device.type == "cuda")
 
     make_fallback(torch.ops.qsync.gemm.default, as_traced, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(torch.ops.qsync.conv2d_product.default, channels_last_on_cuda, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(integer_convolution, warn=False)  # type: ignore[no-untyped-call]
     make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
+    # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
+    make_fallback(torch.ops.qsync.quantize_transposed.default, as_traced, warn=False)  # type: ignore[no-untyped-call]
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
     fusing.register()
 

@@ -131,3 +131,11 @@ def test_what_has_no_kernel_is_written_out(arch: Any, fmt: str, fuses: bool) -> 
         )
         assert (made is NotImplemented) is not fuses
     assert fusing.decompositions(torch.device("cpu")) == {}
+
+
+def test_what_is_left_to_a_kernel_is_an_operator_that_inductor_calls() -> None:
+    """It makes no fallback by itself of an operator that it was given a formula for, although that may be none."""
+    from torch._inductor.lowering import lowerings
+
+    register_with_inductor()
+    assert set(fusing.decompositions(torch.device("cuda", 0))) <= set(lowerings)
