@@ -66,6 +66,8 @@ def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision
         "what the plan says is a kernel is called, on operands that lie as it says"
     )
     assert found["calls"] == len(found["products"])
+    if how == "kernels" and (precision.startswith("int8") or (gpu, precision) == ("h100", "fp8")):
+        assert found["planned"], "there are layers large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):
         # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute operator by operator.

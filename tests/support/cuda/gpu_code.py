@@ -70,31 +70,34 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def built(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a model of a kind and its inputs, on the device that is the default."""
+    """Returns a model of a kind and its inputs, on the device that is the default.
+
+    They take no memory, and are so large that products of every kind are kernels of ours on each GPU, untuned.
+    """
     import torch
     from torch import nn
 
     if name == "mlp":
         return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 256)), (
-            torch.empty(128, 512),
+            torch.empty(16384, 512),
         )
     import transformers
 
-    tokens = torch.zeros(8, 64, dtype=torch.int64)
+    tokens = torch.zeros(256, 128, dtype=torch.int64)
     if name == "resnet":
-        small = transformers.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic")
-        return transformers.ResNetForImageClassification(small), (torch.empty(16, 3, 64, 64),)
+        small = transformers.ResNetConfig(embedding_size=64, hidden_sizes=[64, 512], depths=[2, 2], layer_type="basic")
+        return transformers.ResNetForImageClassification(small), (torch.empty(64, 3, 64, 64),)
     sizes: dict[str, Any] = {
-        "hidden_size": 256,
+        "hidden_size": 512,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "intermediate_size": 2048,
         "vocab_size": 512,
     }
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="sdpa")), (tokens,)
     gpt2 = transformers.GPT2Config(
-        n_embd=256, n_layer=2, n_head=4, vocab_size=512, use_cache=False, attn_implementation="sdpa"
+        n_embd=512, n_layer=2, n_head=8, vocab_size=512, use_cache=False, attn_implementation="sdpa"
     )
     return transformers.GPT2Model(gpt2), (tokens,)
 
