@@ -210,6 +210,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is loaded, stored or switched off here is so for no other test, and the other way round."""
     monkeypatch.setattr(kernels, "_had", {})
     monkeypatch.setattr(kernels, "_refused", set())
+    monkeypatch.setattr(kernels, "_prepared", False)
     kernels._stored.cache_clear()
     yield
     kernels._stored.cache_clear()
