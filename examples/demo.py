@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
         "Debian's dataset-fashion-mnist is installed, else scikit-learn's digits",
     )
     parser.add_argument(
-        "--samples", type=_positive, metavar="N", help="train on so many images, drawn at random; default: 20000"
+        "--samples", type=_positive, metavar="N", help="train on so many images, drawn at random; default: 10000"
     )
     parser.add_argument(
         "--memory",

@@ -50,6 +50,8 @@ from qsync_fx.profiling.statistics.measured import FRACTION, STEPS, several as s
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
+SETTLED = 0.1
+"""The standard error of what each operator adds to the variance of the gradients, as a share, within which it is known well enough."""
 _STEPS = 3
 """Steps that a plan runs in its turn."""
 _COMPILE = (3.0, 0.2)
@@ -87,7 +89,7 @@ def measure(
             what comes out is that profile, corrected. Its sensitivity and all-reduces stay.
         rounds: how many turns each plan has.
         sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
-            batches; None to leave it out.
+            batches, or fewer once that is known to 10%; a list that is shorter starts again. None to leave it out.
         path: where the profile is written. What is measured is kept beside it, in files that end with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
         options: of the backend, for all plans.
@@ -145,9 +147,8 @@ def measure(
     if known is None and next(module.parameters()).device.type == "cpu":
         measured = replace(measured, codecs=coding_speeds())
     if known is None and sensitivity is not None:
-        (found,) = sensitivities(
-            model, step, batches, [sensitivity], formats, options=dict(options or {}), partial=found_so_far
-        )
+        asked_for: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
+        (found,) = sensitivities(model, step, batches, [sensitivity], formats, **asked_for)
         measured = replace(measured, sensitivity=found)
     if path is not None:
         measured.save(path)

@@ -31,6 +31,7 @@ from qsync_fx.profiling.statistics.coding import of_gradients
 from qsync_fx.profiling.statistics.indicators.methods import method as method_called
 from qsync_fx.profiling.statistics.interrupted import INTERRUPTED
 from qsync_fx.profiling.statistics.kept import Kept
+from qsync_fx.profiling.statistics.settling import settled
 from qsync_fx.profiling.statistics.step import Key, Method, Step, gradients_of
 from qsync_fx.profiling.statistics.tensors.captured import Captured, as_it_is
 from qsync_fx.profiling.statistics.tensors.roundings import Change, changes
@@ -104,8 +105,10 @@ def several(
     seed: int = 0,
     say: Say | None = None,
     partial: Path | None = None,
+    within: float = 0.0,
 ) -> list[Sensitivity]:
-    """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`."""
+    """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
+    once all methods have settled `within` a share."""
     known = {name: method_called(name) for name in methods}
     made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
     root = unwrapped(model)
@@ -125,12 +128,15 @@ def several(
         for at, batch in enumerate(stepped(batches, steps, fraction)):
             if at == 0:
                 kept.resume(batch)
+            if within and at >= kept.steps and all(settled(trace, within) for trace in kept.traces.values()):
+                break
             with looking.at(at, batch) as now:
                 if at == 0:
                     many = len({name for name, _ in now().keys})
                     for name, entry in known.items():
                         passes = entry.passes(many, len(names))
-                        cost = f"{name}: {steps - kept.steps} steps of about {passes} passes, {many} operators in {', '.join(names)}"
+                        most = f"{'at most ' if within else ''}{steps - kept.steps} steps"
+                        cost = f"{name}: {most} of about {passes} passes, {many} operators in {', '.join(names)}"
                         (say or _on_a_terminal)(cost)
                 if at < kept.steps:
                     looking.through(now)
