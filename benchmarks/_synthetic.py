@@ -7,7 +7,7 @@ A100 by the catalog, times a factor that is drawn.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,9 +17,9 @@ import qsync_fx
 from qsync_fx.devices import get
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.model.value import Follows, ModelParameter, Operator, Read, Value
+from qsync_fx.predictor.model.value import Follows, ModelParameter, Operator, Read, StateNames, Value
 from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 DEVICE = "a100"
 FORMATS = ("fp32", "tf32", "bf16", "int8", "int8_grad")
@@ -51,8 +51,11 @@ class Repeated:
         factor = self._factor(operator) * share
         return Seconds(found.forward * factor, found.backward * factor)
 
-    def least(self, operator: str, state: State) -> Seconds:
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
         return self.operator(operator, state, ())
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        return TOLD_BY_NONE
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         return self._times.cast(operator, before, after, numel, differentiated)

@@ -162,8 +162,11 @@ def _alone(profile: Profile) -> Profile:
 
 
 def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
+    """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
+    too, where it is not itself below that: it may have run faster than others were foreseen."""
     own = {name: replace(again.problem.classes[name], times=profile.times()) for name, profile in ran.items()}
     problem = replace(again.problem, classes={**again.problem.classes, **own})
-    return replace(
-        again, problem=problem, plans=plans, judged=judged(problem, plans, again.judged.codecs), bound=None, rounds=()
-    )
+    found = judged(problem, plans, again.judged.codecs)
+    known = again.bound if problem.least == "variance" else None
+    bound = known if known is not None and known <= found.variance else None
+    return replace(again, problem=problem, plans=plans, judged=found, bound=bound, rounds=())

@@ -5,14 +5,21 @@ Invariant: the cost mapper asks here and nowhere else, so that a profile, a cata
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from qsync_fx.graph.reads import State
+from qsync_fx.predictor.model.value import StateNames
 
 NEIGHBOURS = (-1, 1, -2, 2)
 """Where the neighbours of an operator stand in program order, in the order in which `Times` is asked with them."""
+Beside = Mapping[int, State | None]
+"""The states of some neighbours, by where they stand: one of `NEIGHBOURS`; None where there is none."""
+ANYBODY: Final[Beside] = MappingProxyType({})
+TOLD_BY_NONE: Final[tuple[tuple[()], ...]] = ((),) * len(NEIGHBOURS)
+"""What is told apart where times follow no neighbours: see `Times.told_apart`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,12 @@ class Times(Protocol):
             ProfileError: nothing is known of the operator.
         """
 
-    def least(self, operator: str, state: State) -> Seconds:
-        """Returns what an operator in a state takes no less than, beside any neighbours; see `operator`."""
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+        """Returns what an operator in a state takes no less than beside some neighbours, whatever the others are; see `operator`."""
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        """Returns the states of each neighbour, as `NEIGHBOURS` lists them, by which times differ: beside all others of that neighbour's an
+        operator in a state takes the same. None where each may make a difference."""
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of converting or quantizing a tensor; zero where that is part of the operators' own times.

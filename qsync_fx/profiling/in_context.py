@@ -13,7 +13,7 @@ Invariant: a state that no run had is reckoned from the most similar one, and sa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
@@ -21,7 +21,7 @@ from qsync_fx.graph.reads import State
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.model.value import StateNames
-from qsync_fx.predictor.times import NEIGHBOURS, Seconds
+from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiling.measuring.quantizing import fitted
 from qsync_fx.profiling.profile import Profile
 from qsync_fx.profiling.runs import Measured, Run
@@ -70,21 +70,34 @@ class InContext:
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
-        wanted, beside = state.names, [None if other is None else other.names for other in around]
-        alike = self._alike(operator, state, beside)
+        standing, beside = self._standing(operator, state), dict(zip(NEIGHBOURS, around, strict=False))
+        # The user's own plans before others.
+        likeness = [(_near(seen, beside), seen.own) for seen in standing]
+        most = max(likeness)
+        alike = [seen for seen, like in zip(standing, likeness, strict=True) if like == most]
         return Seconds(
             sum(seen.seconds.forward for seen in alike) / len(alike),
             sum(seen.seconds.backward for seen in alike) / len(alike),
-            interpolated=alike[0].state != wanted,
+            interpolated=alike[0].state != state.names,
         )
 
-    def least(self, operator: str, state: State) -> Seconds:
-        """Returns the least of the runs that may stand for a state: no mean of some of them is below it."""
-        alike = self._alike(operator, state, None)
-        return Seconds(min(seen.seconds.forward for seen in alike), min(seen.seconds.backward for seen in alike))
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+        """Returns the least of the runs that may stand for a state beside some neighbours: no mean of some of them is below it."""
+        alike = self._standing(operator, state)
+        known = [_near(seen, beside) for seen in alike]
+        # What the other neighbours may count for another run.
+        least = max(known) - sum(weight for by, weight in zip(NEIGHBOURS, _WEIGHTS, strict=True) if by not in beside)
+        may = [seen for seen, score in zip(alike, known, strict=True) if score >= least]
+        return Seconds(min(seen.seconds.forward for seen in may), min(seen.seconds.backward for seen in may))
 
-    def _alike(self, operator: str, state: State, beside: Sequence[StateNames | None] | None) -> list[_Seen]:
-        """Returns what stands for an operator in a state beside neighbours; with None for these, all that may."""
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        """Returns the states that neighbours had in runs that may stand for a state, where they had several."""
+        each = zip(*(seen.around for seen in self._standing(operator, state)), strict=True)
+        had = [set(states) for states in each]
+        return [{one for one in states if one is not None} if len(states) > 1 else () for states in had]
+
+    def _standing(self, operator: str, state: State) -> list[_Seen]:
+        """Returns what may stand for an operator in a state, beside whatever neighbours."""
         if operator not in self._seen:
             raise ProfileError(
                 "the profile knows nothing of an operator",
@@ -98,7 +111,7 @@ class InContext:
                 do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
             )
         seen = self._seen[operator]
-        likeness = [(*_same(one, state.names), *(() if beside is None else _near(one, beside))) for one in seen]
+        likeness = [_same(one, state.names) for one in seen]
         best = max(likeness)
         return [one for one, like in zip(seen, likeness, strict=True) if like == best]
 
@@ -142,6 +155,7 @@ def _same(seen: _Seen, state: StateNames) -> tuple[bool, bool, bool]:
     return seen.state == state, seen.state[0] == state[0], seen.state[1] == state[1]
 
 
-def _near(seen: _Seen, beside: Sequence[StateNames | None]) -> tuple[int, bool]:
-    """Returns how well a run stands for neighbours, the user's own plans before others: the larger, the better."""
-    return sum(w for w, one, other in zip(_WEIGHTS, seen.around, beside, strict=False) if one == other), seen.own
+def _near(seen: _Seen, beside: Beside) -> int:
+    """Returns how well a run stands for neighbours: the larger, the better."""
+    had = zip(NEIGHBOURS, _WEIGHTS, seen.around, strict=True)
+    return sum(w for by, w, one in had if by in beside and one == (other.names if (other := beside[by]) else None))

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from qsync_fx.allocator.problem import width as width_of
+from qsync_fx.report.fitted import Fitted
 from qsync_fx.report.numbers import duration, short
 from qsync_fx.report.text import plain, table_of
 
@@ -37,7 +38,7 @@ def _head(answer: Answer) -> list[str]:
     judged, problem = answer.judged, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
     found = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
-    known = "no bound is known"
+    known = "no bound is known" + (" of a plan as it ran" if answer.ran is not None else "")
     if answer.bound is not None:
         unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
         known = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
@@ -61,7 +62,7 @@ def _classes(answer: Answer) -> RenderableType:
             f"{figures.variance:.4g}",
             *(str(counts[fmt] or "-") for fmt in formats),
         )
-    return table
+    return Fitted(table)
 
 
 def _coding(answer: Answer) -> Iterator[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.judging.judge import Judged
 from qsync_fx.allocator.studies import Compared, Front, OneStep
+from qsync_fx.report.fitted import Fitted
 from qsync_fx.report.numbers import duration, short
 from qsync_fx.report.text import table_of
 
@@ -30,7 +31,7 @@ def comparison_table(compared: Sequence[Compared]) -> RenderableType:
             table.add_row(Text(one.allocator), *[""] * (len(columns) - 2), Text(f"none: {found}"))
         else:
             table.add_row(Text(one.allocator), *map(Text, _compared(one, one.answer)))
-    return table
+    return Fitted(table)
 
 
 def _compared(one: Compared, answer: Answer) -> list[str]:
@@ -77,7 +78,7 @@ def front_table(front: Front) -> RenderableType:
         table.add_row(
             Text(name), duration(answer.judged.seconds), f"{answer.judged.variance:.4g}", *peaks, Text(limits)
         )
-    return table
+    return Fitted(table)
 
 
 Shown = Callable[[float], str]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from qsync_fx.report.fitted import Fitted
 from qsync_fx.report.numbers import duration, many, short
 from qsync_fx.report.text import plain, table_of
 
@@ -66,7 +67,7 @@ def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Render
         times = [*sums, sending[name], waiting[name], timeline.played.devices[name].optimizer]
         peak = [_peak(timeline, name)] if timeline.peak_bytes else []
         table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
-    return table
+    return Fitted(table)
 
 
 def _peak(timeline: Timeline, name: str) -> str:

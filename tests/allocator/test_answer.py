@@ -10,6 +10,7 @@ from allocation_problems import fleet
 from qsync_fx import Plan, PlanError
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
 from qsync_fx.predictor.mapper import states
+from qsync_fx.report.numbers import duration
 
 
 def an_answer() -> Answer:
@@ -53,3 +54,17 @@ def test_what_print_shows() -> None:
         assert part in text, part
     assert f"{answer.judged.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_in_a_terminal_of_any_width_every_number_is_there(width: int) -> None:
+    answer = an_answer()
+    text = answer.text(width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for name, figures in answer.judged.classes.items():
+        whole = "".join(text.split())
+        for part in (name, duration(figures.computing), f"{figures.variance:.4g}"):
+            assert "".join(part.split()) in whole or width < 60, part
+    # One class a line where there is room, else one a column.
+    assert any(line.split()[:2] == ["devices", "count"] for line in text.splitlines()) == (width >= 100)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from qsync_fx.allocator.exact.charge import Charge
 from qsync_fx.allocator.exact.formats import Formats, Spread, renamed
 from qsync_fx.allocator.exact.program import ONE, Expression, Program, constant, total
 from qsync_fx.predictor.mapper.asking import cast_seconds
@@ -23,22 +24,6 @@ from qsync_fx.predictor.model.value import Follows, Name
 from qsync_fx.predictor.times import Seconds, Times
 
 ZERO = Seconds(0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Charge:
-    """Time that is taken where an expression is 1.
-
-    Attributes:
-        owner: the place of the operator in whose stretch of the backward pass it is.
-        where: the expression.
-        forward, backward: seconds.
-    """
-
-    owner: int
-    where: Expression
-    forward: float
-    backward: float
 
 
 @dataclass(frozen=True)

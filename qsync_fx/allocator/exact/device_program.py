@@ -10,6 +10,7 @@ Invariant: seconds in rows are in thousandths of `unit`, so that tolerances are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,12 +118,9 @@ def device_program(
                 for variable, factor in where.items():
                     into[variable] = into.get(variable, 0.0) + factor * seconds
 
-    for at, states in enumerate(formats.states):
-        for state, where in states.items():
-            taken = prices.operator(at, state)
-            charge(where, taken.forward, taken.backward, sends.of[at])
-    for cast in Casting(program, formats, prices.times, sends.of).charges():
-        charge(cast.where, cast.forward, cast.backward, sends.of[cast.owner])
+    casts = Casting(program, formats, prices.times, sends.of).charges()
+    for one in itertools.chain(prices.charges(program, formats), casts):
+        charge(one.where, one.forward, one.backward, sends.of[one.owner])
     outside = prices.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit

@@ -28,7 +28,7 @@ class Learned:
         prices, held: what states of each open class take and hold.
         best: the best plans that keep all limits, None where none were found.
         smallest: by class, the least that a step was seen to hold at most.
-        proved: what no plan is below; None where that is not known, and where what it was proved of turns out to be otherwise.
+        proved: what no plan is below; None where that is not known.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,11 +72,8 @@ class Learned:
         """Takes prices and memory from the plans that were judged last; returns whether anything is new."""
         new = False
         for name in self.problem.open:
-            states, differed = self.judge.states(name), self.prices[name].differ
+            states = self.judge.states(name)
             new |= self.prices[name].learn(states.names)
-            if self.prices[name].differ and not differed:
-                # Proved of times that were taken to follow no neighbours.
-                self.proved = None
             if self.problem.classes[name].memory is not None:
                 memory = self.judge.memory(name)
                 assert memory is not None

@@ -16,9 +16,10 @@ from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.coding import Codecs
+from qsync_fx.allocator.exact.beside import Beside
 from qsync_fx.allocator.exact.bounding import Certain, Holds
 from qsync_fx.allocator.exact.learned import Learned
-from qsync_fx.allocator.exact.prices import Least, Priced
+from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
 from qsync_fx.allocator.judging.judge import TOLERANCE, beyond
 from qsync_fx.allocator.problem import Plans, Problem
@@ -100,9 +101,10 @@ class Search(Learned):
         return (plans, judged.codecs), excess, new
 
     def bounded(self) -> float | None:
-        """Returns what no plan is below, where any is known: reckoned with what is certain to be held, and the least times."""
+        """Returns what no plan is below, where any is known: reckoned with what is certain to be held, and what operators take beside
+        their neighbours."""
         prices: dict[str, Priced] = {
-            name: Least(self.problem.classes[name]) if known.differ else known for name, known in self.prices.items()
+            name: Beside(self.problem.classes[name]) if known.differ else known for name, known in self.prices.items()
         }
         new = self.proved is None
         for name, held in self.held.items():

@@ -5,10 +5,11 @@ Invariant: answers are those of the times that are asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from qsync_fx.graph.reads import State
-from qsync_fx.predictor.times import Seconds, Times
+from qsync_fx.predictor.model.value import StateNames
+from qsync_fx.predictor.times import ANYBODY, Beside, Seconds, Times
 
 
 def remembered(times: Times) -> Times:
@@ -30,8 +31,11 @@ class Remembered:
             self._operators[key] = self._times.operator(operator, state, around)
         return self._operators[key]
 
-    def least(self, operator: str, state: State) -> Seconds:
-        return self._times.least(operator, state)
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+        return self._times.least(operator, state, beside)
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        return self._times.told_apart(operator, state)
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         key = operator, before, after, numel, differentiated

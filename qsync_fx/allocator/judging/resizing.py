@@ -8,15 +8,15 @@ Invariant: with the batch that it was measured with, a class takes what was meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.graph.reads import State
-from qsync_fx.predictor.model.value import ModelGraph
+from qsync_fx.predictor.model.value import ModelGraph, StateNames
 from qsync_fx.predictor.reckoned.times import DeviceTimes
-from qsync_fx.predictor.times import Seconds, Times
+from qsync_fx.predictor.times import ANYBODY, Beside, Seconds, Times
 
 
 def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
@@ -64,9 +64,12 @@ class Scaled:
         found, more = self.times.operator(operator, state, around), self._more(operator, state)
         return Seconds(found.forward * more, found.backward * more, interpolated=True)
 
-    def least(self, operator: str, state: State) -> Seconds:
-        found, more = self.times.least(operator, state), self._more(operator, state)
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+        found, more = self.times.least(operator, state, beside), self._more(operator, state)
         return Seconds(found.forward * more, found.backward * more, interpolated=True)
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        return self.times.told_apart(operator, state)
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         return self.times.cast(operator, before, after, numel, differentiated)

@@ -9,7 +9,7 @@ Invariant: every state that the model's graph knows the cost of has a time, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from qsync_fx.graph.reads import State
 from qsync_fx.precision import FP32, Precision, precision
 from qsync_fx.predictor.model.value import ModelGraph, Operator, Read, StateNames
 from qsync_fx.predictor.reckoned.sides import Product, Window, convolution, product
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 if TYPE_CHECKING:
     from qsync_fx.devices.analytic.shapes import Product as Part
@@ -71,9 +71,13 @@ class DeviceTimes:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
 
-    def least(self, operator: str, state: State) -> Seconds:
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
         """Returns the time of an operator in a state."""
         return self.operator(operator, state)
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        """Returns that no neighbour makes a difference."""
+        return TOLD_BY_NONE
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""

@@ -14,7 +14,7 @@ from tiers import ALL, chosen
 
 from qsync_fx import PlanError
 from qsync_fx.allocator import Judge, NoteKind, Problem
-from qsync_fx.allocator.exact import prices, relaxing, solving, trying
+from qsync_fx.allocator.exact import beside, relaxing, solving, trying
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.exact.program import Program
 from qsync_fx.allocator.exact.search import Search
@@ -136,7 +136,7 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
     assert answer.fits
 
 
-def test_times_that_follow_neighbours_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_follow_neighbours_are_learned_or_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     near = 0
     for seed in range(4):
         part = device(2 * seed, SETS[0], DrawnTimes)
@@ -152,13 +152,23 @@ def test_times_that_follow_neighbours_are_learned(monkeypatch: pytest.MonkeyPatc
         assert not search.best[1].exceeds(problem)
         assert search.approximate
         near += search.best[1].variance <= best * 1.5
+        bounds = []
         with monkeypatch.context() as patch:
-            for questions in (prices.QUESTIONS, 0):
-                patch.setattr(prices, "QUESTIONS", questions)
+            for columns, splits in ((0, 0), (beside.COLUMNS, 0), (10**9, 10**9)):
+                patch.setattr(beside, "COLUMNS", columns)
+                patch.setattr(beside, "SPLITS", splits)
                 search.proved = None
                 bound = search.bounded()
                 assert bound is not None
                 assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
+                bounds.append(bound)
+            exact = Exact().allocate(problem)
+        # All neighbours in the program, nothing is left to learn.
+        assert bounds == sorted(bounds)
+        assert bounds[-1] == pytest.approx(best, rel=1.1e-4)
+        assert exact.judged.variance == pytest.approx(best, rel=1.1e-4)
+        assert exact.gap is not None
+        assert exact.gap <= 1e-4
         if len(known) <= FEW:
             assert Exact().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from predicted_models import DrawnTimes, graph_of
@@ -12,10 +12,11 @@ from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.times import TOLD_BY_NONE, Seconds
 
 THREE = ("fp32", "bf16", "int8")
 
@@ -46,6 +47,9 @@ class PlainTimes(DrawnTimes):
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         return self._drawn(operator, str(state))
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        return TOLD_BY_NONE
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         return super().cast("", before, after, numel, differentiated)

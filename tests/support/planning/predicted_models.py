@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from qsync_fx import Plan
 from qsync_fx.explanation import Explanation
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.times import Seconds
+from qsync_fx.predictor.model.value import StateNames
+from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 
 FORMATS = ("fp32", "bf16", "int8", "fp16", "fp8", "tf32", "fp64")
 ZOO = {case.name: case for case in CASES}
@@ -176,8 +177,12 @@ class DrawnTimes:
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
         return self._drawn(operator, str(state), *map(str, around))
 
-    def least(self, operator: str, state: State) -> Seconds:
-        return Seconds(0.0, 0.0)
+    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+        around = [beside.get(by) for by in NEIGHBOURS]
+        return self.operator(operator, state, around) if beside.keys() == set(NEIGHBOURS) else Seconds(0.0, 0.0)
+
+    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+        return [None] * len(NEIGHBOURS)
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         found = self._drawn(operator, before, after, str(numel))
