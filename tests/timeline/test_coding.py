@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from qsync_fx.profiling.measuring.coding_speed import coding_speeds
 from qsync_fx.profiling.profile import CodecSpeed
 from qsync_fx.timeline.coding import of_catalog, rates
 from qsync_fx.timeline.paying import best, paying
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,17 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
         whole = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * found.nbytes / bandwidth)
         expected = alpha + found.nbytes / bandwidth if ranks == 2 else whole
         assert travel == pytest.approx(expected)
+
+
+def test_rates_that_are_reckoned_are_what_the_benchmark_found() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "gradient_codecs.json").read_text())
+    rows = {row["codec"]: row for row in found["rows"] if row["isa"] == "avx512" and row["codec"] in NAMES}
+    reckoned = of_copy(1.0, "given").by_codec
+    assert set(reckoned) == set(NAMES) == {*rows, "1bit", "aqgb"}
+    for name, row in rows.items():
+        measured = [row["encode_to_copy"], row["decode_to_copy"]]
+        assert [reckoned[name].encode, reckoned[name].decode] == pytest.approx(measured, abs=0.00501), name
+    assert reckoned["aqgb"] == reckoned["aqgb32"]
 
 
 def test_a_codec_that_is_gathered_is_sent_to_all() -> None:
