@@ -246,7 +246,8 @@ def _looked(seen: Observed, sensitivity: str | None, formats: int) -> str:
 
     passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
     minutes = STEPS * FRACTION * passes * seen.seconds.passes / 60
-    return f"; then {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity, about {minutes:.1f} minutes"
+    most = f"at most {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
+    return f"; then {most}, at most about {minutes:.1f} minutes"
 
 
 def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
