@@ -6,6 +6,7 @@ operator or a pass takes the files that the how-to pages say.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -61,8 +62,11 @@ def update_or_compare(path: Path, expected: str) -> None:
     )
 
 
-def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), fork: bool = True) -> None:
-    """Runs a page in a process of its own, one that begins with nothing imported or a fork, and checks that it shows what it prints."""
+def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), tree: bool = False) -> None:
+    """Runs a page in a process of its own, and checks that it shows what it prints.
+
+    What its shell starts are forks of one process, too; with `tree` of one that has imported what is found by `pythonpath`.
+    """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -72,7 +76,8 @@ def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = 
     environment |= {"QSYNC_CACHED_PLAN": "1", "QSYNC_CACHE_DIR": str(scratch / "cache")}
     outputs = scratch / "outputs.json"
     log, script, arguments = scratch / "log", Path(pages.__file__), [str(path), str(outputs)]
-    status = forks.run(script, arguments, environment, log, folder, fork)
+    with forks.own(environment) if tree else contextlib.nullcontext(forks.server(environment)) as forked:
+        status = forks.run(script, arguments, forked.shell(environment), log, folder, forked)
     assert status == 0, f"{path.name} does not run:\n{log.read_text()}"
     if torch.__version__.partition("+")[0] == PINNED:
         # Another torch may write the same graph in other words.
@@ -109,7 +114,7 @@ def test_howto_runs_and_touches_no_more_files(name: str, tmp_path: Path) -> None
     page = PAGES[name].read_text()
     pages.apply(page, tree)
     pages.install(page, site)
-    run(PAGES[name], tree, tmp_path, (boot, site, tree), fork=False)
+    run(PAGES[name], tree, tmp_path, (boot, site, tree), tree=True)
     after = contents(tree)
     touched = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert len(touched) == FILES_TO_TOUCH[name], (

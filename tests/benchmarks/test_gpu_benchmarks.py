@@ -57,9 +57,10 @@ def test_make_says_that_there_is_no_gpu(target: str) -> None:
 @pytest.mark.parametrize(
     ("name", "only"),
     [
-        pytest.param("quantize", "int8, ", marks=tiers.ALL),
+        # One of kernels and one of steps; the others judge their rows by the same code.
+        pytest.param("quantize", "int8, ", marks=tiers.EVERY),
         pytest.param("linear", "", marks=tiers.ALL),
-        pytest.param("conv", "", marks=tiers.ALL),
+        pytest.param("conv", "", marks=tiers.EVERY),
         pytest.param("step", "BERT-base, 64 x 128 tokens: qsync int8", marks=tiers.ALL),
     ],
 )

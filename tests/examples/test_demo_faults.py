@@ -32,10 +32,8 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
     ("option", "value"),
     [
         ("--plan", "cut.json"),
-        *(
-            pytest.param(*case, marks=tiers.ALL)
-            for case in (("--data", "nowhere"), ("--batch", "5000"), ("--inner", "eager"), ("--output", "a file/out"))
-        ),
+        *(pytest.param(*case, marks=tiers.ALL) for case in (("--batch", "5000"), ("--output", "a file/out"))),
+        *(pytest.param(*case, marks=tiers.EVERY) for case in (("--data", "nowhere"), ("--inner", "eager"))),
     ],
 )
 def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: str, tmp_path: Path) -> None:

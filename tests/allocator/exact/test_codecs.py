@@ -67,7 +67,7 @@ def every(problem: Problem) -> list[Judged]:
 
 
 @pytest.mark.parametrize("classes", ["one", "kept"])
-@settings(max_examples=chosen([3], [12], [25])[0], deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=chosen([3], [8], [25])[0], deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), tight=st.floats(0.0, 0.6), least=st.sampled_from(["variance", "seconds"]))
 def test_formats_and_codecs_are_those_of_brute_force(classes: str, seed: int, tight: float, least: str) -> None:
     problem = drawn(seed, classes)

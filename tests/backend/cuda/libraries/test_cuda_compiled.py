@@ -1,7 +1,7 @@
 """A sample of all kernels, compiled: none spills, each has its instruction. `make test-cuda-compile` compiles every one.
 
 Of some architectures the stand-in for the runtime (test_cuda_stand_in) has one of each operation compiled, and its checks are the same: a
-sample of those is in the tier every.
+sample of those is in the tier every, and so is one of sm_86, all of whose kernels sm_89 has, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [tiers.ALL, pytest.mark.timeout(1800)]
 
 COUNT = tiers.chosen([1], [2], [50])[0]
 """Kernels of each architecture; ten seconds each, if there are few."""
-ELSEWHERE = {"sm_75", "sm_80", "sm_90a"}
+ELSEWHERE = {"sm_75", "sm_80", "sm_86", "sm_90a"}
 TWELVE = Path(__file__).parents[4] / ".cuda12"
 
 
