@@ -85,7 +85,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp
 	@touch $@
 
 # The demo falls back to smaller data that scikit-learn ships, so a machine without the package is fine.
-demo: setup ## two unequal ranks measure themselves, find a plan and train a ResNet under it, in seven minutes the first time
+demo: setup ## two unequal ranks measure themselves, find a plan and train a ResNet under it, in five minutes the first time
 	@if [ ! -d /usr/share/datasets/fashion-mnist ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "demo: fetching Fashion-MNIST"; \
 	  install="timeout 120 apt-get install -y -q -o DPkg::Lock::Timeout=30 dataset-fashion-mnist"; \

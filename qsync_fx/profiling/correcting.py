@@ -1,19 +1,29 @@
 """A profile that is there, corrected by plans that are measured themselves.
 
+Machines are faster at one time than at another: others use them, or it is their clocks and heat. So the first plan of the profile runs in
+turns with those that correct it, and what they took is put as if the machine were as fast as it was then, where it differs by more than
+chance.
+
 Invariant: what the profile holds of other plans stays as it was measured, and it is of the same model, machine, options and optimizer. Of
 runs of one plan the latest counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.explanation import Explanation
 from qsync_fx.plan import Plan
 from qsync_fx.profiling.profile import Model, Profile
+from qsync_fx.profiling.profile_plans import States, add
 from qsync_fx.profiling.runs import Run
+
+_CHANCE: Final = 0.02
+"""By how much, of it, steps differ by chance at least, where too few were measured to know."""
 
 
 def check_asked(plans: Sequence[Plan], precisions: object) -> None:
@@ -36,11 +46,29 @@ def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str)
 
 
 def corrected(profile: Profile, found: Profile) -> Profile:
-    """Returns a profile with the runs of another one of the same model, in place of what it held of these plans."""
-    new = [_states(run) for run in found.runs]
+    """Returns a profile with the runs of another one of the same model that are of the user's plans, in place of what it held of these."""
+    beside = next((run for run in found.runs if not run.planned), None)
+    pace = 1.0 if beside is None else _pace(profile.runs[0], beside)
+    runs = [run.at_pace(pace) for run in found.runs if run.planned]
+    new = [_states(run) for run in runs]
     kept = [run for run in profile.runs if not (run.planned and _states(run) in new)]
     wider = set(found.graph.formats) - set(profile.graph.formats)
-    return replace(profile, stored=found.stored if wider else profile.stored, runs=[*kept, *found.runs])
+    return replace(profile, stored=found.stored if wider else profile.stored, runs=[*kept, *runs])
+
+
+def again(profile: Profile, explanation: Explanation, asked: Mapping[str, Plan]) -> dict[str, tuple[Plan, States]]:
+    """Returns the plans that are to run to correct a profile: the user's, by their labels, and the first that the profile has."""
+    found: dict[str, tuple[Plan, States]] = {}
+    for label, plan in asked.items():
+        add(found, label, plan, explanation)
+    add(found, profile.runs[0].label, Plan.uniform(profile.precisions[0]), explanation)
+    return found
+
+
+def _pace(then: Run, now: Run) -> float:
+    """Returns how fast the machine is now, of what it was; 1 where both differ by chance."""
+    pace = then.passes / now.passes
+    return pace if abs(pace - 1) > max(_CHANCE, then.spread + now.spread) else 1.0
 
 
 def _states(run: Run) -> list[tuple[str, str | None, str | None]]:

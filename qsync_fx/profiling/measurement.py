@@ -30,7 +30,7 @@ from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
-from qsync_fx.profiling.correcting import check_asked, check_same, corrected
+from qsync_fx.profiling.correcting import again, check_asked, check_same, corrected
 from qsync_fx.profiling.measuring.attribution import attribute
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
 from qsync_fx.profiling.measuring.collectives import collectives
@@ -85,8 +85,9 @@ def measure(
         precisions: the formats to measure; by default those that the device computes itself.
         optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
         plan: is measured itself, too, or several are, which corrects what the profile says of it.
-        profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, and
-            what comes out is that profile, corrected. Its sensitivity and all-reduces stay.
+        profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, in
+            turns with its first one, by which it is known how fast the machine is now, and what comes out is that profile, corrected. Its
+            sensitivity and all-reduces stay.
         rounds: how many turns each plan has.
         sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
             batches, or fewer once that is known to 10%; a list that is shorter starts again. None to leave it out.
@@ -116,7 +117,7 @@ def measure(
         name = type(optimizer).__name__ if optimizer is not None else ""
         if known is not None:
             check_same(known, this_machine(), seen.model, name)
-        plans = _plans(seen, formats if known is None else (), asked)
+        plans = _plans(seen, formats, asked) if known is None else again(known, seen.explanation, _labelled(asked))
         samples = Samples(this_machine(), seen.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
@@ -213,9 +214,13 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
 def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that are to run: those that all profiles have, of these formats, and those of the user's."""
     found = profile_plans(seen.explanation, formats)
-    for plan in asked:
-        add(found, label_of(plan), plan, seen.explanation)
+    for label, plan in _labelled(asked).items():
+        add(found, label, plan, seen.explanation)
     return found
+
+
+def _labelled(asked: Sequence[Plan]) -> dict[str, Plan]:
+    return {label_of(plan): plan for plan in asked}
 
 
 def label_of(plan: Plan) -> str:

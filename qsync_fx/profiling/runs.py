@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -82,6 +82,19 @@ class Run:
     def passes(self) -> float:
         """Seconds of both, the median over all steps."""
         return statistics.median(step[0] + step[1] for step in self.steps)
+
+    def at_pace(self, pace: float) -> Run:
+        """Returns the run as it would be on a machine on which everything takes so much of the time."""
+        if pace == 1:
+            return self
+        return replace(
+            self,
+            steps=[(forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps],
+            operators=[
+                replace(one, forward=one.forward * pace, backward=one.backward * pace) for one in self.operators
+            ],
+            quantized=[replace(one, seconds=one.seconds * pace) for one in self.quantized],
+        )
 
     @property
     def spread(self) -> float:

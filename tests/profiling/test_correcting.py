@@ -16,6 +16,7 @@ from torch import nn
 import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.profiling.correcting import corrected
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.runs import Run
 from qsync_fx.profiling.samples import SAMPLES
@@ -44,8 +45,8 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
     anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
     assert found == pytest.approx(anchor), "the measured step is an anchor"
-    # One plan in place of two: as written, compiled, two for the peak of memory, and three in each of two rounds.
-    assert step.calls == 1 + 1 + 2 + 2 * 3
+    # The plan and the profile's own: as written, then of each compiled, two for the peak of memory, and three in each of two rounds.
+    assert step.calls == 1 + 2 * (1 + 2 + 2 * 3)
 
 
 def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
@@ -71,12 +72,26 @@ def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_pat
     before = quick(layer(), Counted(), path=path)
     how = {"profile": path, "path": path, "rounds": 3}
     with pytest.raises(KeyboardInterrupt):
-        correct(layer(), Counted(interrupted_at=1 + 1 + 2 + 2 * 3 + 1), **how)
+        correct(layer(), Counted(interrupted_at=1 + 2 * (1 + 2 + 2 * 3) + 1), **how)
     assert Profile.load(path) == before
     assert SAMPLES.load(f"{path}.partial").rounds == 2
     rest = Counted()
     assert len(correct(layer(), rest, **how).runs[-1].steps) == 3 and not Path(f"{path}.partial").exists()
-    assert rest.calls == 1 + 1 + 2 + 3
+    assert rest.calls == 1 + 2 * (1 + 2 + 3)
+
+
+def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
+    before = quick(layer(), Counted())
+    (first,) = before.runs[:1]
+    # The machine was twice as fast then, or so the profile says.
+    fast = replace(before, runs=[run.at_pace(0.5) for run in before.runs])
+    found = replace(before, runs=[replace(first, label="plan", planned=True), first])
+    taken = corrected(fast, found).runs[-1]
+    assert taken.planned and taken.passes == pytest.approx(first.passes / 2)
+    assert [one.forward for one in taken.operators] == pytest.approx([one.forward / 2 for one in first.operators])
+    # What differs by chance stays as it was measured, and so does a plan that is the profile's own.
+    assert corrected(before, found).runs[-1] == found.runs[0]
+    assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == found.runs[0]
 
 
 def test_a_profile_of_something_else_is_refused() -> None:
