@@ -13,13 +13,14 @@ Invariant: at whole choices the charges are never above what the judge says; whe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.allocator.exact.charge import Charge
 from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.program import ONE, Expression, Program, total
+from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.graph.reads import State
 from qsync_fx.predictor.model.names import state_named
@@ -63,12 +64,10 @@ class Beside:
     def charges(self, program: Program, formats: Formats) -> Iterator[Charge]:
         """Yields what all operators take, without their casts."""
         around = [self._around(at, formats) for at in range(len(formats.states))]
-        many = [
-            len(states) * _combinations(kinds[:_NEAR]) for states, kinds in zip(formats.states, around, strict=True)
-        ]
-        whole = [len(states) * _combinations(kinds) for states, kinds in zip(formats.states, around, strict=True)]
-        near, split = sum(many) <= COLUMNS, sum(whole) <= SPLITS
-        for at, (states, kinds) in enumerate(zip(formats.states, around, strict=True)):
+        ways = list(zip(formats.states, around, strict=True))
+        near = sum(len(states) * _combinations(kinds[:_NEAR]) for states, kinds in ways) <= COLUMNS
+        split = sum(len(states) * _combinations(kinds) for states, kinds in ways) <= SPLITS
+        for at, (states, kinds) in enumerate(ways):
             if near or _combinations(kinds) == 1:
                 yield from self._beside(program, at, states, kinds, split)
             else:
@@ -102,59 +101,77 @@ class Beside:
     ) -> Iterator[Charge]:
         """Yields what an operator takes in each state beside its neighbours, those that are further away where it is to be split."""
         near, far = kinds[:_NEAR], kinds[_NEAR:]
-        alone = _combinations(near) == 1
-        sums: dict[tuple[int, int], dict[int, float]] = {}
-        further: dict[tuple[int, int], dict[int, float]] = {}
-        for own, (state, there) in enumerate(states.items()):
-            for picked in _picked(near):
-                both: Expression = there if alone else {program.variable(): 1.0}
-                for part in ((-1, own), *((place, which) for place, (which, _) in enumerate(picked))):
-                    sums.setdefault(part, {}).update(both)
-                beside = {by: kind.state for by, (_, kind) in zip(NEIGHBOURS, picked, strict=False)}
-                if not (split or _combinations(far) == 1):
-                    yield _charge(at, both, self.times.least(self.graph.operators[at].id, state_named(state), beside))
-                    continue
-                parts = dict(self._parts(at, state, beside, far))
-                if len(set(parts.values())) == 1:
-                    yield _charge(at, both, next(iter(parts.values())))
-                    continue
-                split_into: dict[int, float] = {}
-                for those, seconds in parts.items():
-                    variable = program.variable()
-                    split_into[variable] = 1.0
-                    for place, which in enumerate(those):
-                        further.setdefault((place, which), {})[variable] = 1.0
-                    yield _charge(at, {variable: 1.0}, seconds)
-                program.row(total((1.0, split_into), (-1.0, both)), 0.0, 0.0)
-        wheres = list(states.values())
-        for (place, which), parts_of in ({} if alone else sums).items():
-            where = wheres[which] if place < 0 else near[place][which].where
-            program.row(total((1.0, parts_of), (-1.0, where)), 0.0, 0.0)
-        for (place, which), parts_of in further.items():
-            program.row(total((1.0, parts_of), (-1.0, far[place][which].where)), most=0.0)
+        split = split or _combinations(far) == 1
+        # The operator's own states, those of its nearest neighbours, and those of the others: what their combinations sum up to.
+        own, beside, further = _Sums(), _Sums(), _Sums()
+        for state, there in states.items():
+            for picked in itertools.product(*near):
+                both = there if _combinations(near) == 1 else own.part(program, there)
+                beside.add(both, picked)
+                around = {by: kind.state for by, kind in zip(NEIGHBOURS, picked, strict=False)}
+                parts = self._parts(at, state, around, far) if split else []
+                if not parts:
+                    yield _charge(at, both, self.times.least(self.graph.operators[at].id, state_named(state), around))
+                elif len({seconds for _, seconds in parts}) == 1:
+                    yield _charge(at, both, parts[0][1])
+                else:
+                    pieces = _Sums()
+                    for others, seconds in parts:
+                        piece = pieces.part(program, both)
+                        further.add(piece, others)
+                        yield _charge(at, piece, seconds)
+                    pieces.close(program)
+        own.close(program)
+        if _combinations(near) > 1:
+            beside.close(program)
+        # Combinations that are not split have a share in these, too.
+        further.close(program, whole=False)
 
     def _parts(
         self, at: int, state: StateNames, beside: Mapping[int, State | None], far: Sequence[Sequence[_Kind]]
-    ) -> Iterator[tuple[tuple[int, ...], Seconds]]:
-        """Yields what an operator takes beside each combination of the neighbours that are further away."""
-        for picked in _picked(far):
-            others = {by: kind.state for by, (_, kind) in zip(NEIGHBOURS[_NEAR:], picked, strict=True)}
-            around = {**beside, **others}
+    ) -> list[tuple[tuple[_Kind, ...], Seconds]]:
+        """Returns what an operator takes beside each combination of the neighbours that are further away."""
+        found: list[tuple[tuple[_Kind, ...], Seconds]] = []
+        for picked in itertools.product(*far):
+            around = {**beside, **{by: kind.state for by, kind in zip(NEIGHBOURS[_NEAR:], picked, strict=True)}}
             asked = [around[by] for by in NEIGHBOURS]
             taken = self.times.operator(self.graph.operators[at].id, state_named(state), asked)
-            yield tuple(which for which, _ in picked), Seconds(taken.forward, taken.backward)
+            found.append((picked, Seconds(taken.forward, taken.backward)))
+        return found
+
+
+class _Sums:
+    """Expressions, and what parts of them sum up to them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Expression, dict[int, float]]] = {}
+
+    def part(self, program: Program, whole: Expression) -> Expression:
+        """Returns a new variable that is a part of an expression."""
+        found = {program.variable(): 1.0}
+        self._add(found, whole)
+        return found
+
+    def add(self, part: Expression, kinds: Iterable[_Kind]) -> None:
+        """Takes what is known for a part of where neighbours are of some kinds."""
+        for kind in kinds:
+            self._add(part, kind.where)
+
+    def close(self, program: Program, whole: bool = True) -> None:
+        """Lets parts sum up to no more than what they are of; `whole`, to no less."""
+        for where, parts in self._found.values():
+            program.row(total((1.0, parts), (-1.0, where)), 0.0 if whole else -INFINITY, 0.0)
+
+    def _add(self, part: Expression, whole: Expression) -> None:
+        # An expression is known by its place: it is held here, so that none gets another one's.
+        _, parts = self._found.setdefault(id(whole), (whole, {}))
+        for variable, factor in part.items():
+            parts[variable] = parts.get(variable, 0.0) + factor
 
 
 def _charge(at: int, where: Expression, taken: Seconds) -> Charge:
     return Charge(at, where, taken.forward, taken.backward)
 
 
-def _picked(kinds: Sequence[Sequence[_Kind]]) -> Iterator[tuple[tuple[int, _Kind], ...]]:
-    return itertools.product(*(list(enumerate(each)) for each in kinds))
-
-
 def _combinations(kinds: Sequence[Sequence[_Kind]]) -> int:
-    found = 1
-    for each in kinds:
-        found *= len(each)
-    return found
+    return math.prod(map(len, kinds))
