@@ -102,7 +102,7 @@ test: setup style ## lint, types, and one test of each idea, eight minutes on tw
 
 # Thousands of tests, many of processes that keep time limits, on machines that others share: one that fails is told from one that is unsteady.
 # Pytest ends with 1 where all have run and some have failed; a worker that died, or an interrupt, ends the run for good.
-test-all: setup lint ## all models, formats and kinds of kernels, in about 55 minutes on two cores; also on the torch of each .venv-torch-* there is
+test-all: setup lint ## all models, formats and kinds of kernels, in 45 minutes on two cores; also on the torch of each .venv-torch-* there is
 	@for folder in $(wildcard .venv-torch-*/.qsync-installed); do \
 	  echo "test-all: $$(dirname $$folder)"; \
 	  $$(dirname $$folder)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) || exit 1; \
