@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -74,8 +75,9 @@ def train(job: Job, pipe: Connection) -> Result:
     pipe.send(Phase("compiling"))
     runs = [Run(name, job, images, one) for name, one in plans.items()]
     for epoch in range(1, job.epochs + 1):
-        for run in runs:
-            run.epoch(epoch, pipe)
+        # Step by step in turns: what else the machine does falls on both.
+        for _ in zip_longest(*(run.epoch(epoch, pipe) for run in runs)):
+            pass
     parameters = sum(parameter.numel() for parameter in runs[0].model.parameters())
     return Result({run.name: run.ran(explained[run.name]) for run in runs}, parameters)
 

@@ -56,11 +56,15 @@ class Bar:
             self._trains()
             self.progress.console.print(Text(message.answer), Text())
         elif isinstance(message, Step):
-            if rank == 0:
-                before = len(RUNS) * (message.epoch - 1) + RUNS.index(message.run)
-                now = f"loss {message.loss:.3f}" if message.step < self.steps else "evaluating"
-                text = f"epoch {message.epoch}/{self.epochs}, {TITLES[message.run]}, {now}"
-                self.progress.update(self._training, completed=before * self.steps + message.step, description=text)
+            if rank == 0 and message.run == RUNS[-1]:
+                steps = (message.epoch - 1) * self.steps + message.step
+                now = (
+                    f"loss {message.loss:.3f} under {TITLES[message.run]}"
+                    if message.step < self.steps
+                    else "evaluating"
+                )
+                text = f"epoch {message.epoch}/{self.epochs}, both runs in turns, {now}"
+                self.progress.update(self._training, completed=len(RUNS) * steps, description=text)
         else:
             self._ended[rank] = message
             if len(self._ended) == WORLD:

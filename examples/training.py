@@ -83,14 +83,15 @@ class Run:
         self._step = step_of(job, images)
         self._compiled, self._graphs = compiled(self.model, plan, job.inner, self.clock)
 
-    def epoch(self, epoch: int, pipe: Connection) -> None:
-        """Trains on all images once, and evaluates on rank 0."""
+    def epoch(self, epoch: int, pipe: Connection) -> Iterator[None]:
+        """Trains on all images once, step by step as it is asked, and evaluates on rank 0 when it is asked once more."""
         loss, done = 0.0, 0
         steps = self._steps(epoch)
         for done, loss in steps:
             if self.peak is None and done == _MEASURED:
                 self.peak = self._held() + measured_peak(lambda: next(steps, None))
             pipe.send(Step(self.name, epoch, done, loss))
+            yield
         average_buffers(self.model)
         self.correct = evaluate(self.model, self.images) if self.job.rank == 0 else None
         pipe.send(Epoch(self.name, epoch, loss, self.correct))

@@ -131,8 +131,9 @@ def test_a_model_at_hand_is_run() -> None:
     for (trial,) in answer.trials:
         assert trial.device == "cpu" and any(run.passes == trial.measured for run in runs if run.planned)
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
-    # As written, compiled, two for the peak, and one turn of three, each round.
-    assert step.calls == len(answer.trials) * 7
+    # As written, compiled, two for the peak, and one turn of three, each round; and of the profile's first plan, where it is another one.
+    beside, rest = divmod(step.calls - len(answer.trials) * 7, 6)
+    assert rest == 0 and 0 <= beside <= len(answer.trials)
     assert not qsync_fx.find_plan(profile, model=layer(), batches=[BATCH], corrections=0, **how).trials
     with pytest.raises(OptionError, match="there is none"):
         qsync_fx.find_plan(profile, model=layer())

@@ -63,7 +63,8 @@ def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.
     before = Profile.load(first)
     capsys.readouterr()
     assert main([*model, "--plan", str(plan), "--profile", str(first), "--output", str(other)]) == 0
-    assert "under 1 plan:" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
+    # The plan, and the profile's own beside it.
+    assert "under 2 plans:" in (printed := capsys.readouterr().err) and f"wrote {other}" in printed
     assert Profile.load(first) == before
     found = Profile.load(other)
     assert found.runs[:1] == before.runs and [run.planned for run in found.runs] == [False, True]
