@@ -1,6 +1,7 @@
 """What was measured of a model under one plan.
 
-Invariant: what is kept is what was measured; medians, spreads and what belongs to no operator follow from it.
+Invariant: what is kept is what was measured, at the pace that the machine had when its profile began; medians, spreads and what belongs to
+no operator follow from it.
 """
 
 from __future__ import annotations

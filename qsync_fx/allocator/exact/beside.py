@@ -72,7 +72,7 @@ class Beside:
                 yield from self._beside(program, at, states, kinds, split)
             else:
                 for state, where in states.items():
-                    yield _charge(at, where, self.times.least(self.graph.operators[at].id, state_named(state)))
+                    yield Charge.of(at, where, self.times.least(self.graph.operators[at].id, state_named(state)))
 
     def _around(self, at: int, formats: Formats) -> list[list[_Kind]]:
         """Returns the kinds of states of each neighbour."""
@@ -87,8 +87,7 @@ class Beside:
             apart = [one for one in states if any((each := known[number]) is None or one in each for known in told)]
             rest = [one for one in states if one not in apart]
             groups = [[one] for one in apart] + ([rest] if rest else [])
-            wheres = [total(*((1.0, states[one]) for one in group)) for group in groups]
-            found.append([_Kind(state_named(group[0]), w) for group, w in zip(groups, wheres, strict=True)])
+            found.append([_Kind(state_named(one[0]), total(*((1.0, states[it]) for it in one))) for one in groups])
         return found
 
     def _beside(
@@ -111,15 +110,15 @@ class Beside:
                 around = {by: kind.state for by, kind in zip(NEIGHBOURS, picked, strict=False)}
                 parts = self._parts(at, state, around, far) if split else []
                 if not parts:
-                    yield _charge(at, both, self.times.least(self.graph.operators[at].id, state_named(state), around))
+                    yield Charge.of(at, both, self.times.least(self.graph.operators[at].id, state_named(state), around))
                 elif len({seconds for _, seconds in parts}) == 1:
-                    yield _charge(at, both, parts[0][1])
+                    yield Charge.of(at, both, parts[0][1])
                 else:
                     pieces = _Sums()
                     for others, seconds in parts:
                         piece = pieces.part(program, both)
                         further.add(piece, others)
-                        yield _charge(at, piece, seconds)
+                        yield Charge.of(at, piece, seconds)
                     pieces.close(program)
         own.close(program)
         if _combinations(near) > 1:
@@ -167,10 +166,6 @@ class _Sums:
         _, parts = self._found.setdefault(id(whole), (whole, {}))
         for variable, factor in part.items():
             parts[variable] = parts.get(variable, 0.0) + factor
-
-
-def _charge(at: int, where: Expression, taken: Seconds) -> Charge:
-    return Charge(at, where, taken.forward, taken.backward)
 
 
 def _combinations(kinds: Sequence[Sequence[_Kind]]) -> int:

@@ -67,7 +67,7 @@ class Casting:
                     continue
                 if (both := self._both(there, here)) is not None:
                     taken = self._taken(change.operator, change.value, source, target)
-                    yield Charge(change.operator, both, taken.forward, taken.backward)
+                    yield Charge.of(change.operator, both, taken)
 
     def _point(self, point: Point) -> Iterator[Charge]:
         before = self._held(point.held)
@@ -151,7 +151,7 @@ class Casting:
             return
         base = costs[sources[0]]
         for after, where in wants.items():
-            yield Charge(owner, where, base[after].forward, base[after].backward)
+            yield Charge.of(owner, where, base[after])
         rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
         for name in sources[1:]:
             levels: dict[tuple[float, float], list[Expression]] = {}
@@ -220,7 +220,7 @@ class Casting:
                 self.program.row(total((1.0, before), (-1.0, now)), most=0.0)
             where = now if before is None else total((1.0, now), (-1.0, before))
             cost = costs[group[0].owner]
-            yield Charge(group[0].owner, where, cost.forward, cost.backward)
+            yield Charge.of(group[0].owner, where, cost)
             before = now
 
     def _no_more_than(self, found: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:

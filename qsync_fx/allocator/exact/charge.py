@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qsync_fx.allocator.exact.program import Expression
+from qsync_fx.predictor.times import Seconds
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,7 @@ class Charge:
     where: Expression
     forward: float
     backward: float
+
+    @classmethod
+    def of(cls, owner: int, where: Expression, taken: Seconds) -> Charge:
+        return cls(owner, where, taken.forward, taken.backward)

@@ -63,8 +63,7 @@ class Prices:
         """Yields what operators take in each state, whatever their neighbours."""
         for at, spread in enumerate(formats.states):
             for state, where in spread.items():
-                taken = self.operator(at, state)
-                yield Charge(at, where, taken.forward, taken.backward)
+                yield Charge.of(at, where, self.operator(at, state))
 
     def operator(self, at: int, state: StateNames) -> Seconds:
         """Returns the time of an operator in a state."""

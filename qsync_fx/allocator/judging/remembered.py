@@ -23,6 +23,8 @@ class Remembered:
     def __init__(self, times: Times) -> None:
         self._times = times
         self._operators: dict[tuple[str, object, tuple[object, ...]], Seconds] = {}
+        self._least: dict[tuple[str, object, frozenset[tuple[int, object]]], Seconds] = {}
+        self._told: dict[tuple[str, object], Sequence[Collection[StateNames] | None]] = {}
         self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
 
     def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
@@ -32,10 +34,17 @@ class Remembered:
         return self._operators[key]
 
     def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
-        return self._times.least(operator, state, beside)
+        near = frozenset((by, None if one is None else one.names) for by, one in beside.items())
+        key = operator, state.names, near
+        if key not in self._least:
+            self._least[key] = self._times.least(operator, state, beside)
+        return self._least[key]
 
     def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
-        return self._times.told_apart(operator, state)
+        key = operator, state.names
+        if key not in self._told:
+            self._told[key] = self._times.told_apart(operator, state)
+        return self._told[key]
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         key = operator, before, after, numel, differentiated

@@ -122,9 +122,9 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
 
 def _what(values: int, arguments: argparse.Namespace) -> str:
     from qsync_fx import _C
+    from qsync_fx.report.numbers import many
 
-    threads, turns = arguments.threads, arguments.repeats
-    how = f"{threads} thread{'s' * (threads > 1)}, {_C.isa()} kernels, medians of {turns} turn{'s' * (turns > 1)}"
+    how = f"{many(arguments.threads, 'thread')}, {_C.isa()} kernels, medians of {many(arguments.repeats, 'turn')}"
     return f"{values / 2**18:.3g} MiB of FP32 gradients, {how}"
 
 
