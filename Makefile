@@ -10,6 +10,8 @@ PYTEST_FLAGS ?=
 # Files are handed out in the order of tests/support/tiers.py, which knows more of how long they take than how many tests they have.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 BENCH_FLAGS ?=
+# Those on a GPU are bench-gpu's; the experiments of benchmarks/paper take hours, each by itself.
+BENCHED := steps kernels predictor plans communication published
 PIP := $(PYTHON) -m pip --disable-pip-version-check -qq
 
 # Of thousands of modules that packages bring a few hundred are imported: Python compiles those as they are.
@@ -151,7 +153,7 @@ test-gpu: gpu ## on an NVIDIA GPU: numerics of every kernel, whole models, compu
 	@$(GPU_VENV)/bin/python tests/gpu/run.py --out '$(GPU_OUT)' --seconds $(GPU_SECONDS) $(if $(GPU_JOBS),--jobs $(GPU_JOBS)) --parts $(GPU_PARTS)
 
 bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON to benchmarks/results (GPU_BENCHES='tune linear' for less)
-	@$(GPU_VENV)/bin/python benchmarks/_gpu_parts.py --seconds $(GPU_SECONDS) --parts $(GPU_BENCHES) -- $(BENCH_FLAGS)
+	@$(GPU_VENV)/bin/python benchmarks/gpu/parts.py --seconds $(GPU_SECONDS) --parts $(GPU_BENCHES) -- $(BENCH_FLAGS)
 
 # The index is asked for what a Python 3.12 without network would lack; nvidia-cutlass is headers, and what its Python wants is left out.
 wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network
@@ -197,7 +199,8 @@ format: setup ## let ruff format and repair what it can
 	@$(PYTHON) -m ruff check --quiet --fix-only . ; $(PYTHON) -m ruff format .
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
-	@for file in $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/[!_]*.py)); do \
+	@for file in $$(grep -l __main__ $(BENCHED:%=benchmarks/%/*.py)); do \
+	  case "$$file" in */links.py) continue;; esac; \
 	  name=$$(basename "$$file" .py); echo "== $$name"; \
 	  $(PYTHON) "$$file" $(BENCH_FLAGS) --json "benchmarks/results/$$name.json" || exit 1; \
 	done

@@ -149,7 +149,9 @@ def test_two_rows_for_one_operator(install: Install) -> None:
     install("qsync_fx.ops", "taken")
     with pytest.raises(QSyncError, match="two rows claim the operator aten::linear") as caught:
         ops.table()
-    assert caught.value.where == "qsync_fx.ops.products and quiet_package:taken of the package quiet-package"
+    assert (
+        caught.value.where == "qsync_fx.ops.multiplying.products and quiet_package:taken of the package quiet-package"
+    )
 
 
 @pytest.mark.parametrize(

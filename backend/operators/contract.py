@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.given import Given, define_product
 from qsync_fx.backend.operators.linear import linear
-from qsync_fx.ops.contraction import STRETCHED, Contraction
+from qsync_fx.ops.multiplying.contraction import STRETCHED, Contraction
 
 
 def contract(given: Given, equation: str, order: Sequence[int]) -> Tensor:

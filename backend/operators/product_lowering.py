@@ -15,7 +15,7 @@ from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.graph import Context, meta
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.ops import OperatorRow, row_for
-from qsync_fx.ops.contraction import Contraction
+from qsync_fx.ops.multiplying.contraction import Contraction
 from qsync_fx.passes.lowering import Lowering, Operands, Role, extent
 from qsync_fx.precision import Precision
 

@@ -20,11 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import links
 import torch
-from _harness import Row, arguments, show, write_json
 from torch import Tensor, distributed, nn
 
 from qsync_fx.communication import gathering, reduction
@@ -34,6 +30,11 @@ from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
 from qsync_fx.communication.wire.exchange import exchange
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication import links
+from benchmarks.support.harness import Row, arguments, show, write_json
 
 BLOCKS = ((40e6, 0.27), (20e6, 0.41), (30e6, 0.61), (10e6, 0.68))
 DEADLINE = 0.765

@@ -1,8 +1,9 @@
 """The study's table of accuracies, and DUO's curves of loss: networks trained by two ranks whose gradients travel in few bits.
 
-A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (_studied.py), by two processes over loopback. All ways
-begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation, what it is
-more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the training.
+A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (`support.studied`), by two processes over loopback.
+All ways begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation,
+what it is more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the
+training.
 Rows of networks that --only leaves out stay in the file.
 """
 
@@ -18,20 +19,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _curves import picture
-from _experiment import OPTIONS
-from _harness import arguments, selected, show, standing, to_write, write_json
-from _kept import Kept
-from _ranks import found_by
-from _studied import SIZES, TASKS, Training
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
 from qsync_fx.files import write_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication.ranks import found_by
+from benchmarks.paper.support.curves import picture
+from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.kept import Kept
+from benchmarks.paper.support.studied import SIZES, TASKS, Training
+from benchmarks.support.harness import arguments, selected, show, standing, to_write, write_json
 
 RANKS = 2
 WAYS = ("fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2")

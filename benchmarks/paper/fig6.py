@@ -1,7 +1,7 @@
 """QSync's Fig. 6: a step before and after, in uniform precision and with what is recovered from it, and who waits when.
 
-Of VGG-16-BN on 16 V100 and 16 T4 of the catalog, as in benchmarks/fleets.py. What is recovered may take no longer than the uniform plan.
-The picture has the tracks that ui.perfetto.dev shows of the JSON beside it.
+Of VGG-16-BN on 16 V100 and 16 T4 of the catalog, as in benchmarks/plans/fleets.py. What is recovered may take no longer than the uniform
+plan. The picture has the tracks that ui.perfetto.dev shows of the JSON beside it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _harness import Row, arguments, finish, folder, to_write
-from _timelines import picture
-from fleets import CASES, COUNTS, QUICK, narrow, problem, traced
-
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.files import write_text
 from qsync_fx.timeline.timeline import Timeline
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.paper.support.timelines import picture
+from benchmarks.plans.fleets import CASES, COUNTS, QUICK, narrow, problem, traced
+from benchmarks.support.harness import Row, arguments, finish, folder, to_write
 
 
 def main() -> None:

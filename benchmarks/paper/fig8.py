@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _harness import Row, arguments, show, write_json
-from sensitivity import NETWORKS, digits, loss
-
 from qsync_fx.predictor.sensitivity.agreement import spearman
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.statistics.measured import several
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.sensitivity import NETWORKS, digits, loss
+from benchmarks.support.harness import Row, arguments, show, write_json
 
 CASES = ("ViT", "convolutions, batch norm, ReLU", "perceptron, ReLU")
 METHODS = ("exact", "paper")

@@ -15,16 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import links
 import torch
-from _curves import picture
-from _experiment import OPTIONS
-from _harness import arguments, show, to_write, write_json
-from _images import QUICK, Images, Size, evaluated
-from _kept import Kept
-from _ranks import found_by
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
@@ -32,6 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
 from qsync_fx.files import write_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication import links
+from benchmarks.communication.ranks import found_by
+from benchmarks.paper.support.curves import picture
+from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
+from benchmarks.paper.support.kept import Kept
+from benchmarks.support.harness import arguments, show, to_write, write_json
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")

@@ -12,17 +12,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _devices import SLOW, Looked, capped, problem
-from _experiment import OPTIONS, OnImages
-from _harness import arguments, show
-
 from qsync_fx.allocator import Answer
 from qsync_fx.allocator.baselines import Hessian, Random
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.allocator.paper import Greedy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.paper.support.devices import SLOW, Looked, capped, problem
+from benchmarks.paper.support.experiment import OPTIONS, OnImages
+from benchmarks.support.harness import arguments, show
 
 
 def plans_of(known: Looked, batch: int) -> dict[str, Answer]:

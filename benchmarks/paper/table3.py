@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _harness import Row, arguments, finish, folder, write_json
-from replay_accuracy import Case, additive, bert, foreseen, measured
 from torch import nn
 
 import qsync_fx
 from qsync_fx import Plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.replay_accuracy import Case, additive, bert, foreseen, measured
+from benchmarks.support.harness import Row, arguments, finish, folder, write_json
 
 REPEATS = 5
 ROUNDS = 9

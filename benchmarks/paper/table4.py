@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _devices import SLOW, Looked, capped, problem, within
-from _experiment import OPTIONS, OnImages
-from _harness import Row, arguments, show
-from fleets import narrow
-
 from qsync_fx.allocator import Answer, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.judging.resizing import resized
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.paper.support.devices import SLOW, Looked, capped, problem, within
+from benchmarks.paper.support.experiment import OPTIONS, OnImages
+from benchmarks.plans.fleets import narrow
+from benchmarks.support.harness import Row, arguments, show
 
 Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]
 """From what it is called, a plan of the T4, and both batches, to the accuracy over all seeds."""

@@ -1,9 +1,9 @@
 """QSync's Table VI: a BERT that was trained on text before is fine-tuned: full precision, dynamic batch sizing, uniform precision and ours.
 
-The text is real and ships with packages (_text.py): descriptions of functions and classes, to be told apart by the package that they are
-from. The BERT is small, of two layers; before, it has learned in FP32 to fill in words that are left out of the texts that it is to learn
-from. Clusters, ways of training and steps a second are those of table4.py. Accuracy is that of training on a CPU, where FP16 is BF16: the
-mean over seeds, and its deviation.
+The text is real and ships with packages (`support.text`): descriptions of functions and classes, to be told apart by the package that they
+are from. The BERT is small, of two layers; before, it has learned in FP32 to fill in words that are left out of the texts that it is to
+learn from. Clusters, ways of training and steps a second are those of table4.py. Accuracy is that of training on a CPU, where FP16 is
+BF16: the mean over seeds, and its deviation.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _devices import looked, trained
-from _experiment import LOOKED, OPTIONS, Experiment
-from _harness import arguments, show
-from _pair import Inputs, Pair
-from _text import LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
-from table4 import rows
-
 from qsync_fx import Plan
 from qsync_fx.predictor.memory import ADAM
 from qsync_fx.profiling.progress import progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.paper.support.devices import looked, trained
+from benchmarks.paper.support.experiment import LOOKED, OPTIONS, Experiment
+from benchmarks.paper.support.pair import Inputs, Pair
+from benchmarks.paper.support.text import LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
+from benchmarks.paper.table4 import rows
+from benchmarks.support.harness import arguments, show
 
 
 @dataclass(frozen=True)

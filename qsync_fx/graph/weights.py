@@ -19,7 +19,7 @@ from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.nodes import argument_at, arguments, nodes_in
 from qsync_fx.graph.values import is_float, tensors
 from qsync_fx.ops import OperatorRow, row_for
-from qsync_fx.ops.products import HELD, ODD, PARAMETERS, WEIGHT
+from qsync_fx.ops.multiplying.products import HELD, ODD, PARAMETERS, WEIGHT
 
 
 class Origin(enum.Enum):

@@ -1,6 +1,7 @@
 """What we know of operators.
 
-Invariant: each module of this package holds `ROWS`, a tuple of `OperatorRow`, or what rows are made of; a new operator is a new row.
+Invariant: each module of the folders of this package holds `ROWS`, a tuple of `OperatorRow`, or what rows are made of; a new operator is
+a new row.
 Installed packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
 target.
 """
@@ -22,14 +23,17 @@ from qsync_fx.ops.row import Flops, Kind, OperatorRow, Place
 
 __all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
+_NO_ROWS = ("qsync_fx.ops.row", "qsync_fx.ops.multiplying.contraction")
+"""What rows are made of."""
+
 
 @functools.cache
 def table() -> Mapping[str, OperatorRow]:
     """Returns every row by target ("aten::linear"), our own and those of installed packages."""
     sources: dict[str, tuple[OperatorRow, ...]] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("row", "contraction"):
-            sources[f"qsync_fx.ops.{module.name}"] = importlib.import_module(f"{__name__}.{module.name}").ROWS
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if not module.ispkg and module.name not in _NO_ROWS:
+            sources[module.name] = importlib.import_module(module.name).ROWS
     sources |= tuples("qsync_fx.ops", OperatorRow, "qsync_fx.ops.OperatorRow")
     found: dict[str, OperatorRow] = {}
     owner: dict[str, str] = {}

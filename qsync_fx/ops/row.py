@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsync_fx.ops.contraction import Contraction
+    from qsync_fx.ops.multiplying.contraction import Contraction
 
 Place = int | tuple[int, int]
 """Where an operand stands: the position of an argument, or that and the place in it where it is a list."""

@@ -67,7 +67,7 @@ def test_make_says_that_there_is_no_gpu(target: str) -> None:
 def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     line = ["--quick", "--device", "cpu", "--only", only, "--json", str(path)]
-    done = ran(sys.executable, f"benchmarks/gpu_{name}.py", *line)
+    done = ran(sys.executable, f"benchmarks/gpu/{name}.py", *line)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert found["quick"] and "dry run" in found["environment"]["gpu"]
@@ -80,9 +80,8 @@ def test_benchmarks_run_dry(name: str, only: str, tmp_path: Path) -> None:
 @tiers.ALL
 def test_benchmarks_judge_by_their_targets() -> None:
     script = (
-        "import sys; sys.path.insert(0, 'benchmarks')\n"
-        "import _gpu, gpu_linear, gpu_quantize, gpu_step\n"
-        "print([t.judged(v)['met'] for t, v in ((gpu_linear.INT8_STEP, 1.38), (gpu_linear.INT8_STEP, 1.37), (gpu_step.OVERHEAD, 0.05), "
-        "(gpu_step.OVERHEAD, 0.06), (gpu_quantize.BANDWIDTH, None), (_gpu.GATE, 0.98))])"
+        "from benchmarks.gpu import linear, measuring, quantize, step\n"
+        "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, 1.37), (step.OVERHEAD, 0.05), "
+        "(step.OVERHEAD, 0.06), (quantize.BANDWIDTH, None), (measuring.GATE, 0.98))])"
     )
     assert ran(sys.executable, "-c", script).stdout.strip() == "[True, False, True, False, None, True]"

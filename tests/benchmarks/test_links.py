@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiers
 
-ROOT = Path(__file__).resolve().parents[2]
-LINKS = ROOT / "benchmarks" / "links.py"
+from benchmarks.communication import links
+
+LINKS = Path(links.__file__)
 NAMES = Path("/run/netns")
 RANK = """
 import os, sys, time, torch
@@ -33,17 +32,7 @@ os._exit(0)  # threads of a group that is left behind may abort the process
 
 
 @pytest.fixture
-def links() -> Iterator[Any]:
-    sys.path.insert(0, str(LINKS.parent))
-    try:
-        yield importlib.import_module("links")
-    finally:
-        sys.path.remove(str(LINKS.parent))
-        sys.modules.pop("links", None)
-
-
-@pytest.fixture
-def able(links: Any) -> Any:
+def able() -> Any:
     if (reason := links.missing()) is not None:
         pytest.skip(f"no links can be made here: {reason}")
     return links
@@ -60,14 +49,14 @@ def until(met: Any, seconds: float = 30) -> bool:
     return bool(met())
 
 
-def test_rates_are_read(links: Any) -> None:
+def test_rates_are_read() -> None:
     assert [links.bits_per_second(rate) for rate in ("1gbit", "100mbit", "2.5mbit")] == [1e9, 1e8, 2.5e6]
     for wrong in ("fast", "0mbit", "10", "1 gbit"):
         with pytest.raises(ValueError, match="is no rate"):
             links.bits_per_second(wrong)
 
 
-def test_without_a_rate_ranks_speak_over_loopback(links: Any) -> None:
+def test_without_a_rate_ranks_speak_over_loopback() -> None:
     show = (
         "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
     )
@@ -131,7 +120,7 @@ def test_what_a_killed_run_has_left_the_next_one_removes(able: Any) -> None:
         assert not left(gone.pid)
 
 
-def test_where_links_cannot_be_made_it_says_why(links: Any) -> None:
+def test_where_links_cannot_be_made_it_says_why() -> None:
     command = [sys.executable, str(LINKS), "--rate", "1gbit", "--", "true"]
     done = subprocess.run(command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False)
     assert done.returncode == 2

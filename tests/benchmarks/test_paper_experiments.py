@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pair_rank
@@ -19,26 +16,17 @@ import torch
 from allocation_problems import fleet
 from ranks import ENVIRONMENT
 
+from benchmarks.paper.support import curves, text, timelines as timeline_picture
+from benchmarks.paper.support.kept import Kept
+from benchmarks.paper.support.pair import Pair
 from qsync_fx.allocator import Judge
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "benchmarks" / "paper"
 
 
-@pytest.fixture
-def experiment() -> Iterator[Any]:
-    """Imports modules of the experiments, whose names are too general to stay in a process that tests other things."""
-    before, path = set(sys.modules), list(sys.path)
-    sys.path[:0] = [str(PAPER), str(PAPER.parent)]
-    yield importlib.import_module
-    sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if str(ROOT / "benchmarks") in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
-
-
 @tiers.ALL
-def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path, experiment: Any) -> None:
+def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(Path(pair_rank.__file__))]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)]
@@ -49,7 +37,7 @@ def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: 
             rank.kill()
     torch.set_num_threads(1)  # as the ranks: others add up in another order
     model = pair_rank.network()
-    pair = experiment("_pair").Pair(model, pair_rank.PLANS, pair_rank.loss_of)
+    pair = Pair(model, pair_rank.PLANS, pair_rank.loss_of)
     optimizer = pair_rank.optimizer_of(model)
     for step in range(pair_rank.STEPS):
         pair.backward(pair_rank.parts(step))
@@ -64,27 +52,27 @@ def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: 
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), "each has statistics of its own"
 
 
-def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path, experiment: Any) -> None:
-    kept = experiment("_kept").Kept
+def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) -> None:
     path, ran = tmp_path / "partial.json", []
 
     def run() -> int:
         ran.append(1)
         return len(ran)
 
-    assert kept(path).get({"seed": 0}, run) == 1
-    assert kept(path).get({"seed": 0}, run) == 1
-    assert kept(path).get({"seed": 1}, run) == 2
-    assert kept(None).get({"seed": 1}, run) == 3
+    assert Kept(path).get({"seed": 0}, run) == 1
+    assert Kept(path).get({"seed": 0}, run) == 1
+    assert Kept(path).get({"seed": 1}, run) == 2
+    assert Kept(None).get({"seed": 1}, run) == 3
 
 
-def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does(experiment: Any) -> None:
-    picture = experiment("_timelines")
+def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
     asked = fleet("mlp")
     timelines = {name: Judge(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")}
-    drawn = ElementTree.fromstring(picture.picture(timelines))
+    drawn = ElementTree.fromstring(timeline_picture.picture(timelines))
     bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if "class" in bar.attrib]
-    scale = (picture.WIDE - picture.LEFT - picture.RIGHT) / max(one.seconds for one in timelines.values())
+    scale = (timeline_picture.WIDE - timeline_picture.LEFT - timeline_picture.RIGHT) / max(
+        one.seconds for one in timelines.values()
+    )
     for kind in ("waiting", "sending", "optimizer"):
         shown = sum(float(bar.attrib["width"]) for bar in bars if bar.attrib["class"] == kind)
         tracks = [
@@ -99,8 +87,7 @@ def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does(experiment: 
 
 
 @tiers.ALL
-def test_texts_are_the_same_each_time_and_none_is_trained_and_tested(experiment: Any) -> None:
-    text = experiment("_text")
+def test_texts_are_the_same_each_time_and_none_is_trained_and_tested() -> None:
     first, second = text.load(8), text.load(8)
     assert torch.equal(first.train[0], second.train[0])
     rows = [tuple(row.tolist()) for row in (*first.train[0], *first.test[0])]
@@ -111,8 +98,7 @@ def test_texts_are_the_same_each_time_and_none_is_trained_and_tested(experiment:
     assert not trained & tested
 
 
-def test_a_curve_lies_where_its_numbers_are(experiment: Any) -> None:
-    curves = experiment("_curves")
+def test_a_curve_lies_where_its_numbers_are() -> None:
     series = {"a <b>": [(0.0, 3.0), (10.0, 1.0)], "c": [(5.0, 2.0)]}
     drawn = ElementTree.fromstring(curves.picture({"one": series, "two": series}, "across", "up"))
     lines = [
@@ -126,8 +112,8 @@ def test_a_curve_lies_where_its_numbers_are(experiment: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.93], [5.0, 5.0], [0.0, 0.0], [-3.0, 0.5], [1e6, 3e7]], ids=str)
-def test_ticks_hold_all_values(values: list[float], experiment: Any) -> None:
-    found = experiment("_curves").ticks(values)
+def test_ticks_hold_all_values(values: list[float]) -> None:
+    found = curves.ticks(values)
     assert found[0] <= min(values) and max(values) <= found[-1] * (1 + 1e-12)
     assert 2 <= len(found) <= 8
 

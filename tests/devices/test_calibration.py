@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from _calibration import Point, Problem, fit
+from benchmarks.published.calibration import Point, Problem, fit
 
 RANDOM = np.random.default_rng(0)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import ranks
 import tiers
 from hypothesis import given, strategies as st
 
+from benchmarks.communication import links as made_links
 from qsync_fx import OptionError
 from qsync_fx.distributed.adapting import links as watched
 from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
@@ -24,21 +23,14 @@ from qsync_fx.distributed.replanned import Cause, Change, Replanned
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device, Network
 
-ROOT = Path(__file__).resolve().parents[2]
 HOW = Hysteresis(patience=5, cooldown=20, links=0.5)
 
 
 @pytest.fixture
-def links() -> Iterator[Any]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        found = importlib.import_module("links")
-        if (reason := found.missing()) is not None:
-            pytest.skip(f"no links can be made here: {reason}")
-        yield found
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        sys.modules.pop("links", None)
+def links() -> Any:
+    if (reason := made_links.missing()) is not None:
+        pytest.skip(f"no links can be made here: {reason}")
+    return made_links
 
 
 @given(st.lists(st.floats(1 / 1.5, 1.5), min_size=1, max_size=5), st.floats(0.01, 100))

@@ -11,12 +11,12 @@ import pytest
 import tiers
 import torch
 import torch._inductor.config
-from _unbuilt import without_kernels
 from test_architecture import SOURCES
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import qsync_fx
+from benchmarks.support.unbuilt import without_kernels
 from qsync_fx.graph import meta
 from qsync_fx.graph.charging import charges, computes
 from qsync_fx.graph.meta import Part

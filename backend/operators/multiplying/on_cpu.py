@@ -24,7 +24,8 @@ LONGEST: Final = 131_071
 ENOUGH_WORK: Final = {8: 2**25, 16: 2**23}
 """Multiplications of a layer's output from which on its three products are faster in a format than in the next wider one, what is
 quantized or converted for them counted, by the format's bits. With half as many INT8 took 1.1 to 1.2 times as long as BF16, with twice
-as many 0.75 to 0.9; BF16 0.6 to 1.7 times as long as FP32, and 0.6 (one core, AVX512-VNNI and AVX512-BF16; `benchmarks/cpu_kernels.py`)."""
+as many 0.75 to 0.9; BF16 0.6 to 1.7 times as long as FP32, and 0.6 (one core, AVX512-VNNI and AVX512-BF16;
+`benchmarks/kernels/cpu_kernels.py`)."""
 
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

@@ -17,7 +17,7 @@ How fast codecs of gradients are on this processor.
 Each is timed in turns with a copy of the same memory: 1 means as fast as
 memcpy. Decoding adds to what is there, as the sum over ranks does.
 
-Run by several ranks (torchrun, benchmarks/links.py) it averages gradients
+Run by several ranks (torchrun, benchmarks/communication/links.py) it averages gradients
 over their process group in each codec, in turns with torch's all-reduce and
 its FP16 hook, and says how long the slowest rank takes."""
 
@@ -26,7 +26,7 @@ examples:
   qsync comm bench                          all codecs on one core
   qsync comm bench --codec qsgd8 --codec '1bit*' --threads 2 --json
   torchrun --standalone --nproc-per-node 2 -m qsync_fx.cli comm bench
-  python benchmarks/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
+  python benchmarks/communication/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
 
 
 _ALONE: Final = {

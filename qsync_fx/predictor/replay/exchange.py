@@ -7,8 +7,8 @@ hides, and what an element takes more, whatever its width: to be compressed and 
 without compression says the rest: computing, at the batch that a device then has, and what of it runs beside communication.
 
 `EXCHANGES` has them for the machines of D. Grubic et al., "Synchronous Multi-GPU Deep Learning with Low-Precision Communication: An
-Experimental Study", EDBT 2018: K80 GPUs of Amazon EC2 (p2), figures 10 and 11, rows of QSGD. benchmarks/communication_study.py fits
-them, and says how far off they are for networks that they were not fitted to.
+Experimental Study", EDBT 2018: K80 GPUs of Amazon EC2 (p2), figures 10 and 11, rows of QSGD. `communication_study.py`
+in benchmarks/published fits them, and says how far off they are for networks that they were not fitted to.
 
 Invariant: fitting minimises the mean of relative errors, so that a misprint in a table moves nothing.
 """

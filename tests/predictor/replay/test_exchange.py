@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from benchmarks.published import communication_study
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replay.exchange import EXCHANGES, Exchange, Sample
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-import communication_study
 
 
 def test_networks_that_were_left_out() -> None:

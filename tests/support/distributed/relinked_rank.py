@@ -1,4 +1,4 @@
-"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its own (benchmarks/links.py)."""
+"""One rank that trains over a link whose rate changes; run by tests/distributed in a place of its own (see links.py of the benchmarks)."""
 
 from __future__ import annotations
 

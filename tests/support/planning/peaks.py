@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from _unbuilt import without_kernels
 from torch import Tensor, nn
 
 import qsync_fx
+from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.memory import step_memory

@@ -1,0 +1,1 @@
+"""Gradients between ranks: links of a given rate on one machine, codecs, all-reduces."""

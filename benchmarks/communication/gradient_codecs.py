@@ -1,0 +1,83 @@
+"""The codecs of gradients against a copy of the same memory, on one core and on each path of the processor.
+
+26 MiB of FP32, as DistributedDataParallel's buckets are. Every codec is encoded, decoded into a sum, and copied in turns; times are those
+of the process, so that what else runs on the machine counts little. Goals: to encode at 0.85 of memcpy's speed, to decode at 1.5 of it, and
+to encode 10 times as fast as piquant's stochastic quantizer, where that is installed: once with its scale given, once with it found, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from qsync_fx import _C
+from qsync_fx.communication.codecs import NAMES, Draw, codec_named
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.speeds.speed import measured
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication.piquant_peer import encoders
+from benchmarks.support.harness import Row, arguments, finish, measure
+
+GOALS = {"encode_to_copy": 0.85, "decode_to_copy": 1.5}
+OF_OURS = ("qsgd", "1bit")
+TO_PIQUANT = 10
+
+
+def rows(quick: bool) -> list[Row]:
+    values, repeats = (2**18, 3) if quick else (26 * 2**18, 15)
+    # 1bitSGD codes columns of a shape, and AQGB has its levels.
+    codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [Reshaped(512, "1bit* of 512")]
+    found, peers = measured(codecs, values, repeats), to_piquant(values, repeats)
+    return [
+        {
+            "isa": _C.isa(),
+            **dataclasses.asdict(speed),
+            **{
+                f"{kind} reached": getattr(speed, kind) >= goal
+                for kind, goal in GOALS.items()
+                if speed.codec.startswith(OF_OURS)
+            },
+            **peers.get(speed.codec, {}),
+        }
+        for speed in found
+    ]
+
+
+def to_piquant(values: int, repeats: int) -> dict[str, Row]:
+    """Returns how many times as fast codecs encode as piquant does with as many bits, by codec; nothing where it is not installed."""
+    source, found = torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3, dict[str, Row]()
+    for bits, peers in encoders(source).items():
+        codec = codec_named(f"qsgd{bits}")
+        wire = torch.zeros(codec.nbytes(values), dtype=torch.uint8)
+        ours = {"ours": lambda codec=codec, wire=wire: codec.encode(source, wire, Draw(1, 2))}
+        times = measure({**ours, **peers}, repeats, clock=time.process_time)
+        faster = {f"times {name}": times.ratio(name, "ours") for name in peers}
+        found[codec.name] = {**faster, "piquant reached": faster["times piquant"] >= TO_PIQUANT}
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__, isa={"help": "this path alone, and its rows as JSON", "action": "store_true"})
+    if options.isa:
+        print(json.dumps(rows(options.quick)))
+        return
+    found: list[Row] = []
+    for isa in _C.available_isas():
+        # A path is chosen once in a process.
+        command = [sys.executable, __file__, "--isa", "--threads", str(options.threads), *["--quick"] * options.quick]
+        environment = {**os.environ, "QSYNC_CPU_ISA": isa}
+        found += json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    finish(options, found)
+
+
+if __name__ == "__main__":
+    main()

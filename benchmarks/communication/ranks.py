@@ -1,0 +1,34 @@
+"""A script that runs itself once a rank, over links of a given rate, and takes what its first rank found.
+
+Invariant: a rank is given its job as JSON behind --rank, and one that fails ends the script.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.communication import links
+
+
+def found_by(script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float) -> Any:
+    """Returns what the first rank has written, as JSON, into the file that its job calls "path".
+
+    Args:
+        script: the script's own `__file__`.
+        job: what each rank is told.
+        ranks: how many, each with one thread.
+        rate: of their links; None for loopback.
+        seconds: that all may take.
+    """
+    with tempfile.TemporaryDirectory() as folder, links.shaped(ranks, rate) as places:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, script, "--rank", json.dumps({**job, "path": str(path)})]
+        ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=seconds)
+        if any(ended.codes):
+            raise SystemExit(f"{rate or 'loopback'}, {job}: ranks ended with {ended.codes}")
+        return json.loads(path.read_text())

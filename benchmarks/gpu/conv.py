@@ -1,0 +1,99 @@
+"""The convolutions of ResNet-50 at batch 256 on a GPU: outputs and both gradients, our kernels beside cuDNN in BF16 with channels last.
+
+The products are those of a training step in INT8, as `qsync tune benchmarks.gpu.models:resnet50 --precision int8` tunes them: outputs of
+INT8 operands, gradients of BF16 ones. "cuDNN bf16" is the convolution alone, on BF16 operands that lie ready; "torch" is what a graph
+without kernels does with the operands at hand, conversions and epilogue included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from qsync_fx.backend.cuda.problem import ConvProblem
+from qsync_fx.backend.cuda.problem.operands import type_of
+from qsync_fx.backend.cuda.run.peers import Operands, operands, peer
+from qsync_fx.backend.cuda.tune.problem_json import shown
+from qsync_fx.backend.cuda.tune.tuning import work
+from qsync_fx.backend.operators.multiplying.collect import problems_of
+from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+from qsync_fx.explanation import explain
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import GATE, Call, Rows, by_kernel, errors, measure, read, tuned
+from benchmarks.support.harness import Row
+
+BF16 = torch.bfloat16
+
+
+def problems(options: argparse.Namespace) -> list[ConvProblem]:
+    """Returns the products of a training step, the longest first."""
+    from benchmarks.gpu.models import resnet50
+
+    model, args = resnet50()
+    model.to(options.device)
+    args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
+    found = problems_of(explain(model, *args, options={"precision": options.precision}))
+    chosen = {p for p in found if isinstance(p, ConvProblem)}
+    return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
+
+
+def operator(p: ConvProblem, o: Operands) -> Call:
+    """Returns a call of `qsync::conv2d_product`, which decides, checks and falls back as it does in training."""
+    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
+    how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
+    return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
+
+
+def cudnn(p: ConvProblem, o: Operands) -> Call:
+    """Returns a call of cuDNN's product alone; what it is told of the shape of a gradient lies ready, as it does in training."""
+    a, b = o.a.to(BF16), o.b.to(BF16)
+    geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
+    if p.operation == "fprop":
+        return lambda: torch.ops.aten.convolution.default(a, b, None, *geometry)
+    shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
+    like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
+    given, wanted = (
+        ((a, like, b), [True, False, False]) if p.operation == "dgrad" else ((a, b, like), [False, True, False])
+    )
+    return lambda: torch.ops.aten.convolution_backward.default(*given, None, *geometry, wanted)
+
+
+def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
+    given = operands(p, options.device)
+    cases = {"cuDNN bf16": cudnn(p, given), "torch": peer(p, given), "qsync::conv2d_product": operator(p, given)}
+    kernel = by_kernel(p, given, options.device)
+    if kernel is not None:
+        cases["CUTLASS"] = kernel
+    times, failed = measure(cases, options)
+    m, n, k = work(p)
+    rows: list[Row] = []
+    for name in times:
+        seconds = times.median(name)
+        row: dict[str, Any] = {"case": shown(p), "name": name, "microseconds": seconds * 1e6}
+        row |= {"tflops": 2 * m * n * k / seconds / 1e12, "to_cudnn": 1 / times.ratio(name, "cuDNN bf16")}
+        if name.startswith("qsync"):
+            row |= {"tuned": tuned(p, options.device)} | GATE.judged(row["to_cudnn"])
+        rows.append(row)
+    return rows + errors(shown(p), failed)
+
+
+def main() -> None:
+    options = read(__doc__, precision={"default": "int8", "help": "of the model (%(default)s)"})
+    torch.backends.cudnn.benchmark = True
+    rows = Rows(options)
+    found = {shown(p): p for p in problems(options)}
+    names = list(found)[:3] if options.quick else list(found)
+    for case in rows.wanted(names):
+        rows.add(*rows_of(found[case], options))
+    rows.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Matrix products and linear layers on a GPU: our kernels beside cuBLAS, torch's narrow products, and torchao where it is installed.
+
+"product" rows are one GEMM with its epilogue (scales, bias, BF16 output) on operands that are quantized already; "forward" and "forward +
+backward" rows are a whole linear layer with parameters and input in BF16, quantizing included. `tflops` counts 2 m n k a product. Run
+after `qsync tune benchmarks.gpu.models:linears`, as `make bench-gpu` does: untuned shapes say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.problem.operands import gemm_problem
+from qsync_fx.backend.cuda.run.peers import Operands
+from qsync_fx.backend.operators.multiplying.gemm import gemm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import GATE, Call, Rows, Target, best, by_kernel, errors, measure, read, tuned
+from benchmarks.gpu.models import SHAPES, TINY
+from benchmarks.support.harness import Row, Times
+
+BF16 = torch.bfloat16
+LARGE = "8192^3"
+BF16_KERNEL = Target(">= 0.9 of cuBLAS BF16", least=0.9)
+NARROW_KERNEL = Target(">= 1100 T(FL)OP/s and >= the best peer", least=1.0)
+INT8_STEP = Target(">= 1.38 x BF16, forward + backward", least=1.38)
+"""Of INT8 with INT8 gradients. With gradients in BF16 two products of three have BF16's speed, and all can gain 1.2 at the most."""
+FORMATS = {"bf16": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+Shape = tuple[int, int, int]
+
+
+def dequantized(product: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor) -> Tensor:
+    """What follows an integer product where there is no epilogue: one pass over the result, if a compiler fuses it."""
+    return (product.float() * a_scale * b_scale + bias).to(BF16)
+
+
+def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, shape, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def problem_of(o: Operands) -> Problem:
+    return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, BF16, False)
+
+
+def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, Operands]]:
+    """Returns the calls to be compared, and the operands of ours by format."""
+    (m, n, k), device = shape, options.device
+    bias = torch.randn(n, device=device)
+    one = (torch.rand((), device=device) + 0.5, torch.rand((), device=device) + 0.5)
+    ours = {}
+    for fmt, dtype in FORMATS.items():
+        a_scale, b_scale = (None, None) if fmt == "bf16" else one
+        a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
+        ours[fmt] = Operands(a, b, a_scale, b_scale, bias)
+    x, w, half = ours["bf16"].a, ours["bf16"].b.t(), (torch.randn(m, k), torch.randn(n, k), bias.half())
+    x16, w16, bias16 = (t.to(device).half() for t in half)
+    i8, f8 = ours["int8"], ours["fp8"]
+    by_rows = i8.b.contiguous()
+    epilogue = dequantized if device.type == "cpu" else torch.compile(dequantized, dynamic=False)
+    thin, scales = bias.to(BF16), one
+
+    def scaled(fast: bool) -> Call:
+        return lambda: torch._scaled_mm(
+            f8.a, f8.b, scales[0], scales[1], bias=thin, out_dtype=BF16, use_fast_accum=fast
+        )
+
+    cases: dict[str, Call] = {
+        "F.linear bf16": lambda: F.linear(x, w, thin),
+        "F.linear fp16": lambda: F.linear(x16, w16, bias16),
+        "_int_mm + dequant, K-major": lambda: epilogue(torch._int_mm(i8.a, i8.b), *scales, bias),
+        "_int_mm + dequant, N-major": lambda: epilogue(torch._int_mm(i8.a, by_rows), *scales, bias),
+        "_scaled_mm": scaled(False),
+        "_scaled_mm fast": scaled(True),
+    }
+    for fmt, given in ours.items():
+        cases[f"qsync::gemm {fmt}"] = operator(given)
+        kernel = by_kernel(problem_of(given), given, device)
+        if kernel is not None:
+            cases[f"CUTLASS {fmt}"] = kernel
+    return cases, ours
+
+
+def operator(o: Operands) -> Call:
+    return lambda: gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, out_dtype=BF16)
+
+
+def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
+    cases, ours = product_cases(shape, options)
+    times, failed = measure(cases, options)
+    m, n, k = shape
+    rows: list[Row] = []
+    for name in times:
+        tflops = 2 * m * n * k / times.median(name) / 1e12
+        faster = 1 / times.ratio(name, "F.linear bf16")
+        row: dict[str, Any] = {"case": case, "what": "product", "name": name, "microseconds": times.median(name) * 1e6}
+        row |= {"tflops": tflops, "to_bf16": faster} | judged_product(case, name, tflops, times)
+        fmt = name.split()[-1]
+        if name.startswith(("qsync", "CUTLASS")):
+            found = best(problem_of(ours[fmt]), options.device)
+            row["tuned"] = tuned(problem_of(ours[fmt]), options.device)
+            if found is not None and name.startswith("CUTLASS"):
+                row["kernel"] = found[0].name
+        rows.append(row)
+    return rows + errors(f"{case}, product", failed)
+
+
+def judged_product(case: str, name: str, tflops: float, times: Times) -> dict[str, Any]:
+    if case == LARGE and name == "CUTLASS bf16":
+        return BF16_KERNEL.judged(1 / times.ratio(name, "F.linear bf16"))
+    if case == LARGE and name in ("CUTLASS int8", "CUTLASS fp8"):
+        peers = [peer for peer in times if peer.startswith("_int_mm" if name.endswith("int8") else "_scaled_mm")]
+        ahead = min((1 / times.ratio(name, peer) for peer in peers), default=1.0)
+        return NARROW_KERNEL.judged(min(tflops / 1100, ahead))
+    if name.startswith("qsync"):
+        return GATE.judged(1 / times.ratio(name, "F.linear bf16"))
+    return {}
+
+
+def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Returns linear layers in BF16 by what trains them."""
+    _, n, k = shape
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(k, n, dtype=torch.bfloat16, device=options.device)
+
+    inner = "aot_eager" if options.device.type == "cpu" else "inductor"
+    found: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
+    for precision in ("bf16", "int8", "int8_grad", "fp8"):
+        how: dict[str, Any] = {"precision": precision, "inner": inner}
+        found[f"qsync {precision}"] = torch.compile(plain(), backend="qsync", options=how, dynamic=False)
+    if options.device.type == "cuda":
+        found["Inductor bf16"] = torch.compile(plain(), dynamic=False)
+        found |= {name: torch.compile(layer, dynamic=False) for name, layer in torchao_layers(plain).items()}
+    return found
+
+
+def torchao_layers(plain: Callable[[], nn.Module]) -> dict[str, nn.Module]:
+    """Returns torchao's layers for training in INT8 and FP8; none of those that cannot be imported."""
+    found: dict[str, nn.Module] = {}
+    with contextlib.suppress(ImportError, AttributeError):
+        found["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(nn.Sequential(plain()))
+    with contextlib.suppress(ImportError, AttributeError):
+        prototype = import_module("torchao.prototype.quantized_training")
+        make = getattr(prototype, "Int8MixedPrecisionTrainingConfig", None) or prototype.int8_mixed_precision_training
+        model = nn.Sequential(plain())
+        import_module("torchao").quantize_(model, make())
+        found["torchao int8"] = model
+    return found
+
+
+def layer_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
+    m, n, k = shape
+    x = torch.randn(m, k, device=options.device, dtype=BF16, requires_grad=True)
+    g = torch.randn(m, n, device=options.device, dtype=BF16)
+    found = layers(shape, options)
+    rows: list[Row] = []
+    torch.compiler.reset()
+    for what, products in (("forward", 1), ("forward + backward", 3)):
+        cases = {name: forward(layer, x) if products == 1 else both(layer, x, g) for name, layer in found.items()}
+        times, failed = measure(cases, options)
+        for name in times:
+            seconds, faster = times.median(name), 1 / times.ratio(name, "F.linear bf16")
+            row: dict[str, Any] = {"case": case, "what": what, "name": name, "microseconds": seconds * 1e6}
+            row |= {"tflops": products * 2 * m * n * k / seconds / 1e12, "to_bf16": faster}
+            if products == 3 and case == LARGE and name == "qsync int8_grad":
+                row |= INT8_STEP.judged(faster)
+            elif name in ("qsync int8", "qsync int8_grad", "qsync fp8"):
+                row |= GATE.judged(faster)
+            rows.append(row)
+        rows += errors(f"{case}, {what}", failed)
+    return rows
+
+
+def forward(layer: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+    return lambda: layer(x)
+
+
+def both(layer: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Call:
+    assert isinstance(layer, nn.Module)
+    leaves = [x, *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(x), leaves, g)
+
+
+def main() -> None:
+    options = read(__doc__)
+    rows = Rows(options)
+    shapes = TINY if options.quick else dict(sorted(SHAPES.items(), key=lambda item: item[0] != LARGE))
+    for case in rows.wanted(list(shapes)):
+        rows.add(*product_rows(case, shapes[case], options))
+        rows.add(*layer_rows(case, shapes[case], options))
+    rows.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The quantizer and turned copies on a GPU: bytes a second beside a copy, and time beside the same in PyTorch, eager and compiled.
+
+Stochastic rounding with scales of its own: the largest magnitude in two steps, then rounding. `gb_s` counts what has to be moved: the
+input twice, since the scale has to be known before the first value is rounded, and the result once (twice with its transpose). `of_copy`
+is that rate as a part of what a copy of the input reaches. Inputs are larger than the GPU's cache, which would spare the second reading.
+
+Copies (`qsync::convert`) read once and write once what a kernel of products needs: an INT8 operand turned, filled up, made a float.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.problem.padding import laid_out
+from qsync_fx.backend.operators.casts.convert import convert
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
+from qsync_fx.precision import precision
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read
+from benchmarks.support.harness import Row
+
+BANDWIDTH = Target(">= 0.85 of copy bandwidth", least=0.85)
+SEQUENCE = Target(">= 1.2 x the plain PyTorch sequence", least=1.2)
+SHAPES = {"16384 x 8192": (16384, 8192), "8192 x 8192": (8192, 8192), "8192 x 3072": (8192, 3072)}
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FORMATS = ("int8", "fp8")
+BANDS = ("tensor", "row")
+
+
+def by_torch(x: Tensor, fmt: str, per_row: bool) -> tuple[Tensor, Tensor]:
+    """The plain sequence: largest magnitude, scale, division, random numbers, rounding, clamping, conversion.
+
+    FP8 is rounded to the nearest there: torch has nothing else.
+    """
+    row = precision(fmt)
+    value = x.float()
+    most = value.abs().amax(1, keepdim=True) if per_row else value.abs().amax()
+    scale = (most / row.max).clamp_min(2.0**-126)
+    scaled = value / scale
+    if fmt == "int8":
+        scaled = torch.floor(scaled + torch.rand_like(scaled))
+    return scaled.clamp(-row.max, row.max).to(row.dtype), scale
+
+
+def cases(x: Tensor, fmt: str, band: str, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, int]]:
+    """Returns the calls, and the bytes that ours and the copy have to move."""
+    seed, keep, other = (
+        torch.zeros(1, dtype=torch.int64, device=x.device),
+        (0,) if band == "row" else (),
+        torch.empty_like(x),
+    )
+    per_row = band == "row"
+    found: dict[str, Call] = {
+        "copy": lambda: other.copy_(x),
+        "qsync::quantize": lambda: quantize(x, seed, 0, fmt, "stochastic", keep),
+        "qsync::quantize nearest": lambda: quantize(x, seed, 0, fmt, "nearest", keep),
+        "PyTorch": lambda: by_torch(x, fmt, per_row),
+    }
+    moved = {"copy": 2 * x.nbytes} | dict.fromkeys(
+        ("qsync::quantize", "qsync::quantize nearest"), 2 * x.nbytes + x.numel()
+    )
+    if not per_row:
+        found["qsync::quantize_transposed"] = lambda: quantize_transposed(x, seed, 0, fmt, "stochastic")
+        moved["qsync::quantize_transposed"] = 2 * x.nbytes + 2 * x.numel()
+    if options.device.type == "cuda":
+        compiled = torch.compile(by_torch, dynamic=False)
+        found["Inductor"] = lambda: compiled(x, fmt, per_row)
+    return found, moved
+
+
+def rows_of(case: str, x: Tensor, fmt: str, band: str, options: argparse.Namespace) -> list[Row]:
+    calls, moved = cases(x, fmt, band, options)
+    times, failed = measure(calls, options, rounds=15)
+    rate = {name: moved[name] / times.median(name) for name in times if name in moved}
+    rows: list[Row] = []
+    for name in times:
+        row: dict[str, Any] = {"case": case, "name": name, "microseconds": times.median(name) * 1e6}
+        if name in rate:
+            row |= {"gb_s": rate[name] / 1e9, "of_copy": rate[name] / rate["copy"]}
+        row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
+        if name == "qsync::quantize":
+            rows.append(row | BANDWIDTH.judged(row["of_copy"]))
+            rows.append({"case": case, "name": name, "what": "sequence", "to_pytorch": row["to_pytorch"]})
+            rows[-1] = dict(rows[-1]) | SEQUENCE.judged(row["to_pytorch"])
+        else:
+            rows.append(row)
+    return rows + errors(case, failed)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy to be measured: the bytes that it reads and writes, a plain copy of the same input, ours, PyTorch's."""
+
+    read: int
+    written: int
+    plain: Call
+    ours: Call
+    theirs: Call
+
+
+COPIES = ("turned", "turned, filled up from odd sizes", "filled up from odd sizes", "turned, to bf16")
+
+
+def copies(what: str, side: int, device: torch.device) -> Copied:
+    """Returns one of COPIES, of INT8 values."""
+    x = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
+    if "odd" in what:
+        x = x[: side - 2, : side - 1].contiguous()
+    other, scale, turned = torch.empty_like(x), torch.tensor(0.01, device=device), "turned" in what
+
+    def plain() -> Tensor:
+        return other.copy_(x)
+
+    if "bf16" in what:
+        return Copied(
+            x.nbytes, 2 * x.nbytes, plain,
+            lambda: convert(x, torch.bfloat16, scale, turned),
+            lambda: (x.t().float() * scale).bfloat16().contiguous(),
+        )  # fmt: skip
+    if "odd" not in what:
+        return Copied(x.nbytes, x.nbytes, plain, lambda: convert(x, turned=turned), lambda: x.t().contiguous())
+    straight = x.t() if turned else x
+    return Copied(
+        x.nbytes, side * side, plain,
+        lambda: convert(x, turned=turned, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
+    )  # fmt: skip
+
+
+def rows_of_copies(case: str, copied: Copied, options: argparse.Namespace) -> list[Row]:
+    calls = {"copy": copied.plain, "qsync::convert": copied.ours, "PyTorch": copied.theirs}
+    times, failed = measure(calls, options, rounds=15)
+    rows: list[Row] = []
+    for name in times:
+        moved = 2 * copied.read if name == "copy" else copied.read + copied.written
+        row: dict[str, Any] = {"case": case, "name": name, "microseconds": times.median(name) * 1e6}
+        row["gb_s"] = moved / times.median(name) / 1e9
+        row["of_copy"] = moved / (2 * copied.read) / times.ratio(name, "copy")
+        if "PyTorch" not in failed:
+            row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
+        rows.append(row | BANDWIDTH.judged(row["of_copy"]) if name == "qsync::convert" else row)
+    return rows + errors(case, failed)
+
+
+def main() -> None:
+    options = read(__doc__)
+    rows = Rows(options)
+    shapes = {"33 x 64": (33, 64)} if options.quick else SHAPES
+    found = {
+        f"{shape} {source} -> {fmt}, a scale for each {band}": (size, dtype, fmt, band)
+        for shape, size in shapes.items()
+        for source, dtype in TYPES.items()
+        for fmt in FORMATS
+        for band in BANDS
+    }
+    side = 64 if options.quick else 8192
+    copied = {f"{side} x {side} int8, {what}": what for what in COPIES}
+    for case in rows.wanted([*copied, *found]):
+        if case in copied:
+            rows.add(*rows_of_copies(case, copies(copied[case], side, options.device), options))
+            continue
+        size, dtype, fmt, band = found[case]
+        torch.compiler.reset()
+        x = torch.randn(size, device=options.device).to(dtype)
+        rows.add(*rows_of(case, x, fmt, band, options))
+    rows.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""INT8 products on the CPU: our kernel beside oneDNN's BF16 and `torch._int_mm`, at the shapes of BERT-base, ResNet-18 and VGG-16.
+
+Of each layer the three products of a training step, and all of them together ("layer"). What a step has to do for them counts: ours
+quantizes the activation (FP32, stochastic, one scale), the weight and, for the input gradient, the gradient, which the weight gradient
+shares; BF16 converts activation and weight from FP32, as autocast does, and gives the weight's gradient out in FP32. Rows "product alone"
+start from operands that are ready, and those of convolutions do, channels last. `gops` counts 2 m n k a product; `of_peak` is of what
+this unit reached in this run, from the first cache, on as many threads. One thread is timed by its own clock, which leaves out what else
+runs on its core.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qsync_fx import _C
+from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.multiplying.gemm import gemm
+from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, Times, arguments, finish, measure
+
+BF16 = torch.bfloat16
+PEER = "oneDNN bf16"
+ROWS = (512, 2048)
+LAYERS = ((768, 768), (3072, 768), (768, 3072))
+"""Output and input channels: projections of attention, and the two layers of the perceptron."""
+
+SMALL = tuple((rows, width, width) for rows in (64, 256, 1024) for width in (64, 128, 256, 512))
+"""Rows and channels of layers around the size from which on INT8, and BF16, are faster (`on_cpu.ENOUGH_WORK`); FP32 is measured, too."""
+
+CONVOLUTIONS = {
+    "ResNet-18": (
+        (64, 56, 64, 3, 1),
+        (64, 56, 128, 3, 2),
+        (128, 28, 128, 3, 1),
+        (256, 14, 256, 3, 1),
+        (512, 7, 512, 3, 1),
+    ),
+    "VGG-16": ((64, 112, 64, 3, 1), (128, 56, 128, 3, 1), (256, 28, 256, 3, 1)),
+    "fewer channels": ((16, 32, 16, 3, 1), (32, 32, 32, 3, 1)),
+}
+"""Input channels, side of the image, output channels, side of the kernel, stride; batches of eight."""
+BATCH = 8
+
+Cases = Mapping[str, Callable[[], object]]
+
+
+def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
+    x, weight, bias = torch.randn(rows, inner), torch.randn(channels, inner), torch.randn(channels)
+    wide = torch.randn(rows, channels)
+    gradient = wide.to(BF16)
+    seed = torch.zeros(1, dtype=torch.int64)
+
+    def quantized(t: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(t, seed, 0, "int8", "stochastic", [])
+
+    (xq, x_scale), (wq, w_scale), (gq, g_scale) = quantized(x), quantized(weight), quantized(gradient)
+    xb, wb, bb = x.to(BF16), weight.to(BF16), bias.to(BF16)
+
+    def output(q: Tensor, q_scale: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return gemm(q, w, q_scale, scale, bias, out_dtype=BF16, turned=True)
+
+    def input_gradient(q: Tensor, q_scale: Tensor) -> Tensor:
+        return gemm(q, wq, q_scale, w_scale, None, out_dtype=BF16)
+
+    def weight_gradient(q: Tensor, q_scale: Tensor) -> Tensor:
+        return gemm(q.t(), xq, q_scale, x_scale, None)
+
+    def ours() -> None:
+        output(*quantized(x), *quantized(weight))
+        rounded = quantized(gradient)
+        input_gradient(*rounded)
+        weight_gradient(*rounded)
+
+    def plain() -> None:
+        F.linear(x, weight, bias)
+        wide @ weight
+        wide.t() @ x
+
+    def autocast() -> None:
+        narrow, narrow_weight = x.to(BF16), weight.to(BF16)
+        F.linear(narrow, narrow_weight, bb)
+        gradient @ narrow_weight
+        (gradient.t() @ narrow).float()
+
+    def integers(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return (torch._int_mm(a, b).float() * (a_scale * b_scale)).to(dtype)
+
+    return {
+        "forward": {
+            PEER: lambda: F.linear(x.to(BF16), weight.to(BF16), bb),
+            "int8": lambda: output(*quantized(x), *quantized(weight)),
+        },
+        "input gradient": {PEER: lambda: gradient @ wb, "int8": lambda: input_gradient(*quantized(gradient))},
+        "weight gradient": {
+            PEER: lambda: (gradient.t() @ xb).float(),
+            "int8": lambda: weight_gradient(gq, g_scale),
+        },
+        "layer": {PEER: autocast, "int8": ours, "fp32": plain},
+        "forward, product alone": {
+            PEER: lambda: F.linear(xb, wb, bb),
+            "int8": lambda: output(xq, x_scale, wq, w_scale),
+            "_int_mm": lambda: torch._int_mm(xq, wq.t()),
+            "_int_mm and scales": lambda: integers(xq, wq.t(), x_scale, w_scale, BF16),
+        },
+        "input gradient, product alone": {
+            PEER: lambda: gradient @ wb,
+            "int8": lambda: input_gradient(gq, g_scale),
+            "_int_mm": lambda: torch._int_mm(gq, wq),
+        },
+        "weight gradient, product alone": {
+            PEER: lambda: gradient.t() @ xb,
+            "int8": lambda: weight_gradient(gq, g_scale),
+            "_int_mm": lambda: torch._int_mm(gq.t(), xq),
+            "_int_mm and scales": lambda: integers(gq.t(), xq, g_scale, x_scale, torch.float32),
+        },
+    }
+
+
+def convolution_cases(inner: int, side: int, channels: int, kernel: int, stride: int) -> dict[str, Cases]:
+    padding = kernel // 2
+    out = (side + 2 * padding - kernel) // stride + 1
+    shapes = (BATCH, inner, side, side), (channels, inner, kernel, kernel), (BATCH, channels, out, out)
+    x, weight, gradient = (torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+    xb, wb, gb = (t.to(BF16) for t in (x, weight, gradient))
+    xq, wq, gq = (t.mul(30).clamp(-127, 127).to(torch.int8) for t in (x, weight, gradient))
+    scale, how = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
+    rest = *how, False, [0, 0], 1
+
+    def backward(of_input: bool) -> Tensor:
+        mask = [of_input, not of_input, False]
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(gb, xb, wb, None, *rest, mask)
+        return found[0] if of_input else found[1].float()
+
+    def ours(a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+        return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, dtype)
+
+    return {
+        "forward": {
+            PEER: lambda: torch.ops.aten.convolution.default(xb, wb, None, *rest),
+            "int8": ours(xq, wq, [kernel] * 2, "fprop", BF16),
+        },
+        "input gradient": {PEER: lambda: backward(True), "int8": ours(gq, wq, [side] * 2, "dgrad", BF16)},
+        "weight gradient": {
+            PEER: lambda: backward(False),
+            "int8": ours(gq, xq, [kernel] * 2, "wgrad", torch.float32),
+        },
+    }
+
+
+def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for model, layers in CONVOLUTIONS.items():
+        for layer in layers[:1] if quick else layers:
+            inner, side, channels, kernel, stride = layer
+            peak = _C.gemm_peak() * threads
+            for what, compared in convolution_cases(*layer).items():
+                if what == "input gradient" and stride > 1:
+                    continue  # oneDNN's, whatever the format
+                work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
+                case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
+                rows += told(case, what, measure(compared, repeats, clock=clock(threads)), work, peak)
+    return rows
+
+
+def clock(threads: int) -> Callable[[], float]:
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def told(case: str, what: str, times: Times, work: float, peak: float) -> list[Row]:
+    return [
+        {
+            "case": case,
+            "what": what,
+            "name": name,
+            "milliseconds": times.median(name) * 1e3,
+            "gops": work / times.median(name) / 1e9,
+            "faster_than_bf16": 1 / times.ratio(name, PEER),
+            "of_peak": work / times.median(name) / peak if name == "int8" else None,
+        }
+        for name in times
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    rows: list[Row] = []
+    repeats = 3 if options.quick else 15
+    for count in (32,) if options.quick else ROWS:
+        for channels, inner in ((48, 64),) if options.quick else LAYERS:
+            peak = _C.gemm_peak() * options.threads
+            for what, compared in cases(count, channels, inner).items():
+                work = 2 * count * channels * inner * (3 if what == "layer" else 1)
+                rows += told(
+                    f"{count}x{channels}x{inner}",
+                    what,
+                    measure(compared, repeats, clock=clock(options.threads)),
+                    work,
+                    peak,
+                )
+    for shape in SMALL[:1] if options.quick else SMALL:
+        layer = measure(cases(*shape)["layer"], repeats, clock=clock(options.threads))
+        peak = _C.gemm_peak() * options.threads
+        rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), peak)
+    rows += convolution_rows(repeats, options.threads, options.quick)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

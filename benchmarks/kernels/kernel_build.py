@@ -1,0 +1,89 @@
+"""What a user waits for before a BERT layer trains on a GPU: the first compile of its CUDA kernels, and loading them from the cache.
+
+No GPU is needed. The first compile is measured once, with as many compilers as cores and memory allow, into an empty cache; loading, with
+all that is checked before, in a process of its own each time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from qsync_fx.backend.cuda.choose import ahead
+from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.libraries import compiler, library
+from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.operators.multiplying.collect import problems_of
+from qsync_fx.errors import QSyncError
+from qsync_fx.explanation import explain
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import Target
+from benchmarks.support.harness import Row, arguments, finish
+
+ARCHITECTURES: tuple[Arch, ...] = ("sm_80", "sm_90a")
+TOKENS = (128, 128)
+COMPILE = Target("first compile below 3 minutes on two cores", most=180)
+LOAD = Target("from the cache below 50 ms", most=50)
+
+
+def units_of_layer(arch: Arch) -> list[Unit]:
+    """Returns the kernels that a layer of BERT-base is trained with in INT8, its gradients too, where nothing was tuned."""
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    layer = BertLayer(BertConfig(attn_implementation="sdpa"))  # type: ignore[no-untyped-call,call-arg]
+    with assumed(arch, on="cpu"):
+        explained = explain(layer, torch.randn(*TOKENS, 768), options={"precision": "int8_grad"})
+        return ahead.of_problems(problems_of(explained), arch, False)
+
+
+def loaded(units: list[Unit], folder: Path) -> float:
+    """Returns the seconds until libraries that are in the cache can be called."""
+    since = time.perf_counter()
+    for unit, path in compiler.build(units, progress=False, folder=folder).items():
+        library.load(path, unit)
+    return time.perf_counter() - since
+
+
+def rows_of(arch: Arch, units: list[Unit], repeats: int) -> list[Row]:
+    case = {"case": "a layer of BERT-base, 16,384 tokens, int8_grad", "arch": arch, "kernels": len(units)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        since = time.perf_counter()
+        try:
+            compiler.build(units, folder=folder)
+        except QSyncError as error:
+            return [case | {"error": str(error)}]
+        compiled = time.perf_counter() - since
+        seconds = []
+        for _ in range(repeats):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                seconds.append(pool.submit(loaded, units, folder).result())
+    milliseconds = 1000 * statistics.median(seconds)
+    return [
+        case | {"what": "first compile, s", "value": compiled} | COMPILE.judged(compiled),
+        case | {"what": "from the cache, ms", "value": milliseconds} | LOAD.judged(milliseconds),
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    rows: list[Row] = []
+    for arch in ARCHITECTURES[:1] if options.quick else ARCHITECTURES:
+        units = units_of_layer(arch)
+        rows += rows_of(arch, units[:1] if options.quick else units, 1 if options.quick else 7)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

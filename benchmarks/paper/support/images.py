@@ -1,0 +1,144 @@
+"""The convolutional networks of the experiments, at a size that one core trains in seconds, and how a pair of ranks trains them.
+
+Images are Fashion-MNIST's where Debian's package is there, else scikit-learn's digits; a subset of the training images, drawn by the seed.
+
+Invariant: with the same seed all plans begin from the same weights and see the same images in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+from data import Data, load
+from models import ResNet
+
+from benchmarks.paper.support.pair import Inputs, Pair
+from benchmarks.support.models import vgg_layers
+from qsync_fx import Plan
+
+
+@dataclass(frozen=True)
+class Network:
+    """
+    Attributes:
+        build: makes the network, for so many classes.
+        rate: of learning, for a global batch of 256.
+    """
+
+    build: Callable[[int], nn.Module]
+    rate: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is trained.
+
+    Attributes:
+        samples, tests: training and test images.
+        epochs: over the training images.
+        batch: images of a rank in a step, where both have as many.
+    """
+
+    samples: int = 2_000
+    tests: int = 2_000
+    epochs: int = 3
+    batch: int = 64
+
+
+QUICK = Size(256, 128, 1, 32)
+
+
+def vgg_bn(classes: int, width: int = 8) -> nn.Module:
+    """A VGG with batch norms (Simonyan and Zisserman) of six convolutions, for images of one channel: three poolings, one linear layer."""
+    first, second, third = width, 2 * width, 4 * width
+    layers = vgg_layers(first, first, 0, second, second, 0, third, third, 0, channels=1)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, classes))
+
+
+NETWORKS = {
+    "ResNet-8": Network(lambda classes: ResNet(classes, width=8), 0.2),
+    "VGG-6-BN": Network(vgg_bn, 0.1),
+}
+
+
+def loss(model: Any, part: Inputs) -> Tensor:
+    return F.cross_entropy(model(part[0]), part[1])
+
+
+class Images:
+    """Normalized images, of which each seed trains on a subset."""
+
+    def __init__(self, size: Size, source: str | None = None) -> None:
+        self.size, self._data = size, load(source)
+        self.classes, self.name = self._data.classes, self._data.name
+
+    def subset(self, seed: int) -> Data:
+        return self._data.subset(min(self.size.samples, len(self._data.train[1])), seed)
+
+    def parts(self, data: Data, batches: Sequence[int], seed: int, epoch: int) -> Iterator[list[Inputs]]:
+        """Yields what each rank has of each step of an epoch."""
+        order = torch.randperm(len(data.train[1]), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        for chosen in torch.split(order, sum(batches)):
+            if len(chosen) == sum(batches):
+                yield [
+                    (data.normalized(data.train[0][own]), data.train[1][own])
+                    for own in torch.split(chosen, list(batches))
+                ]
+
+
+def built(network: Network, classes: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = network.build(classes)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+class Trainer:
+    """Trains a network under the plans of both ranks, seed after seed; it is compiled once.
+
+    Args:
+        network, images: what is trained, and on what.
+        plans: of both ranks.
+        batches: images of each in a step.
+    """
+
+    def __init__(self, network: Network, images: Images, plans: Sequence[Plan], batches: Sequence[int]) -> None:
+        torch._dynamo.reset()
+        self.network, self.images, self.batches = network, images, batches
+        self.pair = Pair(built(network, images.classes, 0), plans, loss)
+
+    def accuracy(self, seed: int, advance: Callable[[], None] = lambda: None) -> float:
+        """Trains from new weights, and returns the share of test images that are right, in FP32."""
+        images, pair, size = self.images, self.pair, self.images.size
+        pair.restart(built(self.network, images.classes, seed))
+        data, model = images.subset(seed), pair.model.train()
+        rate = self.network.rate * sum(self.batches) / 256
+        steps = len(data.train[1]) // sum(self.batches)
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=size.epochs * steps + 1)
+        for epoch in range(size.epochs):
+            for parts in images.parts(data, self.batches, seed, epoch):
+                pair.backward(parts)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            pair.average_buffers()
+            advance()
+        return evaluated(model, data, size.tests)
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, data: Data, tests: int) -> float:
+    model.eval()
+    images, labels = data.test[0][:tests], data.test[1][:tests]
+    pairs = zip(torch.split(images, 500), torch.split(labels, 500), strict=True)
+    return sum(int((model(data.normalized(x)).argmax(1) == y).sum()) for x, y in pairs) / len(labels)

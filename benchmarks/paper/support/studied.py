@@ -1,0 +1,183 @@
+"""What the study of codecs trains: a ResNet on images, an LSTM that tells texts apart, and a GPT that says the next word.
+
+Invariant: with the same seed all ways of sending gradients begin from the same weights, and a rank sees the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.paper.support import text
+from benchmarks.paper.support.images import NETWORKS, QUICK, Images, Size, evaluated
+
+IMAGES = Size(samples=12_000, tests=10_000, epochs=5, batch=64)
+TEXTS, EACH = 800, 32
+"""Texts of a package, and of a rank in a step."""
+EPOCHS = {"LSTM": 8, "GPT": 3}
+WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of a network.
+
+    Attributes:
+        model: with its first weights.
+        optimizer: makes what steps parameters.
+        rate: of learning, at most.
+        steps: in all.
+        batches: yields what all ranks have of each step: inputs and labels.
+        loss: of a model and a rank's part.
+        accuracy: of the model, in FP32: the share of tests that are right.
+    """
+
+    model: nn.Module
+    optimizer: Callable[[Any, float], torch.optim.Optimizer]
+    rate: float
+    steps: int
+    batches: Callable[[], Iterator[list[tuple[Tensor, Tensor]]]]
+    loss: Callable[[Any, tuple[Tensor, Tensor]], Tensor]
+    accuracy: Callable[[nn.Module], float]
+
+
+Task = Callable[[int, int, bool], Training]
+"""What makes a training, of ranks, a seed, and whether it is a quick one."""
+
+
+def resnet(ranks: int, seed: int, quick: bool) -> Training:
+    size = QUICK if quick else IMAGES
+    images = Images(size, "digits" if quick else None)
+    data, batches = images.subset(seed), [size.batch] * ranks
+    torch.manual_seed(seed)
+
+    def parts() -> Iterator[list[tuple[Tensor, Tensor]]]:
+        for epoch in range(size.epochs):
+            yield from images.parts(data, batches, seed, epoch)  # type: ignore[misc]
+
+    return Training(
+        NETWORKS["ResNet-8"].build(images.classes),
+        lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        0.2,
+        size.epochs * (len(data.train[1]) // sum(batches)),
+        parts,
+        lambda model, part: F.cross_entropy(model(part[0]), part[1]),
+        lambda model: evaluated(model, data, size.tests),
+    )
+
+
+class Lstm(nn.Module):
+    """The package that a text is of, from what an LSTM made of its words; int64 (texts, words) -> (texts, packages)."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(words, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 2 * WIDTH, batch_first=True)
+        self.head = nn.Linear(2 * WIDTH, len(text.PACKAGES))
+
+    def forward(self, texts: Tensor) -> Tensor:
+        states, _ = self.lstm(self.word(texts))
+        there = (texts != text.PADDING).unsqueeze(-1)
+        found: Tensor = self.head((states * there).sum(1) / there.sum(1))
+        return found
+
+
+class Gpt(nn.Module):
+    """The next word after each of a text; int64 (texts, words) -> (texts, words, vocabulary)."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes: dict[str, Any] = {"vocab_size": words, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
+        ends: dict[str, Any] = {"bos_token_id": text.FIRST, "eos_token_id": text.PADDING}
+        self.gpt = GPT2LMHeadModel(GPT2Config(n_positions=text.LENGTH, **sizes, **ends))
+
+    def forward(self, texts: Tensor) -> Tensor:
+        found: Tensor = self.gpt(input_ids=texts, use_cache=False).logits
+        return found
+
+
+@functools.cache
+def _loaded(each: int) -> text.Texts:
+    """Returns what `text.load` does, which parses a thousand files."""
+    return text.load(each)
+
+
+def lstm(ranks: int, seed: int, quick: bool) -> Training:
+    texts = _loaded(40 if quick else TEXTS)
+
+    def accuracy(model: nn.Module) -> float:
+        rows, labels = texts.test
+        return float((model(rows).argmax(1) == labels).float().mean())
+
+    def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(part[0]), part[1])
+
+    return _on_texts(texts, Lstm, EPOCHS["LSTM"], loss, accuracy, ranks, seed, quick)
+
+
+def gpt(ranks: int, seed: int, quick: bool) -> Training:
+    texts = _loaded(40 if quick else TEXTS)
+
+    def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
+        logits = model(part[0])[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, part[0][:, 1:].flatten(), ignore_index=text.PADDING)
+
+    def accuracy(model: nn.Module) -> float:
+        right = words = 0
+        for rows in torch.split(texts.test[0], 100):
+            found, asked = model(rows)[:, :-1].argmax(-1), rows[:, 1:]
+            there = asked != text.PADDING
+            right, words = right + int((found == asked)[there].sum()), words + int(there.sum())
+        return right / words
+
+    return _on_texts(texts, Gpt, EPOCHS["GPT"], loss, accuracy, ranks, seed, quick)
+
+
+def _on_texts(
+    texts: text.Texts,
+    build: Callable[[int], nn.Module],
+    epochs: int,
+    loss: Callable[[Any, tuple[Tensor, Tensor]], Tensor],
+    accuracy: Callable[[nn.Module], float],
+    ranks: int,
+    seed: int,
+    quick: bool,
+) -> Training:
+    batch, epochs = (8, 1) if quick else (EACH, epochs)
+    rows, labels = texts.train
+    torch.manual_seed(seed)
+
+    def parts() -> Iterator[list[tuple[Tensor, Tensor]]]:
+        for epoch in range(epochs):
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            for chosen in torch.split(order, batch * ranks):
+                if len(chosen) == batch * ranks:
+                    yield [(rows[own], labels[own]) for own in torch.split(chosen, batch)]
+
+    return Training(
+        build(texts.words),
+        lambda parameters, rate: torch.optim.AdamW(parameters, rate, weight_decay=0.01),
+        3e-3,
+        epochs * (len(rows) // (batch * ranks)),
+        parts,
+        loss,
+        torch.no_grad()(accuracy),
+    )
+
+
+TASKS: Mapping[str, Task] = {"ResNet-8, images": resnet, "LSTM, texts": lstm, "GPT, next word": gpt}
+_TEXTS = f"{TEXTS} texts of each of {len(text.PACKAGES)} packages, {EACH} of a rank in a step"
+SIZES: Mapping[str, str] = {
+    "ResNet-8, images": f"{IMAGES.epochs} epochs over {IMAGES.samples:,} images, {IMAGES.batch} of a rank in a step",
+    "LSTM, texts": f"{EPOCHS['LSTM']} epochs over {_TEXTS}",
+    "GPT, next word": f"{EPOCHS['GPT']} epochs over {_TEXTS}",
+}
+"""How much each is trained, where it is not a quick run."""

@@ -1,0 +1,1 @@
+"""How good plans are that the allocator finds, and how fast it finds them."""

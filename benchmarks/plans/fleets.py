@@ -1,0 +1,276 @@
+"""Fleets of T4 and V100 of the catalog (QSync, section VII): what each allocator makes of them, and whether Tables IV and V hold.
+
+ClusterA is 16 V100 in FP32 and 16 T4; in ClusterB a plan may take 30% of a T4's memory. The same with 2,048 of each shows that what a plan
+takes to be found depends on classes of devices and not on their count. A model is traced once for each device, with its batch as a symbol.
+
+Throughput is in steps of the same global batch a second. The uniform plan is the widest narrow one that fits into memory, as in the
+paper, and what we plan has to be as fast. The paper's orderings of throughput are ours >= uniform, ours >= dynamic batch sizing, and all
+of them above full precision; each is written beside its numbers, with what stands against it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.allocator import Answer, Problem
+from qsync_fx.allocator.asking import Wishes, problem_of
+from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
+from qsync_fx.allocator.judging.resizing import resized
+from qsync_fx.allocator.known import allocator_of
+from qsync_fx.devices import get
+from qsync_fx.errors import PlanError
+from qsync_fx.precision import FORMATS as EVERY
+from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.models import vgg_layers
+
+FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
+COUNTS = (16, 2048)
+SHARE = 0.3
+NETWORK = Network(bandwidth=1.25e10, latency=3e-5)
+TRACED = 2
+SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its inputs with TRACED samples, and the samples of a device in a step."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Tensor]]
+    batch: int
+
+
+class Vgg(nn.Module):
+    """VGG-16, with batch norms or without (configuration D), and its three linear layers."""
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        layers = vgg_layers(64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+        self.features = nn.Sequential(*(one for one in layers if norms or not isinstance(one, nn.BatchNorm2d)))
+        heads = [nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]
+        self.head = nn.Sequential(nn.Flatten(), *heads, nn.Linear(4096, 1000))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.features(images)), labels)
+
+
+class Loss(nn.Module):
+    """A model of transformers that gives its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        loss: Tensor = self.model(**inputs).loss
+        return loss
+
+
+def resnet(depths: list[int], widths: list[int], kind: str) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(depths=depths, hidden_sizes=widths, layer_type=kind, num_labels=1000)  # type: ignore[call-arg]
+    return Loss(ResNetForImageClassification(config))
+
+
+def bert(layers: int) -> nn.Module:
+    from transformers import BertConfig, BertForQuestionAnswering
+
+    return Loss(BertForQuestionAnswering(BertConfig(num_hidden_layers=layers)))
+
+
+def images(name: str, size: int = 224) -> dict[str, Tensor]:
+    return {name: torch.randn(TRACED, 3, size, size), "labels": torch.randint(1000, (TRACED,))}
+
+
+def questions(length: int = 384) -> dict[str, Tensor]:
+    ends = {name: torch.randint(length, (TRACED,)) for name in ("start_positions", "end_positions")}
+    return {"input_ids": torch.randint(30000, (TRACED, length)), **ends}
+
+
+CASES = {
+    "resnet50": Case(
+        lambda: resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck"), lambda: images("pixel_values"), 128
+    ),
+    "vgg16": Case(lambda: Vgg(norms=False), lambda: images("images"), 128),
+    "vgg16bn": Case(lambda: Vgg(norms=True), lambda: images("images"), 128),
+    "bert": Case(lambda: bert(12), questions, 12),
+}
+QUICK = {
+    "resnet": Case(lambda: resnet([1, 1], [64, 128], "basic"), lambda: images("pixel_values", 64), 128),
+    "bert": Case(lambda: bert(1), lambda: questions(64), 12),
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model on a device, as a profile would."""
+
+    graph: ModelGraph
+    device: str
+    sensitivity: qsync_fx.Sensitivity
+    precisions: tuple[str, ...]
+    optimizer_memory: OptimizerMemory = MOMENTUM
+
+    def times(self) -> DeviceTimes:
+        return DeviceTimes(get(self.device), self.graph)
+
+
+def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
+    """Returns the model as each device runs it, its batch a symbol, and what its operators disturb on a T4."""
+    torch.manual_seed(0)
+    model, inputs = case.build().train(), case.inputs()
+    found = {}
+    for device, formats in FORMATS.items():
+        torch._dynamo.reset()
+        marked = {name: tensor.clone() for name, tensor in inputs.items()}
+        for tensor in marked.values():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        found[device] = model_graph(qsync_fx.explain(model, **marked, options={"target": device}), formats)
+    torch._dynamo.reset()
+    narrow = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
+    sensitivity = qsync_fx.sensitivity(
+        model,
+        lambda model, batch: model(**batch),
+        [inputs],
+        "depth",
+        precisions=narrow,
+        steps=1,
+        fraction=1.0,
+        options={"target": "t4"},
+    )
+    return found, sensitivity
+
+
+def problem(
+    graphs: dict[str, ModelGraph], sensitivity: qsync_fx.Sensitivity, batch: int, count: int, share: float | None
+) -> Problem:
+    """Returns the problem of a fleet, as fast as the uniform plan."""
+    devices = {name: Device(count=count, device=name, batch=batch) for name in FORMATS}
+    known: dict[str, Any] = {
+        name: Known(_at(graph, batch), name, sensitivity, FORMATS[name]) for name, graph in graphs.items()
+    }
+    wishes = Wishes(memory={"t4": f"{(share or 1.0) * 100:g}%", "v100": "100%"}, target=float("inf"))
+    free, _ = problem_of(Cluster(devices, NETWORK), known, wishes)
+    uniform = narrow(free)
+    return replace(free, seconds=uniform.judged.seconds) if uniform.fits else free
+
+
+def narrow(asked: Problem) -> Answer:
+    """Returns the widest narrow uniform plan that fits into memory; the narrowest where none does."""
+    formats = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
+    found = [Uniform(fmt).allocate(asked) for fmt in formats]
+    return next((answer for answer in found if answer.fits), found[-1])
+
+
+def _at(graph: ModelGraph, batch: int) -> ModelGraph:
+    (symbol,) = graph.symbols
+    return graph.at(**{symbol: batch})
+
+
+def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str, Answer | PlanError]]:
+    """Yields what each allocator makes of a fleet."""
+
+    def other(name: str, batch: int) -> Any:
+        return resized(asked.classes[name], graphs[name], batch)
+
+    yield "uniform", narrow(asked)
+    for allocator in (allocator_of("exact"), allocator_of("paper"), DynamicBatches(other), FullPrecision()):
+        try:
+            yield allocator.name, allocator.allocate(asked)
+        except PlanError as error:
+            yield allocator.name, error
+
+
+def row(model: str, fleet: str, count: int, name: str, found: Answer | PlanError) -> Row:
+    if isinstance(found, PlanError):
+        return {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": name, "why not": found.what}
+    judged, over = found.judged, found.judged.exceeds(found.problem)
+    batches = [device.batch for device in found.problem.cluster.devices.values()]
+    t4 = judged.classes["t4"]
+    return {
+        "model": model,
+        "cluster": fleet,
+        "devices": 2 * count,
+        "allocator": name,
+        "steps_per_second": 1 / judged.seconds,
+        "variance": judged.variance,
+        "waiting_v100": judged.classes["v100"].waiting,
+        "waiting_t4": t4.waiting,
+        "peak_t4": t4.peak_bytes,
+        "batches": "/".join(map(str, batches)),
+        "gap": found.gap,
+        "found_in": found.took,
+        "why not": ", ".join(f"{what} +{by:.3g}" for what, by in over.items()) or None,
+    }
+
+
+def orderings(model: str, fleet: str, count: int, found: dict[str, Answer | PlanError]) -> Row:
+    """Returns which of the paper's orderings of throughput hold; None where one of the two has no plan that fits into memory."""
+
+    def seconds(name: str) -> float | None:
+        answer = found[name]
+        if isinstance(answer, PlanError) or any("memory" in what for what in answer.judged.exceeds(answer.problem)):
+            return None
+        return answer.judged.seconds
+
+    def faster(first: str, second: str) -> bool | None:
+        a, b = seconds(first), seconds(second)
+        return None if a is None or b is None else a <= b * (1 + SLACK)
+
+    pairs = [
+        ("exact", "uniform"),
+        ("paper", "uniform"),
+        ("exact", "dynamic-batches"),
+        ("dynamic-batches", "full-precision"),
+    ]
+    held = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
+    beside = {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": "orderings", **held}
+    ours = found["exact"]
+    if held["exact >= dynamic-batches"] is False and isinstance(ours, Answer):
+        waits = ours.judged.classes["v100"].waiting
+        beside["why not"] = (
+            f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"
+        )
+    return beside
+
+
+def main() -> None:
+    options = arguments(__doc__, only={"help": "models whose names begin so", "default": None})
+    rows: list[Row] = []
+    # fig6.py has the other quick one.
+    for model, case in selected(options, {"bert": QUICK["bert"]} if options.quick else CASES).items():
+        began = time.perf_counter()
+        graphs, sensitivity = traced(case)
+        print(f"{model}: traced and looked at in {time.perf_counter() - began:.0f} s", flush=True)
+        for count in COUNTS:
+            for fleet, share in (("A", None), ("B", SHARE)):
+                asked = problem(graphs, sensitivity, case.batch, count, share)
+                found = dict(answers(asked, graphs))
+                rows += [row(model, fleet, count, name, answer) for name, answer in found.items()]
+                rows.append(orderings(model, fleet, count, found))
+                print(f"{model}: {fleet} with {2 * count} devices", flush=True)
+        if options.json:
+            write_json(options.json, rows, quick=options.quick)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Foreseen against real: two ranks with gloo on this machine, each with a mixed plan of its own, that was not measured for the profile.
+
+Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, then how
+long all-reduces take, then what computing and sending slow one another down. Then each pair of plans is compiled under
+DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks.
+`floor` is what the same pairs differ by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that
+travel; `no overlap` what it takes when they travel once all are whole.
+
+Two ranks take two cores for themselves: what else runs falls on the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx import Plan, Profile
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, errors, mixed_plans
+from benchmarks.support.harness import Row, arguments, finish, selected
+
+RANKS = 2
+BUCKET_MIB = 5
+"""Smaller than DDP's own, so that models of these sizes send several."""
+STEPS = 4
+MANY = 2**16
+SENT = 2**22
+"""Elements of the all-reduce that is timed beside computing."""
+
+
+class Called(nn.Module):
+    """A module that a forward calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(int(sys.argv[2]), json.loads(sys.argv[3]))
+        return
+    options = arguments(
+        __doc__,
+        only={"help": "one case: bert, resnet, vgg"},
+        plans={"type": int, "default": 20, "help": "pairs of plans a model (%(default)s)"},
+        rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
+    )
+    rows: list[Row] = []
+    for name in selected(options, QUICK if options.quick else CASES):
+        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"case": name, "quick": options.quick, "pairs": count, "rounds": rounds, "folder": folder}
+            command = [sys.executable, __file__, "--rank"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            running = [subprocess.Popen([*command, str(at), json.dumps(job)], env=environment) for at in range(RANKS)]
+            if any(process.wait() for process in running):
+                raise SystemExit(f"{name}: a rank failed")
+            rows += judged(name, Path(folder))
+    finish(options, rows)
+
+
+def rank(own: int, job: dict[str, Any]) -> None:
+    """What each process does: measures, trains all pairs in turns, and writes what it saw."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = Path(job["folder"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=own, world_size=RANKS)
+    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    # Dynamo compiles a Sequential where code calls it that it traces, and DistributedDataParallel's is none.
+    case = replace(case, model=Called(case.model))
+    profile = qsync_fx.measure(
+        case.model,
+        case.step,
+        [case.batch],
+        PRECISIONS,
+        optimizer=case.optimizer,
+        rounds=job["rounds"],
+        sensitivity=None,
+        progress=False,
+    )
+    profile.save(folder / f"profile-{own}.json")
+    ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
+    plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
+    seconds: list[list[float]] = [[] for _ in plans]
+    # All versions are of one function, of which Dynamo keeps few.
+    with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
+        steps = [training(case, plan) for plan in plans]
+        for _ in range(job["rounds"]):
+            for at, step in enumerate(steps):
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                seconds[at].append((time.perf_counter() - begin) / STEPS)
+    found = {"slowed": slowed(), "seconds": seconds, "plans": [plan.to_json() for plan in plans]}
+    (folder / f"rank-{own}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def training(case: Case, plan: Plan) -> Callable[[], None]:
+    """Returns a step of a copy of the model under a plan, compiled and run until DDP has built its buckets anew."""
+    model = copy.deepcopy(case.model)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
+    kind = type(case.optimizer)
+    keywords = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
+    optimizer = kind(model.parameters(), **keywords)
+    options: dict[str, Any] = {"plan": plan}
+    compiled = torch.compile(wrapped, backend="qsync", options=options, dynamic=False)
+
+    def step() -> None:
+        case.step(compiled, case.batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def slowed() -> tuple[float, float]:
+    """Returns what computing takes longer while a bucket travels, and the reverse, as shares."""
+    values, factor = torch.zeros(SENT), torch.randn(512, 512)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(factor, factor)
+
+    def timed(work: Callable[[], object], beside: Callable[[], object] | None) -> float:
+        taken = []
+        for _ in range(15):
+            dist.barrier()
+            other = None if beside is None else beside()
+            begin = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - begin)
+            if isinstance(other, dist.Work):
+                other.wait()
+        return statistics.median(taken)
+
+    def send() -> dist.Work:
+        return dist.all_reduce(values, async_op=True)  # type: ignore[no-any-return]
+
+    def send_while_computing() -> None:
+        work = send()
+        while not work.is_completed():
+            torch.mm(factor, factor)
+        work.wait()
+
+    computing = timed(compute, send) / timed(compute, None) - 1
+    sending = timed(send_while_computing, None) / timed(lambda: send().wait(), None) - 1
+    return max(0.0, computing), max(0.0, sending)
+
+
+def judged(name: str, folder: Path) -> list[Row]:
+    """Returns how far off what was foreseen is."""
+    found = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
+    profiles = {f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True) for own in range(RANKS)}
+    pairs = list(zip(*(one["plans"] for one in found), strict=True))
+    # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
+    every = [
+        [statistics.mean(both) for both in zip(*(one["seconds"][at] for one in found), strict=True)]
+        for at in range(len(pairs))
+    ]
+    real = {str(at): statistics.median(turns) for at, turns in enumerate(every)}
+    slows = [statistics.mean(one["slowed"][which] for one in found) for which in range(2)]
+    table = [(float(nbytes), seconds) for nbytes, seconds in profiles["rank 0"].collectives[0].seconds]
+    ways = {
+        "replayed": (Network(all_reduce=table, ranks=RANKS, slows_compute=slows[0], slows_transfer=slows[1]), False),
+        "replayed, nothing slows down": (Network(all_reduce=table, ranks=RANKS), False),
+        "no overlap": (Network(all_reduce=table, ranks=RANKS), True),
+    }
+    limit = BUCKET_MIB * 2**20
+    rows: list[Row] = []
+    for way, (network, whole) in ways.items():
+        cluster = Cluster(dict.fromkeys(profiles, Device()), network, Buckets(limit, limit, whole_graphs=whole))
+        foreseen = {}
+        buckets = 0
+        for at, both in enumerate(pairs):
+            plans = {key: Plan.from_json(text) for key, text in zip(profiles, both, strict=True)}
+            timeline = qsync_fx.replay(plans, profiles, cluster=cluster)
+            foreseen[str(at)], buckets = timeline.seconds, len(timeline.played.buckets)
+        mean, worst = errors(foreseen, real)
+        rows.append(
+            {
+                "case": name,
+                "way": way,
+                "pairs": len(pairs),
+                "buckets": buckets,
+                "step_ms": 1e3 * statistics.mean(real.values()),
+                "mean_%": mean,
+                "worst_%": worst,
+                "slows_compute": network.slows_compute,
+                "slows_transfer": network.slows_transfer,
+            }
+        )
+    apart = {
+        str(at): max(
+            qsync_fx.replay(Plan.from_json(text), profile).seconds
+            for text, profile in zip(both, profiles.values(), strict=True)
+        )
+        for at, both in enumerate(pairs)
+    }
+    halves = [{str(at): statistics.median(turns[first::2]) for at, turns in enumerate(every)} for first in (0, 1)]
+    for way, (left, right) in {
+        "apart": (apart, real),
+        "floor: odd against even rounds": (halves[0], halves[1]),
+    }.items():
+        mean, worst = errors(left, right)
+        rows.append({"case": name, "way": way, "mean_%": mean, "worst_%": worst})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

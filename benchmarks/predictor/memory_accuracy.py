@@ -1,0 +1,197 @@
+"""Foreseen peaks of memory against the allocator's, to the byte: random mixed plans on models compiled with Inductor.
+
+Every plan is compiled and trained, and each allocation of the second step counted. `real_mb` and `foreseen_mb` are what a step holds at
+most beyond parameters, buffers and the optimizer's state; `error` is between the two, in percent, `whole_error` that of all that is held
+at most, and `anchored_error` that of the prediction corrected by the peaks of the uniform plans. Passes alone and the step with its
+optimizer are rows of their own. `saved` is what is kept for the backward pass.
+
+With --without-kernels the compiler's own kernels are neither built nor run: what is allocated is the same, and takes seconds a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.memory import Anchor, Category, OptimizerMemory, Training, anchored_bytes, step_memory
+from qsync_fx.predictor.model import model_graph
+from qsync_fx.profiling.measuring.optimizers import optimizer_memory
+from qsync_fx.profiling.measuring.peak import measured_peak
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.replay_accuracy import (
+    CASES,
+    PRECISIONS,
+    QUICK,
+    Case,
+    ResNet18,
+    bert,
+    classifier,
+    mixed_plans,
+    vgg11_bn,
+)
+from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.unbuilt import without_kernels
+
+SPACE = "passes", "step"
+
+
+class Words(nn.Module):
+    """Torch's own encoder in front of which tables are read: of words, and of places."""
+
+    def __init__(self, words: int, width: int, length: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation="gelu", batch_first=True)
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.layers, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(width, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        logits: Tensor = self.head(self.layers(self.words(ids) + self.places(places)).mean(1))
+        return logits
+
+
+def words() -> Case:
+    model, batch = Words(5000, 128, 64), (torch.randint(5000, (16, 64)), torch.randint(10, (16,)))
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+    return Case(model, batch, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
+
+
+def gpt2() -> Case:
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=5000))
+    batch = torch.randint(5000, (8, 128)), torch.randn(8, 128, 256)
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]).last_hidden_state.float(), batch[1])
+
+    return Case(model, batch, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
+
+
+HELD_OUT: Mapping[str, Callable[[], Case]] = {
+    "BERT 2 layers, 8 x 128 tokens": lambda: bert(2, 8, 128),
+    "BERT 4 layers, 4 x 128 tokens": lambda: bert(4, 4, 128),
+    "ResNet-18, 32 x 64 x 64": lambda: classifier(ResNet18(), 32, 64),
+    "VGG-11-BN, 16 x 64 x 64": lambda: classifier(vgg11_bn(), 16, 64),
+    "GPT-2, 2 layers 256 wide, 8 x 128 tokens": gpt2,
+    "torch's encoder, 2 layers 128 wide, 16 x 64 words": words,
+}
+"""On which no rule of the memory model was found."""
+
+
+def measured(case: Case, plan: Plan) -> dict[str, int]:
+    """Returns the most that the two passes hold, and that a whole step does."""
+    torch._dynamo.reset()
+    model = torch.compile(case.model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
+
+    def passes(finish: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            case.step(model, case.batch).backward()  # type: ignore[no-untyped-call]
+            finish()
+            case.optimizer.zero_grad(set_to_none=True)
+
+        return run
+
+    step = passes(case.optimizer.step)
+    step()
+    return {"passes": measured_peak(passes(lambda: None)), "step": measured_peak(step)}
+
+
+def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
+    explanation = qsync_fx.explain(case.model.train(), case.batch[0])
+    graph = model_graph(explanation, PRECISIONS)
+    ids = [str(op_id) for op_id in explanation.plan().operators]
+    plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, count)
+    trainings = {"passes": Training(OptimizerMemory()), "step": Training(optimizer_memory(case.optimizer))}
+    anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
+    for label, plan in plans.items():
+        real, found = measured(case, plan), states(graph, plan)
+        for space in SPACE:
+            if label in PRECISIONS:
+                anchors[space].append(Anchor(found, real[space]))
+            yield _row(name, label, space, found, real[space], anchors[space], trainings[space])
+
+
+def _row(name: str, label: str, space: str, found: States, real: int, anchors: list[Anchor], training: Training) -> Row:
+    memory = step_memory(found, training)
+    mixed = label not in PRECISIONS
+    corrected = anchored_bytes(found, anchors, training) if mixed else real
+    return {
+        "case": name,
+        "plan": label,
+        "of": space,
+        "real_mb": real / 1e6,
+        "foreseen_mb": memory.step_bytes / 1e6,
+        "error": 100 * (memory.step_bytes / real - 1),
+        "whole_error": 100 * (memory.step_bytes - real) / (real + memory.held_bytes),
+        "anchored_error": 100 * (corrected / real - 1) if mixed else None,
+        "at": f"{memory.peak.place} {memory.peak.operator}".strip(),
+        "saved_mb": max(moment.of(Category.SAVED) for moment in memory.moments) / 1e6,
+    }
+
+
+def summaries(rows: list[Row]) -> list[Row]:
+    """Returns the mean and the worst error of each model's mixed plans."""
+    found: list[Row] = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        for space in SPACE:
+            mixed = [r for r in rows if r["case"] == name and r["of"] == space and r["anchored_error"] is not None]
+            if mixed:
+                found += [
+                    {"case": name, "plan": label, "of": space}
+                    | {key: of(abs(row[key]) for row in mixed) for key in ("error", "whole_error", "anchored_error")}
+                    for label, of in (("mean of mixed plans", statistics.mean), ("worst of mixed plans", max))
+                ]
+    return found
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    counts = (
+        dict.fromkeys(QUICK, 2)
+        if options.quick
+        else dict.fromkeys(CASES, options.plans) | dict.fromkeys(HELD_OUT, options.held_out)
+    )
+    for name, make in selected(options, QUICK if options.quick else {**CASES, **HELD_OUT}).items():
+        torch.manual_seed(0)
+        for row in rows_of(name, make(), counts[name]):
+            rows.append(row)
+            print(f"{name}: {row['plan']}, {row['of']}: {row['error']:.2f}%", flush=True)
+            if options.json:
+                write_json(options.json, rows, quick=options.quick, without_kernels=options.without_kernels)
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        only={"help": "cases whose names begin so: bert, resnet, vgg, gpt-2, torch"},
+        plans={"type": int, "default": 20, "help": "mixed plans a model (%(default)s)"},
+        held_out={"type": int, "default": 6, "help": "mixed plans of models that no rule was found on (%(default)s)"},
+        without_kernels={"action": "store_true", "help": "allocate only: build and run no kernel of the compiler's"},
+    )
+    if options.without_kernels:
+        with without_kernels():
+            rows = run(options)
+    else:
+        rows = run(options)
+    finish(options, [*rows, *summaries(rows)])
+
+
+if __name__ == "__main__":
+    main()

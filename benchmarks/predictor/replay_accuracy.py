@@ -1,0 +1,279 @@
+"""Foreseen against real: random mixed plans, none of them measured for the profile, on models whose steps take 50 to 300 ms.
+
+One process a model: all plans, those of the profile and those to foresee, are compiled, and take turns. A step is foreseen from a profile
+of the first ones alone. The floor is what the same plans differ by between odd and even rounds: no error says anything below it. Beside it
+stand what a profile of uniform plans alone would say, and the sum of operators without casts and cascades, as dPRO sees a step.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan, Profile
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.profiling.measurement import label_of
+from qsync_fx.profiling.runs import Run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish, folder, selected, write_json
+from benchmarks.support.models import vgg_layers
+
+PRECISIONS = ("fp32", "bf16", "int8")
+KINDS = ("singly", "skewed", "by block")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch, and what trains it."""
+
+    model: nn.Module
+    batch: Any
+    step: Callable[[Any, Any], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def bert(layers: int, batch: int, length: int) -> Case:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(num_hidden_layers=layers, attn_implementation="eager")  # type: ignore[call-arg]
+    model = BertModel(config, add_pooling_layer=False)
+    given = torch.randint(30000, (batch, length)), torch.randn(batch, length, 768)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = nn.functional.mse_loss(model(batch[0]).last_hidden_state.float(), batch[1])
+        return loss
+
+    return Case(model, given, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
+
+
+class Block(nn.Module):
+    """Two convolutions and what goes past them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        past = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.down = nn.Identity() if stride == 1 and before == after else past
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out: torch.Tensor = self.relu(y + self.down(x))
+        return out
+
+
+class ResNet18(nn.Module):
+    """He et al., 2015, with two blocks a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        widths = [64, 64, 128, 256, 512]
+        stages = zip(widths, widths[1:], (1, 2, 2, 2), strict=False)
+        self.stages = nn.ModuleList(nn.Sequential(Block(a, b, stride), Block(b, b, 1)) for a, b, stride in stages)
+        self.fc = nn.Linear(512, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.stem(x))
+        for stage in self.stages:
+            x = stage(x)
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+def vgg11_bn() -> nn.Module:
+    """Simonyan and Zisserman, configuration A, with batch norms and a smaller head."""
+    layers = vgg_layers(64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
+    return nn.Sequential(*layers, *head)
+
+
+def classifier(model: nn.Module, batch: int, size: int) -> Case:
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(batch, 3, size, size).to(memory_format=torch.channels_last)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    return Case(model, (images, torch.randint(100, (batch,))), step, optimizer)
+
+
+CASES: Mapping[str, Callable[[], Case]] = {
+    "BERT 2 layers, 4 x 128 tokens": lambda: bert(2, 4, 128),
+    "ResNet-18, 16 x 64 x 64": lambda: classifier(ResNet18(), 16, 64),
+    "VGG-11-BN, 8 x 64 x 64": lambda: classifier(vgg11_bn(), 8, 64),
+}
+QUICK: Mapping[str, Callable[[], Case]] = {
+    "two convolutions and a linear layer": lambda: classifier(
+        nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 100)),
+        ),
+        2,
+        8,
+    )
+}
+
+
+def mixed_plans(ids: Sequence[str], count: int, seed: int = 1) -> dict[str, Plan]:
+    """Returns random plans: each operator drawn singly, most in one format, or block by block."""
+    drawn, found = random.Random(seed), {}
+    for at in range(count):
+        kind = KINDS[at % len(KINDS)]
+        usual = drawn.choice(PRECISIONS)
+        blocks: dict[str, str] = {}
+        chosen = {}
+        for name in ids:
+            if kind == "by block":
+                chosen[name] = blocks.setdefault(_block(name), drawn.choice(PRECISIONS))
+            else:
+                alike = kind == "skewed" and drawn.random() < 0.7
+                chosen[name] = usual if alike else drawn.choice(PRECISIONS)
+        found[f"{at:02d} {kind}"] = Plan(operators=chosen)
+    return found
+
+
+def _block(name: str) -> str:
+    """The block that an operator belongs to: of a stage or an encoder's layer, or of four modules in a row."""
+    parts = re.match(r"(.*?)(\d+)(?:\.(\w+))?", name)
+    if parts is None:
+        return ""
+    return f"{parts[1]}{parts[2]}.{parts[3] or ''}" if parts[1] else f"{int(parts[2]) // 4}"
+
+
+def uniform_alone(profile: Profile) -> Profile:
+    """Returns the profile as it would be of uniform plans alone, where no product ever meets another format."""
+    return replace(profile, runs=[run for run in profile.runs if run.label in PRECISIONS])
+
+
+def additive(profile: Profile, plan: Plan) -> float:
+    """Returns forward and backward pass as dPRO sees them: what each operator takes in its planned format, without casts and cascades.
+
+    An operator that no plan decides on takes what it takes in FP32.
+    """
+    runs = {run.label: {m.operator: m.forward + m.backward for m in run.operators} for run in profile.runs}
+    asked = {str(op_id): chosen.name for op_id, chosen in plan.operators.items()}
+    total = sum(runs[asked.get(operator, "fp32")][operator] for operator in runs["fp32"])
+    return total + sum(next(run for run in profile.runs if run.label == "fp32").outside)
+
+
+def foreseen(profile: Profile, plan: Plan) -> float:
+    """Returns forward and backward pass of a plan, as the cost mapper sees it."""
+    totals = CostMapper(profile.graph, profile.times(), plan).totals
+    return totals.seconds - totals.optimizer
+
+
+def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float, float]:
+    """Returns how far off times are in percent, in the mean and at worst."""
+    off = [100 * abs(found[name] / real[name] - 1) for name in real]
+    return statistics.mean(off), max(off)
+
+
+def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None) -> tuple[Profile, list[Run]]:
+    """Measures a model and plans in turns; returns the profile without these, and what was measured of each, in their order.
+
+    A plan that puts operators into the states of one that every profile measures would test nothing: it is left out.
+    """
+    whole = qsync_fx.measure(
+        case.model,
+        case.step,
+        [case.batch],
+        PRECISIONS,
+        optimizer=case.optimizer,
+        plan=plans,
+        rounds=rounds,
+        sensitivity=None,
+        path=partial,
+    )
+    runs = {run.label: run for run in whole.runs if run.planned}
+    profile = replace(whole, runs=[run for run in whole.runs if not run.planned])
+    return profile, [runs[label] for plan in plans if (label := label_of(plan)) in runs]
+
+
+def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
+    explanation = qsync_fx.explain(case.model, case.batch[0])
+    ids = [str(op_id) for op_id in explanation.plan().operators]
+    asked = {label_of(plan): (kind, plan) for kind, plan in mixed_plans(ids, count).items()}
+    plans = [plan for _, plan in asked.values()]
+    profile, runs = measured(case, plans, rounds, partial)
+    targets = {run.label: run for run in runs}
+    real = {label: run.passes for label, run in targets.items()}
+    steps = {label: statistics.median(map(sum, run.steps)) for label, run in targets.items()}
+    halves = [{label: _passes(run.steps[start::2]) for label, run in targets.items()} for start in (0, 1)]
+    ways = {
+        "mapper": {label: foreseen(profile, asked[label][1]) for label in targets},
+        "mapper, uniform runs alone": {label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets},
+        "additive, no casts or cascades": {label: additive(profile, asked[label][1]) for label in targets},
+    }
+    rows: list[Row] = []
+    for way, found in ways.items():
+        mean, worst = errors(found, real)
+        of_step = errors({label: seconds + profile.optimizer_seconds for label, seconds in found.items()}, steps)
+        rows.append(
+            {
+                "case": name,
+                "way": way,
+                "plans": len(targets),
+                "passes_ms": 1e3 * statistics.mean(real.values()),
+                "step_ms": 1e3 * statistics.mean(steps.values()),
+                "passes_mean_%": mean,
+                "passes_worst_%": worst,
+                "step_mean_%": of_step[0],
+                "step_worst_%": of_step[1],
+                "each_%": {asked[label][0]: round(100 * (found[label] / real[label] - 1), 2) for label in targets},
+            }
+        )
+    floor = errors(halves[0], halves[1]) if rounds > 1 else (0.0, 0.0)
+    rows.append(
+        {"case": name, "way": "floor: odd against even rounds", "passes_mean_%": floor[0], "passes_worst_%": floor[1]}
+    )
+    return rows
+
+
+def _passes(steps: Sequence[tuple[float, float, float]]) -> float:
+    return statistics.median(forward + backward for forward, backward, _ in steps)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        only={"help": "one case: bert, resnet, vgg"},
+        plans={"type": int, "default": 20, "help": "mixed plans a model (%(default)s)"},
+        rounds={"type": int, "default": 9, "help": "turns a plan (%(default)s)"},
+        partial={"type": folder, "help": "folder that keeps measurements that are interrupted, to go on from"},
+    )
+    # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for name, build in selected(options, QUICK if options.quick else CASES).items():
+        partial = options.partial and options.partial / f"{name.split()[0].lower()}.json"
+        count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
+        rows += rows_of(name, build(), count, rounds, partial)
+        if options.json:
+            # An hour a case: what is measured is kept even if the next one is interrupted.
+            write_json(options.json, rows, quick=options.quick)
+        torch._dynamo.reset()
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

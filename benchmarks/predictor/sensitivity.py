@@ -1,0 +1,289 @@
+"""How well indicators tell what narrow operators do to gradients: formulas against Monte Carlo, and methods against real quantized passes.
+
+Twelve networks on scikit-learn's digits: ReLU, GELU, tanh, residuals, attention, convolutions, batch norm, pooling, a ViT and a GPT-2 of
+transformers. Each has been trained for a few steps, and trains on between those that are looked at: where rounding is to nearest, weights
+that stay err by the same in every step, and one step says little. The truth is the mean square error of the gradients where one operator
+at a time runs in the precision, as the backend lowers it; "floor" is how well the truth of every other step tells that of the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.predictor.sensitivity import paper
+from qsync_fx.predictor.sensitivity.agreement import agreement, spearman
+from qsync_fx.predictor.sensitivity.grid import scale, step as grid_step
+from qsync_fx.predictor.sensitivity.product_noise import gradient_products, product_noise
+from qsync_fx.predictor.sensitivity.rounding_noise import noise
+from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.profiling.statistics.measured import several
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish, write_json
+
+Batch = tuple[Tensor, Tensor]
+STEPS = {"bf16": 24, "int8": 12}
+"""Where rounding is to nearest a step shows one draw of each error."""
+FLOOR, MORE = 0.95, 4
+"""What half of the steps does not tell of the others to this is looked at in so many times the steps."""
+METHODS = ("exact", "injected", "depth", "paper", "fisher", "random", "monte_carlo")
+
+
+def digits(count: int, size: int) -> list[Batch]:
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16 - 0.3, torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return [(x[at], y[at]) for at in torch.split(order, size)[:count]]
+
+
+def perceptron(activation: Callable[[], nn.Module]) -> nn.Module:
+    widths = (64, 128, 32, 256, 64, 64, 16, 128, 10)
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), activation())]
+    return nn.Sequential(*layers[:-1])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(self.activation(self.up(x)))
+        return found
+
+
+def residual(activation: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 48), *(Block(48, activation()) for _ in range(4)), nn.Linear(48, 10))
+
+
+class Attention(nn.Module):
+    """torch.nn's own encoder, over the eight rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, 0.0, "gelu", batch_first=True, norm_first=first)
+            for first in (True, False)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rows(x.view(-1, 8, 8))
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(x.mean(1))
+        return found
+
+
+def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
+    channels = 1
+    for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2)):
+        layers += [nn.Conv2d(channels, width, 3, stride, 1), *([nn.BatchNorm2d(width)] if norm else []), activation()]
+        channels = width
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 32), activation(), nn.Linear(32, 10))
+    return nn.Sequential(*layers, *head)
+
+
+def pooling() -> nn.Module:
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
+    for a, b, pool in ((1, 16, False), (16, 32, True), (32, 32, False), (32, 64, True)):
+        layers += [nn.Conv2d(a, b, 3, 1, 1), nn.ReLU(True), *([nn.MaxPool2d(2)] if pool else [])]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Vit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 8,
+            "patch_size": 2,
+            "num_channels": 1,
+        }
+        config = ViTConfig(**sizes, num_labels=10, attn_implementation="eager")  # type: ignore[call-arg]
+        self.vit = ViTForImageClassification(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.vit(pixel_values=x.view(-1, 1, 8, 8)).logits
+        return found
+
+
+class Gpt2(nn.Module):
+    """Reads an image pixel by pixel, 17 shades, and tells its digit at the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model
+
+        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 17}
+        dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.gpt2 = GPT2Model(GPT2Config(**sizes, **dropouts, use_cache=False))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shades = ((x + 0.3) * 16).round().long().clamp(0, 16)
+        found: Tensor = self.head(self.gpt2(input_ids=shades).last_hidden_state[:, -1])
+        return found
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron, ReLU": lambda: perceptron(nn.ReLU),
+    "perceptron, GELU": lambda: perceptron(nn.GELU),
+    "perceptron, tanh": lambda: perceptron(nn.Tanh),
+    "residual, ReLU": lambda: residual(nn.ReLU),
+    "residual, GELU": lambda: residual(nn.GELU),
+    "attention, GELU": Attention,
+    "convolutions, ReLU": lambda: convolutional(nn.ReLU, norm=False),
+    "convolutions, GELU": lambda: convolutional(nn.GELU, norm=False),
+    "convolutions, batch norm, ReLU": lambda: convolutional(nn.ReLU, norm=True),
+    "convolutions, max pooling": pooling,
+    "ViT": Vit,
+    "GPT-2": Gpt2,
+}
+
+
+def loss(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(model: nn.Module, batches: list[Batch]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def floor(truth: Sensitivity, precision: str) -> float:
+    """Returns how well half of the steps tells the other half."""
+    halves = [
+        [statistics.fmean(values[name][precision] for values in truth.trace[first::2]) for name in truth.operators]
+        for first in (0, 1)
+    ]
+    return spearman(*halves)
+
+
+def network(name: str, precision: str, steps: int) -> Row:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = NETWORKS[name]()
+    batches = digits(18, 96)  # gates flip seldom: what a small batch shows is mostly chance
+    train(model, batches)
+
+    def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    found = several(model, loss, batches, METHODS, [precision], steps=steps, fraction=1.0, optimizer=optimizer)
+    *methods, truth = found
+    held = {one.method: agreement(one, truth, precision) for one in methods}
+    return {
+        "case": name,
+        "precision": precision,
+        "steps": steps,
+        "operators": held["exact"].operators,
+        "spread": held["exact"].spread,
+        "floor": floor(truth, precision),
+        **{method: a.spearman for method, a in held.items()},
+        **{f"{method}/truth": held[method].ratio for method in ("exact", "injected", "depth", "paper")},
+        **{f"{one.method} s": one.seconds for one in found if one.method in ("exact", "injected", "monte_carlo")},
+    }
+
+
+# Formulas.
+
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (F.linear, (64, 96), (48, 96)),
+    "attention scores": (lambda q, k: q @ k.transpose(-1, -2), (4, 4, 16, 16), (4, 4, 16, 16)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, padding=1, stride=2), (4, 8, 12, 12), (16, 8, 3, 3)),
+    "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=4), (4, 16, 10, 10), (16, 4, 3, 3)),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (4, 8, 6, 6), (8, 12, 3, 3)),
+    "experts": (torch.bmm, (4, 32, 32), (4, 32, 24)),
+}
+
+
+def drawn(x: Tensor, fmt: Precision, generator: torch.Generator) -> Tensor:
+    """Rounds stochastically in FP64, by the definition."""
+    factor = scale(x, fmt)
+    units = x.double() / factor
+    size = grid_step(units, fmt)
+    below = (units / size).floor()
+    random = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+    return (below + (random < units / size - below)) * size * factor
+
+
+def formulas(draws: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(0)
+    rows: list[Row] = []
+
+    def row(
+        case: str, what: str, fmt: Precision, sample: Callable[[], Tensor], exact: Tensor, variance: Tensor
+    ) -> None:
+        measured = sum(float((sample() - exact).square().sum()) for _ in range(draws)) / draws
+        rows.append(
+            {"case": case, "what": what, "precision": fmt.name, "formula/Monte Carlo": float(variance.sum()) / measured}
+        )
+
+    for name, (product, of_x, of_w) in PRODUCTS.items():
+        x, w = torch.relu(torch.randn(of_x, generator=generator)), torch.randn(of_w, generator=generator)
+        g = torch.randn(product(x, w).shape, generator=generator)
+        to_x, to_w = gradient_products(product, x, w)
+        for fmt in (FORMATS["int8"], FORMATS["fp16"], FORMATS["fp8"]):
+            vx, vw, vg = (noise(t, fmt) for t in (x, w, g))
+            row(name, "tensor", fmt, lambda x=x, f=fmt: drawn(x, f, generator), x.double(), vx)  # type: ignore[misc]
+            cases = (
+                ("output", product, x, w, vx, vw),
+                ("weight gradient", to_w, g, x, vg, vx),
+                ("input gradient", to_x, g, w, vg, vw),
+            )
+            for what, computed, a, b, va, vb in cases:
+
+                def sample(c: Any = computed, a: Tensor = a, b: Tensor = b, fmt: Precision = fmt) -> Tensor:
+                    found: Tensor = c(drawn(a, fmt, generator), drawn(b, fmt, generator))
+                    return found
+
+                row(name, what, fmt, sample, computed(a.double(), b.double()), product_noise(computed, a, b, va, vb))
+            if name == "linear":
+                bound = paper.forward(paper.moments(x, fmt), paper.moments(w, fmt))
+                of_paper = {"paper/Monte Carlo": bound / float(product_noise(product, x, w, vx, vw).sum())}
+                rows.append({"case": name, "what": "output, equation 4", "precision": fmt.name, **of_paper})
+    return rows
+
+
+def main() -> None:
+    options = arguments(__doc__, only={"nargs": "*", "metavar": "NETWORK", "help": "these networks alone"})
+    rows = formulas(20 if options.quick else 400)
+    names = options.only or (list(NETWORKS)[:1] if options.quick else list(NETWORKS))
+    for name in names:
+        for precision in ("int8",) if options.quick else STEPS:
+            steps = 2 if options.quick else STEPS[precision]
+            row = network(name, precision, steps)
+            if not options.quick and float(row["floor"]) < FLOOR:
+                row = network(name, precision, MORE * steps)
+            rows.append({key: None if value != value else value for key, value in row.items()})
+            if options.json:
+                write_json(options.json, rows, options.quick)  # it takes long: what there is is kept
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

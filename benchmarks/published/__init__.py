@@ -1,0 +1,1 @@
+"""Constants that are fitted to times that others have published, and how near they come to those that were left out."""

@@ -1,0 +1,228 @@
+"""Fits the constants of devices of the catalog to times of products that others measured.
+
+Invariant: nothing that is held out is looked at by a fit, and what is held out is whole shapes, on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.published.fitting import Fitting, Numbers
+from qsync_fx import devices
+from qsync_fx.devices.analytic.convolutions import uncorrected
+from qsync_fx.devices.analytic.products import multiplied
+from qsync_fx.devices.analytic.shapes import Shape
+from qsync_fx.devices.analytic.tiles import Machine
+from qsync_fx.devices.constants import Convolution, Tiles
+from qsync_fx.precision import FP32, precision
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured product.
+
+    Attributes:
+        device, precision: where, and in which format.
+        product: "gemm", or which product of a convolution.
+        shape: m, n, k, or the sizes of a convolution.
+        layout: which factor of a matrix product is transposed.
+        seconds: what it took.
+    """
+
+    device: str
+    precision: str
+    product: str
+    shape: tuple[int, ...]
+    layout: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What a constant usually is, how far from that is likely, and what is no fraction any more."""
+
+    value: float
+    spread: float
+    most: float = float("inf")
+
+    def at(self, away: float) -> float:
+        return min(max(self.value + self.spread * away, 0.0), self.most)
+
+
+class Factor(Usual):
+    """The same of what is never 0: the spread is one of the logarithm."""
+
+    def at(self, away: float) -> float:
+        return min(self.value * float(np.exp(self.spread * away)), self.most)
+
+
+_TILES: dict[str, Usual] = {
+    "efficiency": Factor(0.75, 0.2, 1.05),
+    "small_tiles": Usual(0.4, 0.2),
+    "latency": Factor(40.0, 0.4),
+    "alone": Factor(0.8, 0.25, 1.0),
+    "prologue": Usual(60.0, 40.0),
+    "reduction": Factor(1.0, 0.4),
+    "memory": Factor(0.75, 0.15, 1.0),
+    "overlap": Factor(2.0, 0.3),
+    "launch": Factor(5e-6, 0.4),
+    "throttle": Usual(0.03, 0.03),
+}
+_GEMM = {
+    "efficiency": Factor(0.7, 0.4, 1.05),
+    "misaligned": Factor(1.2, 1.0),
+    "tn": Factor(1.0, 0.1),
+    "nt": Factor(1.0, 0.1),
+}
+_CONVOLUTION = {"gather": Usual(0.05, 0.1), "floor": Factor(1e-5, 0.4)}
+_TENSOR_CORES = {"relayout": Usual(0.5, 0.4), "weights": Usual(1.0, 0.7)}
+_PADDED = {"ordinary": Factor(0.4, 0.3)}
+_FP32 = {
+    "prologue": Usual(20.0, 20.0),
+    "winograd": Factor(1.0, 0.2),
+    "winograd_data": Factor(1.0, 0.3),
+    "winograd_weights": Factor(1.0, 0.4),
+}
+_FUSED = {"winograd_fused": Factor(0.9, 0.2)}
+_ZEROS = {"relayout": Usual(1.0, 0.5)}
+_STRIDED = {"strided": Usual(0.6, 0.2, 1.0)}
+_KERNELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "gemm": {
+        "t4 fp16": {"splits": 64},
+        "t4 fp32": {"splits": 1},
+        "t4 int8": {"splits": 4},
+        "v100 fp16": {"splits": 64},
+        "v100 fp32": {"splits": 16},
+    },
+    "output": {
+        "t4 fp16": {"smallest": 64, "splits": 1},
+        "t4 fp32": {"splits": 1},
+        "t4 int8": {"smallest": 64, "splits": 1},
+        "v100 fp16": {"smallest": 64, "splits": 64},
+        "v100 fp32": {"pointwise": 64, "splits": 1},
+    },
+    "input_gradient": {
+        "t4 fp16": {"smallest": 64, "splits": 1},
+        "t4 fp32": {"smallest": 64, "pointwise": 32, "splits": 1},
+        "v100 fp16": {"smallest": 64, "splits": 1},
+        "v100 fp32": {"pointwise": 64, "splits": 1},
+    },
+    "weight_gradient": {
+        "t4 fp16": {"smallest": 128, "splits": 16, "tallest": True, "places": 32},
+        "t4 fp32": {"pointwise": 128, "splits": 64, "places": 32},
+        "v100 fp16": {"smallest": 64, "splits": 64, "tallest": True},
+        "v100 fp32": {"pointwise": 128, "splits": 64, "places": 32, "winograd_smallest": 128},
+    },
+}
+"""Of each product the tiles that a library's kernels have on a device: what was seen in the times of all shapes."""
+_ALIGNED = {"fp16": 8, "int8": 4}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Points of one device: its number, which they are, what they run on, their shapes, and which factor is transposed."""
+
+    device: int
+    at: NDArray[np.int_]
+    machine: Machine
+    sides: Numbers
+    layouts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Points of one product in one format, to be explained by one set of constants a device."""
+
+    points: Sequence[Point]
+    devices: tuple[str, ...]
+
+    @property
+    def product(self) -> Any:
+        return self.points[0].product
+
+    @property
+    def precision(self) -> str:
+        return self.points[0].precision
+
+    def usual(self) -> Mapping[str, Usual]:
+        if self.product == "gemm":
+            return _TILES | _GEMM
+        strided = self.product == "input_gradient"
+        found = _TILES | _CONVOLUTION | (_STRIDED if strided else {})
+        if precision(self.precision) is not FP32:
+            return found | _TENSOR_CORES | (_PADDED if self.product != "output" else {})
+        found |= _FP32 | (_ZEROS if strided else {})
+        return found | (_FUSED if self.product != "weight_gradient" else {})
+
+    def constants(self, away: Numbers, device: int) -> Tiles:
+        own: dict[str, Any] = {
+            name: usual.at(far) for (name, usual), far in zip(self.usual().items(), away[device], strict=True)
+        }
+        own |= _KERNELS[self.product].get(f"{self.devices[device]} {self.precision}", {})
+        if self.product != "gemm":
+            own["step"] = 8 if precision(self.precision) is FP32 else 32
+            return Convolution(**own, source="a fit")
+        layouts = {name: own.pop(name) for name in ("tn", "nt")}
+        return Tiles(**own, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit")
+
+    def parts(self, points: Sequence[Point]) -> list[Part]:
+        """Returns the points of each device."""
+        found = []
+        for number, device in enumerate(self.devices):
+            at = np.array([index for index, point in enumerate(points) if point.device == device], dtype=int)
+            if len(at):
+                sides = np.array([points[index].shape for index in at], dtype=float).T
+                layouts = [points[index].layout for index in at]
+                found.append(Part(number, at, devices.get(device).machine(self.precision), sides, layouts))
+        return found
+
+    def reckon(self, away: Numbers, parts: Sequence[Part]) -> Numbers:
+        """Returns the logarithms of reckoned seconds."""
+        seconds, fmt = np.zeros(sum(len(part.at) for part in parts)), precision(self.precision)
+        width = fmt.dtype.itemsize
+        for part in parts:
+            by = self.constants(away, part.device)
+            if isinstance(by, Convolution):
+                shape = Shape.of(*part.sides)
+                found = uncorrected(by, part.machine, shape, self.product, width, fmt is not FP32)
+            else:
+                result = 4 if fmt.kind == "integer" else width
+                m, n, k = part.sides
+                found = multiplied(by, part.machine, m, n, k, part.layouts, width, result)
+            seconds[part.at] = found
+        return np.log(seconds)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants that explain a problem."""
+
+    problem: Problem
+    away: Numbers
+
+    def seconds(self, points: Sequence[Point]) -> Numbers:
+        return np.exp(self.problem.reckon(self.away, self.problem.parts(points)))
+
+    def of(self, device: str) -> dict[str, Any]:
+        """Returns the constants of one device, as its file has them."""
+        by = self.problem.constants(self.away, self.problem.devices.index(device))
+        return {name: getattr(by, name) for name in by.__dataclass_fields__ if name not in ("source", "corrections")}
+
+
+def fit(points: Sequence[Point], steps: int = 15, tries: int = 3) -> Fitted:
+    """Returns the constants that explain points best, without straying far from what is usual."""
+    problem = Problem(points, tuple(sorted({point.device for point in points})))
+    parts = problem.parts(points)
+    fitting = Fitting(
+        lambda away: problem.reckon(away, parts),
+        np.log([point.seconds for point in points]),
+        np.array([problem.devices.index(point.device) for point in points]),
+        len(problem.devices),
+        len(problem.usual()),
+    )
+    return Fitted(problem, fitting.best(steps, tries))

@@ -1,0 +1,236 @@
+"""How near the catalog's devices come to times that others measured: matrix products, convolutions and all-reduces of T4 and V100.
+
+For each device, format and product the mean and median of the absolute relative error, on shapes that constants were not fitted to
+(10 folds by shape) and on all shapes with the constants of the catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv
+(Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); without it nothing is done. `--write` fits to all of them, and writes
+what is found into the catalog.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qsync_fx import devices
+from qsync_fx.devices.analytic.transfers import interpolated
+from qsync_fx.devices.constants import Convolution, Tiles
+from qsync_fx.files import write_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.published.calibration import Point, fit
+from benchmarks.published.fitting import Numbers
+from benchmarks.support.harness import arguments, finish
+
+CATALOG = Path(devices.__file__).with_name("catalog")
+MARK = "# Fitted by benchmarks/published/catalog.py; what is above is written by hand."
+FORMATS = {"fp32": "fp32", "fp16_mixed": "fp16", "int8": "int8"}
+PRODUCTS = {"output": "fwd_ms", "input_gradient": "bwd_input_ms", "weight_gradient": "bwd_weight_ms"}
+SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
+FOLDS = 10
+
+
+def gemms(folder: Path) -> list[Point]:
+    with open(folder / "deepbench_gemm.csv") as file:
+        return [
+            Point(
+                row["device"].lower(),
+                FORMATS[row["precision"]],
+                "gemm",
+                (int(row["M"]), int(row["N"]), int(row["K"])),
+                (row["transA"] + row["transB"]).lower(),
+                float(row["time_ms"]) * 1e-3,
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def convolutions(folder: Path) -> list[Point]:
+    with open(folder / "deepbench_conv.csv") as file:
+        return [
+            Point(
+                row["device"].lower(),
+                FORMATS[row["precision"]],
+                product,
+                tuple(int(row[size]) for size in SIZES),
+                "",
+                float(row[column]) * 1e-3,
+            )
+            for row in csv.DictReader(file)
+            for product, column in PRODUCTS.items()
+            if row[column]
+        ]
+
+
+def folds(shapes: Sequence[Any]) -> dict[Any, int]:
+    distinct = sorted(set(shapes))
+    np.random.default_rng(0).shuffle(distinct)
+    return {tuple(shape): at % FOLDS for at, shape in enumerate(distinct)}
+
+
+def held_out(points: Sequence[Point], quick: bool) -> Numbers:
+    """Returns the seconds of each point by constants that were fitted without its shape."""
+    fold = folds([point.shape for point in points])
+    found = np.zeros(len(points))
+    for number in range(1 if quick else FOLDS):
+        there = np.array([fold[point.shape] == number for point in points])
+        known = [p for p, out in zip(points, there, strict=True) if not out]
+        fitted = fit(known, *_EFFORT[quick])
+        found[there] = fitted.seconds([p for p, out in zip(points, there, strict=True) if out])
+    return found
+
+
+_EFFORT = {False: (15, 3), True: (3, 0)}
+"""Steps and tries of a fit, by whether it is to be quick."""
+
+
+def catalogued(point: Point) -> float:
+    device = devices.get(point.device)
+    if point.product == "gemm":
+        m, n, k = point.shape
+        layout: Any = point.layout
+        return device.gemm_seconds(m, n, k, point.precision, layout)
+    *sizes, down, across, high, wide = point.shape
+    product: Any = point.product
+    n, c, h, w, k, r, s = sizes
+    return device.conv_seconds(n, c, h, w, k, r, s, (down, across), (high, wide), point.precision, product)
+
+
+def errors(seconds: Numbers, points: Sequence[Point]) -> Numbers:
+    return np.asarray(np.abs(seconds / np.array([point.seconds for point in points]) - 1))
+
+
+def products(folder: Path, quick: bool, write: bool, only: Sequence[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    points = [*gemms(folder), *convolutions(folder)]
+    # Devices share the constants of convolutions, of which few were measured.
+    keys = sorted({(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points})
+    for product, precision, device in keys:
+        if only and product not in only:
+            continue
+        some = [p for p in points if (p.product, p.precision) == (product, precision) and device in ("", p.device)]
+        if write:
+            fitted = fit(some, *_EFFORT[quick])
+            found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
+            continue
+        seconds = held_out(some, quick)
+        for one in sorted({point.device for point in some}):
+            at = np.array([p.device == one and done > 0 for p, done in zip(some, seconds, strict=True)])
+            mine = [p for p, of in zip(some, at, strict=True) if of]
+            out, all_of = errors(seconds[at], mine), errors(np.array([catalogued(p) for p in mine]), mine)
+            rows.append(
+                {
+                    "device": one,
+                    "precision": precision,
+                    "product": product,
+                    "points": len(mine),
+                    "held_out_mape": float(out.mean()),
+                    "held_out_median": float(np.median(out)),
+                    "catalog_mape": float(all_of.mean()),
+                }
+            )
+            print(rows[-1], flush=True)
+    if write:
+        for one in sorted({name for name, _, _ in found}):
+            written(one, {key[1:]: values for key, values in found.items() if key[0] == one}, folder)
+    return rows
+
+
+def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
+    """Returns sizes and seconds of all-reduces of V100 by the number of ranks."""
+    found = {}
+    for path in sorted(folder.glob("allreduce_v100_gpu*.csv.gz")):
+        with gzip.open(path, "rt") as file:
+            rows = [line for line in list(csv.reader(file))[1:] if line]
+        table = np.array([[float(row[0]), float(row[3]) * 1e-9] for row in rows])
+        found[int(path.name.removeprefix("allreduce_v100_gpu").removesuffix(".csv.gz"))] = (table[:, 0], table[:, 1])
+    return found
+
+
+def knots(size: Numbers, seconds: Numbers) -> tuple[list[float], list[float]]:
+    """Returns points of straight lines, in logarithms, by least squares: one at each power of two."""
+    at = [float(2**power) for power in range(int(math.log2(size.min())), math.ceil(math.log2(size.max())) + 1)]
+    basis = np.stack([np.interp(np.log(size), np.log(at), row) for row in np.eye(len(at))], 1)
+    values = np.exp(np.linalg.lstsq(basis, np.log(seconds), rcond=None)[0])
+    return at, [float(value) for value in np.maximum.accumulate(values)]
+
+
+def collectives(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for ranks, (size, seconds) in reductions(folder).items():
+        out = np.arange(len(size)) % FOLDS
+        found = np.zeros(len(size))
+        for number in range(FOLDS):
+            at, values = knots(size[out != number], seconds[out != number])
+            found[out == number] = [interpolated(at, values, one) for one in size[out == number]]
+        error = np.abs(found / seconds - 1)
+        known = np.array([devices.get("v100").allreduce_seconds(float(one), ranks) for one in size])
+        rows.append(
+            {
+                "device": "v100",
+                "precision": "",
+                "product": f"all-reduce of {ranks}",
+                "points": len(size),
+                "held_out_mape": float(error.mean()),
+                "held_out_median": float(np.median(error)),
+                "catalog_mape": float(np.abs(known / seconds - 1).mean()),
+            }
+        )
+    return rows
+
+
+def written(device: str, found: dict[tuple[str, str], dict[str, Any]], folder: Path) -> None:
+    """Replaces what is fitted in a device's file."""
+    path = CATALOG / f"{device}.toml"
+    lines = [path.read_text().partition(MARK)[0].rstrip(), "", MARK]
+    source = "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
+    for (precision, product), values in sorted(found.items()):
+        gemm = product == "gemm"
+        table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
+        lines += ["", f"[{table}]", f'source = "{source.format("matrix products" if gemm else "convolutions")}"']
+        usual = Tiles(1.0, "") if gemm else Convolution(1.0, "")
+        lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value != getattr(usual, name)]
+    if device == "v100":
+        for ranks, measured in reductions(folder).items():
+            at, seconds = knots(*measured)
+            lines += ["", "[[reductions]]", f"ranks = {ranks}", f"bytes = {[int(one) for one in at]}"]
+            lines += [f"seconds = [{', '.join(f'{one:.4g}' for one in seconds)}]"]
+            lines += ['source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"']
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(part)}" for name, part in value.items()) + "}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower()
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        data={"type": Path, "metavar": "FOLDER", "help": "where the measured times lie"},
+        only={
+            "nargs": "+",
+            "default": (),
+            "metavar": "PRODUCT",
+            "help": "of gemm, output, input_gradient, weight_gradient",
+        },
+        write={"action": "store_true", "help": "write constants fitted to all of them into the catalog"},
+    )
+    if options.data is None:
+        print("give --data FOLDER to compare the catalog with measured times")
+        return
+    rows = products(options.data, options.quick, options.write, options.only)
+    finish(options, [] if options.write else [*rows, *(collectives(options.data) if not options.only else [])])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How much of a compile the pipeline takes: the passes and the verifier against the whole of Dynamo, AOTAutograd and Inductor.
+
+Cold: Inductor's caches are off. One training step of each model; the pipeline's time is that of `rewrite`, per pass beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from qsync_fx.backend import compile as backend
+from qsync_fx.options import Options
+from qsync_fx.passes.running.instruments import Timing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish
+from benchmarks.support.models import Case, bert, perceptron, resnet
+
+
+def measure_compile(case: Case, precision: str) -> dict[str, float]:
+    """Seconds of the first step, of the same step once compiled, and of the pipeline in between."""
+    torch._dynamo.reset()
+    timing, spent = Timing(), [0.0]
+    original = backend.rewrite
+
+    def timed(module: fx.GraphModule, inputs: Sequence[Any], options: Options, **more: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return original(module, inputs, options, (timing,), **more)
+        finally:
+            spent[0] += time.perf_counter() - begin
+
+    model = case.build("sdpa").train()
+    compiled = torch.compile(model, backend="qsync", options={"precision": precision})
+
+    def step() -> float:
+        begin = time.perf_counter()
+        case.loss(compiled).backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - begin
+
+    with mock.patch.object(backend, "rewrite", timed), torch._inductor.config.patch(fx_graph_cache=False):
+        first = step()
+    again = step()
+    # Where nothing watches the passes, as the stopwatch does here, costs are not counted: nobody would read them.
+    unpaid = timing.seconds.pop("annotate_cost")
+    return {"compile": first - again - unpaid, "pipeline": spent[0] - unpaid, **timing.seconds}
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.manual_seed(0)
+    cases = (
+        {"two layers": perceptron()}
+        if options.quick
+        else {"BERT-base": bert(12, 2, 64), "ResNet-50": resnet((3, 4, 6, 3), "bottleneck", 2, 64)}
+    )
+    rows: list[Row] = []
+    for name, case in cases.items():
+        for precision in ("bf16", "int8"):
+            print(f"{name}: {precision}", flush=True)
+            seconds = measure_compile(case, precision)
+            share = seconds["pipeline"] / seconds["compile"]
+            rows.append({"case": name, "precision": precision, "pipeline_share": share, **seconds})
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What a training step keeps for its backward pass, and holds at most: qsync in BF16 and INT8 beside autocast in BF16.
+
+Bytes of torch's allocator, counted from the profiler's memory events, beyond what lay there before the step. `saved` is what is held once
+the forward pass is over; `activations` is the part of it that grows with the batch, which leaves out copies of weights; `peak` is the most
+of the passes together. Each `to_peer` is the ratio to the autocast variant (eager or compiled, fused or math attention) that takes least.
+Bytes do not depend on what else a machine does. The compiler's own kernels are neither built nor run: what is allocated is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.steps.step_time import Variant
+from benchmarks.support.harness import Row, arguments, finish, selected, write_json
+from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vit
+from benchmarks.support.unbuilt import without_kernels
+
+MEASURES = "saved", "activations", "peak"
+INDUCTOR = {"backend": "inductor"}
+
+
+def variants(case: Case) -> dict[str, Variant]:
+    found: dict[str, Variant] = {}
+    for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
+        name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
+        found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
+        found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
+    for precision in ("bf16", "int8"):
+        for less in (False, True):
+            options = {"precision": precision, "keep_less": less}
+            name = f"qsync {precision}" + ", keep_less" * less
+            found[name] = Variant(compiler={"backend": "qsync", "options": options})
+    return found
+
+
+def held(run: Callable[[], object]) -> tuple[int, int]:
+    """Returns the bytes that are held when `run` is over, and at most; what it returns is held."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        found = run()
+    del found
+    now = most = last = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+            last = now
+    return last, most
+
+
+def measured(case: Case, variant: Variant) -> tuple[int, int]:
+    """Returns the bytes that a forward pass keeps, and those that a step holds at most."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = case.build(variant.attention).train()
+    trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
+            return case.loss(trained)
+
+    def step() -> None:
+        forward().backward()  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
+
+    with without_kernels():
+        step()
+        kept: list[Tensor] = []
+        saved, _ = held(lambda: kept.append(forward()))
+        kept.clear()
+        _, peak = held(step)
+    return saved, peak
+
+
+def rows_of(name: str, make: Callable[[int], Case], batch: int) -> list[Row]:
+    torch.manual_seed(0)
+    whole, half = make(batch), make(batch // 2)
+    found: dict[str, dict[str, float]] = {}
+    for variant, how in variants(whole).items():
+        print(f"{name}: {variant}", flush=True)
+        saved, peak = measured(whole, how)
+        # What does not grow with the batch is in both.
+        found[variant] = {"saved": saved, "activations": 2 * (saved - measured(half, how)[0]), "peak": peak}
+    peers = [each for variant, each in found.items() if variant.startswith("autocast")]
+    least = {measure: min(peer[measure] for peer in peers) for measure in MEASURES}
+    return [
+        {"case": name, "variant": variant}
+        | {f"{measure}_mb": each[measure] / 1e6 for measure in MEASURES}
+        | {f"{measure}_to_peer": each[measure] / least[measure] for measure in MEASURES}
+        for variant, each in found.items()
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__, only={"help": "cases that begin so: bert, gpt-2, resnet, vit"})
+    cases: dict[str, tuple[Callable[[int], Case], int]]
+    if options.quick:
+        cases = {"two layers": (perceptron, 8)}
+    else:
+        cases = {
+            "BERT 2 layers, 4 x 128 tokens": (partial(bert, 2), 4),
+            "GPT-2 block, 4 x 256 tokens": (gpt2_block, 4),
+            "ViT 2 layers, 8 x 224 x 224": (partial(vit, 2), 8),
+            "ResNet-18, 32 x 96 x 96": (partial(resnet, (2, 2, 2, 2), "basic"), 32),
+        }
+    rows: list[Row] = []
+    for name, case in selected(options, cases).items():
+        rows += rows_of(name, *case)
+        if options.json:
+            write_json(options.json, rows, quick=options.quick)
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Operators that multiply tensors: products, convolutions, attention, and what is built of them."""
