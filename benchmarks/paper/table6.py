@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.paper.support.devices import looked, trained
 from benchmarks.paper.support.experiment import LOOKED, OPTIONS, Experiment
 from benchmarks.paper.support.pair import Inputs, Pair
-from benchmarks.paper.support.text import LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
+from benchmarks.paper.support.text import FEW, FILES, LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
 from benchmarks.paper.table4 import rows
 from benchmarks.support.harness import arguments, show
 
@@ -147,7 +147,7 @@ class Tuner:
 def main() -> None:
     options = arguments(__doc__, None, **{name: more for name, more in OPTIONS.items() if name != "only"})
     size = QUICK if options.quick else Size()
-    texts = load(size.each)
+    texts = load(size.each, FEW if options.quick else FILES)
     experiment = Experiment(options, "text", size.epochs, texts=texts.name)
     model = trained_before(texts, size)
     steps = 1 if experiment.quick else LOOKED

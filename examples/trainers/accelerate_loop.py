@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from digits import FORMATS, Network, device_class, digits, tell
+from digits import CORRECTIONS, FORMATS, Network, device_class, digits, tell
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -34,6 +34,7 @@ def main() -> None:
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
         rounds=3,
+        corrections=CORRECTIONS,
         progress=False,
     )
     model.compile(backend="qsync", options={"plan": plan})

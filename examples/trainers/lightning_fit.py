@@ -12,7 +12,7 @@ import argparse
 
 import lightning
 import torch
-from digits import FORMATS, Network, device_class, digits, tell
+from digits import CORRECTIONS, FORMATS, Network, device_class, digits, tell
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -50,6 +50,7 @@ def main(folder: str) -> None:
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
         rounds=3,
+        corrections=CORRECTIONS,
         progress=False,
     )
     network.compile(backend="qsync", options={"plan": plan})

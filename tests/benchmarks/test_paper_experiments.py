@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import forks
 import pair_rank
 import pytest
 import tiers
@@ -27,14 +26,10 @@ PAPER = ROOT / "benchmarks" / "paper"
 
 @tiers.ALL
 def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(Path(pair_rank.__file__))]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)]
-    try:
-        assert [rank.wait(250) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    environment, script = {**os.environ, **ENVIRONMENT}, Path(pair_rank.__file__)
+    logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
+    ranks = [forks.start(script, [str(rank), str(tmp_path)], environment, logs[rank]) for rank in (0, 1)]
+    assert forks.ended(ranks, 250) == [0, 0], [log.read_text() for log in logs]
     torch.set_num_threads(1)  # as the ranks: others add up in another order
     model = pair_rank.network()
     pair = Pair(model, pair_rank.PLANS, pair_rank.loss_of)
@@ -88,7 +83,7 @@ def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
 
 @tiers.ALL
 def test_texts_are_the_same_each_time_and_none_is_trained_and_tested() -> None:
-    first, second = text.load(8), text.load(8)
+    first, second = text.load(8, text.FEW), text.load(8, text.FEW)
     assert torch.equal(first.train[0], second.train[0])
     rows = [tuple(row.tolist()) for row in (*first.train[0], *first.test[0])]
     assert len(rows) == len(text.PACKAGES) * 8
@@ -121,9 +116,9 @@ def test_ticks_hold_all_values(values: list[float]) -> None:
 @tiers.ALL
 def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared_with(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    command = [sys.executable, str(PAPER / "codec_accuracy.py"), "--quick", "--only", "LSTM", "--json", str(path)]
-    ended = subprocess.run([*command, "--picture", str(tmp_path / "curves.svg")], timeout=250, check=False)
-    assert ended.returncode == 0
+    arguments = ["--quick", "--only", "LSTM", "--json", str(path), "--picture", str(tmp_path / "curves.svg")]
+    log = tmp_path / "log"
+    assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, log.read_text()
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
     assert {"fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2"} == set(rows)
     assert rows["fp32"]["points"] == 0.0

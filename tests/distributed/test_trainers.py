@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
+import ranks
 import tiers
 
 pytestmark = tiers.ALL
@@ -31,14 +32,9 @@ def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
 ) -> None:
     pytest.importorskip(needs)
     pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
+    command = [environment["PYTHON_EXEC"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / script), *(["--folder", str(tmp_path / "kept")] if folder else [])]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said[-6000:]

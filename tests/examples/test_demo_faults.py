@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 import tiers
-from demo_runs import DIGITS, EAGER, EXAMPLES, INT8, run, wide
+from demo_runs import DIGITS, EAGER, EXAMPLES, run, wide
 
-from qsync_fx import Plan
+from qsync_fx import ClusterPlan, Plan
 
 
 @tiers.EVERY
@@ -40,10 +41,11 @@ def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: st
     (tmp_path / "cut.json").write_text('{"format": "qsync')
     (tmp_path / "a file").write_text("")
     given = value if option in ("--batch", "--inner") else str(tmp_path / value)
-    finished = run(*DIGITS, option, given, output=Path(given) if option == "--output" else tmp_path / "out")
-    assert finished.returncode == 2
-    assert (option if given == value else given) in finished.stderr
-    assert "do:" in finished.stderr and "Traceback" not in finished.stderr
+    arguments, log = [*DIGITS, "--output", str(tmp_path / "out"), option, given], tmp_path / "log"
+    assert forks.run(EXAMPLES / "demo.py", arguments, wide(), log, tmp_path) == 2
+    said = log.read_text()
+    assert (option if given == value else given) in said
+    assert "do:" in said and "Traceback" not in said
     assert not list(tmp_path.glob("out/*.log"))
 
 
@@ -54,9 +56,9 @@ def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A demo that would train for long."""
-    INT8.save(tmp_path / "given.json")
-    arguments = (*EAGER, "--plan", str(tmp_path / "given.json"), "--epochs", "5000")
+    """A demo that would train its smaller network for long, under a plan of both ranks."""
+    ClusterPlan({"training": Plan.uniform("fp32"), "inference": Plan.uniform("int8")}).save(tmp_path / "given.json")
+    arguments = ("--quick", *EAGER, "--plan", str(tmp_path / "given.json"), "--epochs", "5000")
     with started(*arguments, output=tmp_path) as process:
         yield process
 

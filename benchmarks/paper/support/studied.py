@@ -105,13 +105,13 @@ class Gpt(nn.Module):
 
 
 @functools.cache
-def _loaded(each: int) -> text.Texts:
+def _loaded(quick: bool) -> text.Texts:
     """Returns what `text.load` does, which parses a thousand files."""
-    return text.load(each)
+    return text.load(40, text.FEW) if quick else text.load(TEXTS)
 
 
 def lstm(ranks: int, seed: int, quick: bool) -> Training:
-    texts = _loaded(40 if quick else TEXTS)
+    texts = _loaded(quick)
 
     def accuracy(model: nn.Module) -> float:
         rows, labels = texts.test
@@ -124,7 +124,7 @@ def lstm(ranks: int, seed: int, quick: bool) -> Training:
 
 
 def gpt(ranks: int, seed: int, quick: bool) -> Training:
-    texts = _loaded(40 if quick else TEXTS)
+    texts = _loaded(quick)
 
     def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
         logits = model(part[0])[:, :-1].flatten(0, 1)

@@ -31,8 +31,9 @@ PACKAGES = {
 """What is imported, and what it is installed as."""
 NAMES = (*PACKAGES, "scikit", "huggingface")
 """What words that have it in them are left out for: they tell the package."""
-FILES = 200
-"""Of a package, drawn from all, that are looked through: it takes seconds, and thousands of them would take a minute."""
+FILES, FEW = 200, 30
+"""Of a package, drawn from all, that are looked through: it takes seconds, and thousands of them would take a minute. Few are enough where
+nothing is measured."""
 LENGTH, WORDS, LEAST = 32, 3000, 6
 PADDING, UNKNOWN, FIRST, MASK = range(4)
 SPECIAL = 4
@@ -57,9 +58,9 @@ class Texts:
     words: int
 
 
-def load(each: int) -> Texts:
-    """Returns the texts, so many of a package at most; a fifth of them to test with."""
-    of = {package: set(_all(package)) for package in PACKAGES}
+def load(each: int, files: int = FILES) -> Texts:
+    """Returns the texts, so many of a package and from so many of its files at most; a fifth of them to test with."""
+    of = {package: set(_all(package, files)) for package in PACKAGES}
     told = Counter(text for texts in of.values() for text in texts)
     found = [
         (text, label)
@@ -80,11 +81,11 @@ def _drawn(texts: Sequence[Text], count: int) -> list[Text]:
     return random.Random(0).sample(texts, min(count, len(texts)))
 
 
-def _all(package: str) -> Iterator[Text]:
+def _all(package: str, count: int) -> Iterator[Text]:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
     files = [path for path in sorted(Path(spec.origin).parent.rglob("*.py")) if "tests" not in path.parts]
-    for path in random.Random(0).sample(files, min(FILES, len(files))):
+    for path in random.Random(0).sample(files, min(count, len(files))):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
