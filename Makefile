@@ -80,9 +80,9 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp
 	@echo "setup: the native module, and dependencies beside it (torch is large: minutes the first time)"
 	@PATH="$$PWD/$(VENV)/bin:$$PATH" $(PIP) install --no-build-isolation --no-deps -e . & native=$$!; \
 	  $(PIP) install $(LAZILY) -c constraints.txt $$($(PYTHON) -c '$(NEEDED)') || { kill $$native 2>/dev/null; exit 1; }; \
+	  $(PIP) install $(LAZILY) --no-deps -c constraints.txt $(CUDA_PACKAGES) || \
+	    echo "setup: without $(CUDA_PACKAGES), CUDA kernels are neither compiled nor looked at here" >&2; \
 	  wait $$native
-	@$(PIP) install $(LAZILY) --no-deps -c constraints.txt $(CUDA_PACKAGES) || \
-	  echo "setup: without $(CUDA_PACKAGES), CUDA kernels are neither compiled nor looked at here" >&2
 	@$(PYTHON) -c 'import torch, qsync_fx; from qsync_fx import _C; print(f"setup: done, torch {torch.__version__}, {_C.isa()} kernels")'
 	@touch $@
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from operator_samples import Call, calls
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -111,6 +112,7 @@ def may_change(target: torch._ops.OpOverload) -> bool:
     return what != "inside" and (what is not None or composite)
 
 
+@tiers.ALL
 def test_cpu_policy_gives_what_autocast_gives() -> None:
     wrong: set[str] = set()
     reached: set[str] = set()

@@ -39,12 +39,10 @@ FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howt
 PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 
-QUICK = ("README", "howto-device")
-
 
 def parameters(names: Iterable[str]) -> list[Any]:
-    """Pages take half a minute; two kinds of them run in every tier: what people read first, and a how-to."""
-    return [pytest.param(name, marks=() if name in QUICK else tiers.ALL) for name in names]
+    """Pages take half a minute; what people read first runs in every tier."""
+    return [pytest.param(name, marks=() if name == "README" else tiers.ALL) for name in names]
 
 
 # Pages that change the tree run in a copy of it. An editable install would import the tree itself, whatever PYTHONPATH says.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
+import forks
+import ranks
 import tiers
 
 
 @tiers.ALL
 def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
     bench = "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb --codec aqgb16"
-    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 3".split(), *bench.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
+    torchrun = [environment["PYTHON_EXEC"], *"-m torch.distributed.run --standalone --nproc-per-node 3".split()]
+    command = [*torchrun, *bench.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
     found = {row["way"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
     assert list(found) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]

@@ -19,10 +19,8 @@ CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
 run = functools.partial(ranks.results, script="duo_sharded_rank.py", seconds=280)
 
 
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    tiers.chosen([(2, [("sgd", "accumulating"), ("adamw", "scaling")])], [(2, CASES), (4, CASES[::3])]),
-)
+@tiers.ALL
+@pytest.mark.parametrize(("world", "cases"), [(2, CASES), (4, CASES[::3])])
 def test_in_fp32_training_is_that_of_the_optimizer_as_it_is(
     world: int, cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -45,12 +45,10 @@ def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
     ]
 
 
+@tiers.ALL
 @pytest.mark.parametrize(
     ("world", "size", "codecs"),
-    tiers.chosen(
-        [(4, 2, ["1bit*"])],
-        [(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"]), (6, 2, ["1bit*", "qsgd4"])],
-    ),
+    [(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"]), (6, 2, ["1bit*", "qsgd4"])],
 )
 def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: list[str], tmp_path: Path) -> None:
     first, *others = run("codecs", world, tmp_path, size=size, codecs=codecs)

@@ -104,7 +104,7 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make", "kernels", "built"),
     [
-        pytest.param(_perceptron, False, True, id="mlp-torch"),
+        pytest.param(_perceptron, False, False, id="mlp-torch-unbuilt"),
         pytest.param(_perceptron, True, True, id="mlp-kernels", marks=tiers.ALL),
         pytest.param(language("BertForMaskedLM"), True, False, id="bert-kernels-unbuilt", marks=tiers.ALL),
         pytest.param(language("BertForMaskedLM"), False, True, id="bert-torch", marks=tiers.EVERY),

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import ranks
 import tiers
@@ -25,12 +25,8 @@ STEPS = 20
 
 
 @contextmanager
-def node(folder: Path, port: int, device: str, host: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher with one rank, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    command += ["--max-restarts", "9", "--monitor-interval", "0.2", "--rdzv-id", "elastic", "--rdzv-backend", "c10d"]
-    conf = f"is_host={int(host)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
-    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf, str(SCRIPT), str(folder), str(STEPS)]
+def machine(device: str) -> Iterator[tuple[forks.Server, dict[str, str]]]:
+    """What all processes of one device are forks of, and the environment in which they are."""
     environment = {
         **os.environ,
         **ranks.ENVIRONMENT,
@@ -38,21 +34,34 @@ def node(folder: Path, port: int, device: str, host: bool) -> Iterator[subproces
         # Else a launcher keeps the store of its first world, and one that joins later waits for its address in vain.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    with open(folder / f"{device}.log", "ab") as log:
+    with forks.own(environment) as server:
+        yield server, server.shell(environment)
+
+
+@contextmanager
+def node(folder: Path, port: int, of: tuple[forks.Server, dict[str, str]], host: bool) -> Iterator[None]:
+    """A launcher with one rank; in the end both are killed."""
+    server, environment = of
+    command = [environment["PYTHON_EXEC"], "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    command += ["--max-restarts", "9", "--monitor-interval", "0.2", "--rdzv-id", "elastic", "--rdzv-backend", "c10d"]
+    conf = f"is_host={int(host)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf, str(SCRIPT), str(folder), str(STEPS)]
+    with open(folder / f"{environment['DEVICE']}.log", "ab") as log:
         started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield started
+        yield
     finally:
-        gone(started)
+        gone(server)
+        started.wait()
 
 
-def gone(started: subprocess.Popen[bytes]) -> None:
+def gone(server: forks.Server) -> None:
     """Kills a launcher with its rank, as a machine that is switched off."""
-    if started.poll() is None:
-        for rank in subprocess.run(["pgrep", "-P", str(started.pid)], capture_output=True, text=True).stdout.split():
-            os.kill(int(rank), signal.SIGKILL)
-        os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
+    while found := subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split():
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def trainings(folder: Path) -> list[dict[str, Any]]:
@@ -74,10 +83,9 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    with node(tmp_path, port, "fast", host=True):
-        with node(tmp_path, port, "slow", host=False) as second:
+    with machine("fast") as fast, machine("slow") as slow, node(tmp_path, port, fast, host=True):
+        with node(tmp_path, port, slow, host=False):
             until(tmp_path, lambda said: sum(one["reached"] >= 8 for one in said) == 2)
-            gone(second)
         both = trainings(tmp_path)
         assert {one["world"] for one in both} == {2}
         assert {frozenset(one["ranks"]) for one in both} == {frozenset({"fast", "slow"})}
@@ -90,7 +98,7 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
         assert left["done"] >= 8, "from the checkpoint of two ranks"
         assert left["done"] % 4 == 0
 
-        with node(tmp_path, port, "slow", host=False):
+        with node(tmp_path, port, slow, host=False):
             again = until(
                 tmp_path, lambda said: sum(one["world"] == 2 and one["done"] > left["done"] for one in said) == 2
             )

@@ -1,6 +1,6 @@
 """Every way that torch has to train on several ranks, a plan of its own on each: graphs are compiled, and replicas equal to the last bit.
 
-A world is started once for all of its ways.
+A world is started once for all of its ways. Of DistributedDataParallel the fast tier has test_ddp.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ WAYS = (
     "HSDP",
     "NaN on one rank",
 )
-FAST = WAYS[:2]
 THREE = ("DDP(compile)", "compile(DDP), several buckets", "FSDP2", "join, weighted", "ZeRO", "PowerSGD", "HSDP")
 """Ways in which what a rank holds, or is given of others, depends on how many there are; the others do as well among two."""
 
@@ -53,16 +52,13 @@ def trained(world: int, ways: tuple[str, ...]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("way", "world"),
     [
-        *(pytest.param(way, 2, marks=() if way in FAST else tiers.ALL) for way in WAYS),
+        *(pytest.param(way, 2, marks=tiers.ALL) for way in WAYS),
         *(pytest.param(way, 3, marks=tiers.ALL if way in THREE else tiers.EVERY) for way in WAYS),
     ],
 )
 def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
-    # A way that is named on the command line runs in the fast tier, too.
-    if world == 2:
-        ways = tuple(tiers.chosen(FAST, WAYS)) if way in FAST else WAYS
-    else:
-        ways = tuple(tiers.chosen(THREE, THREE, WAYS)) if way in THREE else WAYS
+    # A way that is named on the command line runs in any tier.
+    ways = WAYS if world == 2 or way not in THREE else tuple(tiers.chosen(THREE, THREE, WAYS))
     found = [rank[way] for rank in trained(world, ways)]
     assert [rank["precisions"] for rank in found] == [["fp32"], *([["bf16", "int8"]] * (world - 1))]
     # Where no input of a rank takes a branch, nothing of it is compiled there.

@@ -1,6 +1,6 @@
 """The main job, as a user runs it: two processes, two plans, one set of weights.
 
-Every run is the real one, on scikit-learn's digits.
+Every run is the real one, on scikit-learn's digits. Of the demo the fast tier has its data and what it says of wrong arguments.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tiers
 from demo_runs import DIGITS, EAGER, INT8, run
 
 from qsync_fx import ClusterPlan, Plan, Profile
+
+pytestmark = tiers.ALL
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,6 @@ def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
     assert peaks[0] < found["measured"]["uniform"]["peak"][0], "BF16 with a third more images holds less than FP32"
 
 
-@tiers.ALL
 @pytest.mark.timeout(900)
 def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memory(tmp_path: Path) -> None:
     finished = run("--quick", output=tmp_path, seconds=800)

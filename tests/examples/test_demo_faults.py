@@ -122,6 +122,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_run(running: subprocess.Pope
     assert gone(ranks)
 
 
+@tiers.ALL
 @linux
 def test_ctrl_c_ends_both_ranks_also_while_they_measure(tmp_path: Path) -> None:
     with started(output=tmp_path) as process:

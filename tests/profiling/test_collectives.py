@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import tiers
 import torch.multiprocessing as mp
 from torch import distributed
 
@@ -23,6 +24,7 @@ def rank(at: int, file: str, out: str) -> None:
     distributed.destroy_process_group()
 
 
+@tiers.ALL
 def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]

@@ -6,10 +6,10 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiers
 from ranks import ENVIRONMENT, results, script_of
@@ -20,13 +20,10 @@ run = functools.partial(results, script="rounding_rank.py")
 def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Runs the training that is killed by torchrun, which starts it again once; returns what each rank wrote."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
+    environment = forks.shell({**os.environ, **ENVIRONMENT}) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    python = environment["PYTHON_EXEC"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with subprocess.Popen(
         [*command, "--max-restarts=1", str(script_of("rounding_rank.py")), str(folder)],
         env=environment,

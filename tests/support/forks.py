@@ -66,6 +66,11 @@ class Server:
             (self._commands / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
             (self._commands / name).chmod(0o755)
 
+    @property
+    def pid(self) -> int:
+        """Of which all forks are children."""
+        return self._process.pid
+
     def ask(self, **request: Any) -> Any:
         """Returns the answer to a request."""
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -6,8 +6,8 @@
     pytest --tier every    each model in each format, every kernel on the CPU, every benchmark, each trainer over ranks
 
 A test without a mark runs in each. One that takes long is marked `tiers.ALL`, alone, as a parameter or with its file (`pytestmark`), where
-a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs a few, spread over all of them, which are
-the same ones each time, and of properties fewer examples.
+a quicker test of the same idea stays without. Of a test with many parameters the fast tier runs one, which is the same one each time, and
+another one of another test, so that each format and each device has its turn; of properties it draws fewer examples.
 
 Invariant: what a tier runs, the wider ones run too. A test that the command line names by its id runs whatever its tier, and a file that it
 names runs with all parameters.
@@ -17,6 +17,7 @@ A plugin of pytest; see conftest.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -27,9 +28,7 @@ from hypothesis import settings
 TIERS: Final = ("fast", "all", "every")
 ALL: Final = pytest.mark.tier("all")
 EVERY: Final = pytest.mark.tier("every")
-A_FEW: Final = 2
-"""How many of its parameters the fast tier runs a test with."""
-EXAMPLES: Final = 25
+EXAMPLES: Final = 10
 """How many examples the fast tier draws of a property that asks for no number; Hypothesis draws a hundred."""
 T = TypeVar("T")
 _chosen = "fast"
@@ -58,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     runs = [item for item in items if all(_runs(mark.args[0]) for mark in item.iter_markers("tier"))]
     if _chosen == "fast" and not any(argument.endswith(".py") for argument in config.args):
-        runs = _few(runs)
+        runs = _one_of_each(runs)
     chosen = set(runs)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = _long_ones_first(runs)
@@ -80,20 +79,13 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [item for found in sorted(files.values(), key=length, reverse=True) for item in found]
 
 
-def _few(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Returns the items with a few for each test function, in their order."""
-    functions: dict[object, list[pytest.Item]] = {}
+def _one_of_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items with one for each test function, in their order. The function's name says which one."""
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        functions.setdefault((item.path, getattr(item, "originalname", item.name), item.parent), []).append(item)
-    chosen = {item for found in functions.values() for item in spread(found, A_FEW)}
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {found[zlib.crc32(name.encode()) % len(found)] for name, found in functions.items()}
     return [item for item in items if item in chosen]
-
-
-def spread(values: Sequence[T], count: int) -> list[T]:
-    """Returns `count` of the values, the first and the last among them, the others as far apart as can be; all where there are no more."""
-    if len(values) <= count:
-        return list(values)
-    return [values[round(at * (len(values) - 1) / (count - 1))] for at in range(count)]
 
 
 def _runs(tier: str) -> bool:

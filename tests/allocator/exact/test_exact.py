@@ -27,9 +27,9 @@ from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 SETS = [("fp32", "bf16", "int8"), ("fp32", "bf16", "fp16"), ("fp32", "bf16", "int8", "fp16")]
 
 
-def examples(fast: int) -> int:
+def examples(few: int) -> int:
     """Returns how many examples the tier of this run draws."""
-    return chosen([fast], [4 * fast], [10 * fast])[0]
+    return chosen([max(1, few // 2)], [4 * few], [10 * few])[0]
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -120,7 +120,7 @@ ROWS, IMAGES = torch.randn(96, 64), torch.randn(4, 3, 8, 8)
 @pytest.mark.parametrize(
     ("make", "x", "fmt"),
     [
-        (layer, ROWS, "bf16"),
+        pytest.param(layer, ROWS, "bf16", marks=ALL),
         pytest.param(perceptron, ROWS, "bf16", marks=ALL),
         pytest.param(perceptron, ROWS, "fp32", marks=EVERY),
         pytest.param(convolutions, IMAGES, "fp32", marks=ALL),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiers
 from kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
 from small_units import small_unit
 
@@ -33,6 +34,7 @@ def builder() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@tiers.ALL
 def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first compiler waits until both processes want the library, or the second would only find it in the cache.
     calls = watched(tmp_path, monkeypatch, before="sleep 2")

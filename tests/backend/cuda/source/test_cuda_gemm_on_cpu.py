@@ -1,6 +1,6 @@
 """GEMM kernels for tensor cores and ordinary units, run on the CPU: each element of the result, to the last bit.
 
-Compiling is what takes time: two kernels in the fast tier, in the tier all each pair of formats, layout and order of each target, and
+Compiling is what takes time: three kernels in the fast tier, in the tier all each pair of formats, layout and order of each target, and
 all 2.x kernels in the tier every, which takes half an hour.
 """
 
@@ -76,9 +76,9 @@ def one_of_each() -> list[KernelConfig]:
     return [min(filter(each, kernels), key=cutlass_cpu.bytes_a_tile) for each in wanted]
 
 
-# The fast tier has those of two formats.
+# The fast tier has those of two formats for one target.
 KERNELS = tiers.chosen(
-    [kernel for kernel in one_of_each() if kernel.a in ("int8", "bf16")],
+    [kernel for kernel in one_of_each() if kernel.arch == "sm_80" and kernel.a in ("int8", "bf16")],
     list(dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])),
     all_kernels(),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 from tuning_samples import BF16, CONV, HERE, INT8, recording, timer
 
 from qsync_fx.backend.cuda.tune import recorded, table
@@ -40,6 +41,7 @@ def test_without_a_file_a_table_is_empty(tmp_path: Path) -> None:
         table.load(tmp_path / "none.json")
 
 
+@tiers.ALL
 def test_two_processes_write_one_table(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     program = f"""
