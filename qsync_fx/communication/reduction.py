@@ -1,7 +1,8 @@
 """The mean of a bucket over ranks, by reduce and broadcast: every rank sends each other its part, sums its own, and sends that to all.
 
 With two ranks one exchange does: both decode both. So do more of them with a codec that is gathered. Sums are taken in the order of ranks,
-and whoever sends bytes decodes its own. Either half is had alone, too, where each rank keeps its own part.
+and whoever sends bytes decodes its own. Either half is had alone, too, where each rank keeps its own part. Large messages go in stretches:
+while one is under way the next is encoded, and as they come they are decoded, so that the link does not wait for codecs.
 
 Invariant: all ranks end with the same bits. What is decoded into the gradients of a rank are bytes that every rank has.
 """
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
+from qsync_fx.communication.passing import Given, Taken
 from qsync_fx.communication.state import State
 from qsync_fx.communication.tally import Tally
 from qsync_fx.communication.wire import messages, verdict
-from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.exchange import Flight
 from qsync_fx.communication.wire.messages import HEADER, Head
+from qsync_fx.communication.wire.stretches import stretches
 
 
 @dataclass
@@ -141,15 +144,12 @@ class Reducer:
 
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
-        mine = self._encoded(bucket, flats, parts, "mine")
-        rank, ranks = self._own, range(len(self.members))
-        others = [peer for peer in ranks if peer != rank]
-        theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.numel()) for peer in others}
-        self._exchange(bucket, dict.fromkeys(others, mine), theirs)
-        theirs[rank] = mine
-        self._decode(bucket, flats, parts, [theirs[sender] for sender in ranks], first=0)
+        mine = self._given(bucket, flats, parts, "mine")
+        theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.memory.numel()) for peer in self._others}
+        taken = Taken(mine.stretches, self._ranked({**theirs, self._own: mine.memory}), flats)
+        self._pass(bucket, [(mine, self._others)], [taken])
         for piece, flat in zip(bucket.pieces, flats, strict=True):
-            piece.codec.settle(flat.div_(len(ranks)))
+            piece.codec.settle(flat.div_(len(self.members)))
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         self._sum(bucket, flats)
@@ -158,99 +158,83 @@ class Reducer:
 
     def _sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Puts the mean in the place of this rank's part."""
-        rank, ranks = self._own, range(len(self.members))
-        others = [peer for peer in ranks if peer != rank]
-        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in ranks}
-        mine = {owner: self._encoded(bucket, _cut(flats, parts[owner]), parts[owner], f"to {owner}") for owner in ranks}
-        theirs = {peer: self._memory_for(bucket, f"from {peer}", mine[rank].numel()) for peer in others}
-        self._exchange(bucket, {peer: mine[peer] for peer in others}, theirs)
-        theirs[rank] = mine[rank]
-        self._decode(bucket, flats, parts[rank], [theirs[sender] for sender in ranks], first=0)
-        for flat in _cut(flats, parts[rank]):
-            flat.div_(len(ranks))
+        given = []
+        for owner in range(len(self.members)):
+            parts = [piece.part(owner) for piece in bucket.pieces]
+            made = self._given(bucket, _cut(flats, parts), parts, f"to {owner}")
+            given.append((made, [owner] if owner != self._own else []))
+        mine, _ = given[self._own]
+        theirs = {peer: self._memory_for(bucket, f"from {peer}", mine.memory.numel()) for peer in self._others}
+        own = _cut(flats, mine.parts)
+        self._pass(bucket, given, [Taken(mine.stretches, self._ranked({**theirs, self._own: mine.memory}), own)])
+        for flat in own:
+            flat.div_(len(self.members))
 
     def _give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
-        rank, ranks = self._own, range(len(self.members))
-        others = [peer for peer in ranks if peer != rank]
-        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in ranks}
-        mine = self._encoded(bucket, own, parts[rank], "mean", summed=True)
-        theirs = {
-            owner: self._memory_for(bucket, f"mean of {owner}", self._length(bucket, parts[owner])) for owner in others
-        }
-        self._exchange(bucket, dict.fromkeys(others, mine), theirs)
-        theirs[rank] = mine
-        for owner in ranks:
-            self._decode(bucket, flats, parts[owner], [theirs[owner]], first=owner, summed=True, onto=onto)
+        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
+        mine = self._given(bucket, own, parts[self._own], "mean", summed=True)
+        taken = []
+        for owner, found in parts.items():
+            cuts, memory = mine.stretches, mine.memory
+            if owner != self._own:
+                cuts = stretches(bucket.pieces, found)
+                memory = self._memory_for(bucket, f"mean of {owner}", cuts[-1].wire.stop)
+            taken.append(Taken(cuts, {owner: memory}, _cut(flats, found), summed=True, onto=onto))
+        self._pass(bucket, [(mine, self._others)], taken)
 
-    def _encoded(
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(len(self.members)) if peer != self._own]
+
+    @staticmethod
+    def _ranked(messages: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Returns messages in the order of their senders, which is that of sums."""
+        return dict(sorted(messages.items()))
+
+    def _given(
         self, bucket: Bucket, values: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool = False
-    ) -> Tensor:
-        """Returns a message with the values of these parts of a bucket."""
-        begin = time.perf_counter()
-        message = self._memory_for(bucket, name, self._length(bucket, parts))
+    ) -> Given:
+        """Returns a message that is to hold the values of these parts of a bucket."""
+        cuts = stretches(bucket.pieces, parts)
+        message = self._memory_for(bucket, name, cuts[-1].wire.stop)
         self._head(bucket, self._own, message, summed).write(message)
-        at = HEADER
-        for piece, found, part in zip(bucket.pieces, values, parts, strict=True):
-            to = message[at : at + piece.nbytes(part)]
-            at += to.numel()
-            if part.start == part.stop:
-                continue
-            residual = self.state.residual(piece, part, summed)
-            given = found if residual is None or not bucket.measured else found + residual
-            draw = self.state.draw(piece, bucket.step, part.start, summed)
-            piece.codec.encode(found, to, draw, residual)
-            if bucket.measured and not summed:
-                self.tally.measure(given, piece.codec, to)
-        self.tally.encode += time.perf_counter() - begin
-        return message
+        residuals = [
+            None if part.start == part.stop else self.state.residual(piece, part, summed)
+            for piece, part in zip(bucket.pieces, parts, strict=True)
+        ]
+        return Given(message, cuts, parts, values, residuals, summed)
 
-    def _exchange(self, bucket: Bucket, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        begin = time.perf_counter()
-        ranks = self.members
-        given, taken = ({ranks[at]: found for at, found in one.items()} for one in (outgoing, incoming))
-        exchange(self.group, given, taken, bucket.about)
-        self.tally.transfer += time.perf_counter() - begin
-        sent = sum(message.numel() for message in outgoing.values())
-        self.tally.wire += sent
-
-    def _decode(
-        self,
-        bucket: Bucket,
-        flats: Sequence[Tensor],
-        parts: Sequence[slice],
-        received: Sequence[Tensor],
-        first: int,
-        summed: bool = False,
-        onto: Sequence[bool] = (),
-    ) -> None:
-        """Sums messages of the ranks from `first` on, in their order, into these parts of a bucket, or onto what is there."""
-        begin = time.perf_counter()
-        good = []
-        for sender, message in enumerate(received, first):
-            fault = self._head(bucket, sender, message, summed).fault(message)
-            if fault is None:
-                good.append((sender, message))
-            else:
-                self.fault(bucket, sender, fault)
-        for number, (sender, message) in enumerate(good):
-            at = HEADER
-            for place, (piece, flat, part) in enumerate(zip(bucket.pieces, flats, parts, strict=True)):
-                nbytes = piece.nbytes(part)
-                if part.start != part.stop:
-                    try:
-                        add = number > 0 or (bool(onto) and onto[place])
-                        piece.codec.decode(message[at : at + nbytes], flat[part], add)
-                    except ValueError as error:
-                        self.fault(bucket, sender, str(error))
-                at += nbytes
-        self.tally.decode += time.perf_counter() - begin
+    def _pass(self, bucket: Bucket, given: Sequence[tuple[Given, Sequence[int]]], taken: Sequence[Taken]) -> None:
+        """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
+        begin, coding = time.perf_counter(), self.tally.coding
+        flight = Flight(self.group, bucket.about)
+        for found in taken:
+            for sender, message in found.messages.items():
+                for number, stretch in enumerate(found.stretches):
+                    if sender != self._own:
+                        flight.expect(self.members[sender], message[stretch.wire], number)
+        for number in range(max(len(made.stretches) for made, _ in given)):
+            for made, peers in given:
+                if number < len(made.stretches):
+                    made.encode(bucket, number, self.state, self.tally)
+                    for peer in peers:
+                        flight.send(self.members[peer], made.memory[made.stretches[number].wire], number)
+        for number in range(max(len(found.stretches) for found in taken)):
+            for found in taken:
+                if number < len(found.stretches):
+                    for sender in found.messages:
+                        if sender != self._own:
+                            flight.arrived(self.members[sender], number)
+                    if number == 0:
+                        found.look(lambda *which: self._head(bucket, *which), lambda *what: self.fault(bucket, *what))
+                    found.decode(bucket, number, self.tally, lambda *what: self.fault(bucket, *what))
+        flight.end()
+        self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
+        self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in given)
 
     def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> Head:
         what = messages.hash_of(self.state.codec)
         return Head(what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
-
-    def _length(self, bucket: Bucket, parts: Sequence[slice]) -> int:
-        return HEADER + sum(piece.nbytes(part) for piece, part in zip(bucket.pieces, parts, strict=True))
 
     def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""

@@ -20,7 +20,8 @@ class Tally:
         raw: bytes that the same exchanges would send in FP32.
         wire, theory: bytes sent, and what the papers give for them.
         inside: bytes sent in FP32 to ranks of the same node, where only what goes between nodes is coded; no part of the others.
-        encode, decode, transfer, wait: seconds; `wait` is how long buckets stood in the queue.
+        encode, decode, transfer, wait: seconds; `transfer` is what an exchange took besides coding, and `wait` how long buckets stood in
+            the queue.
         checks: how often the ranks' gradients were compared, and found equal.
         error, power: of what was measured in those steps: the squares of what the codec changed of this rank's gradients, and of these.
     """
@@ -38,6 +39,11 @@ class Tally:
     checks: int = 0
     error: float = 0.0
     power: float = 0.0
+
+    @property
+    def coding(self) -> float:
+        """Seconds of encoding and decoding."""
+        return self.encode + self.decode
 
     def measure(self, given: Tensor, codec: Codec, sent: Tensor) -> None:
         """Adds what a codec has changed of values that it made these bytes of; of those that are not finite nothing."""

@@ -20,6 +20,7 @@ from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device, Network
+from qsync_fx.predictor.replay.fleet import Bucket, travel
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
@@ -64,6 +65,19 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
         whole = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * found.nbytes / bandwidth)
         expected = alpha + found.nbytes / bandwidth if ranks == 2 else whole
         assert travel == pytest.approx(expected)
+
+
+def test_a_large_bucket_travels_while_it_is_coded() -> None:
+    numel = 8 * 2**20
+    for ranks, cuts in ((2, 8), (4, 2)):
+        found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES)
+        assert found.stretches == cuts
+        for bandwidth in (1e7, 1e13):
+            fleet = cluster(bandwidth, ranks)
+            alone = float(fleet.exchange.seconds([found.nbytes], ranks, found.phases)[0])
+            (seconds,) = travel(fleet, [Bucket(("a",), 4 * numel, found.nbytes, found)])
+            longer, shorter = sorted((alone, found.seconds), reverse=True)
+            assert seconds == pytest.approx(longer + shorter / cuts)
 
 
 def test_rates_that_are_reckoned_are_what_the_benchmark_found() -> None:
@@ -112,6 +126,7 @@ def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
         taken = compressed.played.step.arrived - compressed.played.step.sent
         for one, seconds in zip(compressed.played.buckets, taken.tolist(), strict=True):
             assert one.coded is not None
+            assert one.coded.stretches == 1
             assert seconds == pytest.approx(fleet.all_reduce.seconds([one.travelling], 4)[0] + one.coded.seconds)
         assert "in qsgd8" in str(compressed)
 

@@ -6,6 +6,7 @@ values as they encode and decode. Both follow from sizes of parameters: nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.geometry import threshold
 from qsync_fx.communication.speeds.rates import Rates
 from qsync_fx.communication.wire.messages import HEADER
+from qsync_fx.communication.wire.stretches import VALUES
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import Coded, buckets_of
@@ -66,7 +68,9 @@ def coded(
         seconds += nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
         inside = float(nbytes + HEADER * size)
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
-    return Coded(named, sent + heads, seconds, phases, inside)
+    # What ranks of a node do in FP32 is not in stretches, and how much of the rest is beside it is not told apart.
+    cuts = 1 if size > 1 else math.ceil(sum(values.values()) / (1 if all(ways) else nodes) / VALUES)
+    return Coded(named, sent + heads, seconds, phases, inside, max(cuts, 1))
 
 
 def by_bucket(

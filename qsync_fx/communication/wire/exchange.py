@@ -6,12 +6,69 @@ not answer is named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, distributed
 
 from qsync_fx.errors import RankError
+
+
+class Flight:
+    """Messages under way, each in one stretch or several, which come in any order."""
+
+    def __init__(self, group: Any, about: str) -> None:
+        """Args:
+        group: whose ranks these are.
+        about: what an error says of where it was.
+        """
+        self._group, self._about = group, about
+        self._coming: dict[tuple[int, int], Any] = {}
+        self._going: list[tuple[int, Any]] = []
+
+    def expect(self, rank: int, message: Tensor, number: int = 0) -> None:
+        """Receives a stretch from a rank; before anything is sent."""
+        self._coming[rank, number] = self._tried(
+            rank, lambda: distributed.irecv(message, group=self._group, group_src=rank, tag=number)
+        )
+
+    def send(self, rank: int, message: Tensor, number: int = 0) -> None:
+        """Sends a stretch to a rank; it stays as it is until `end`."""
+        work = self._tried(rank, lambda: distributed.isend(message, group=self._group, group_dst=rank, tag=number))
+        self._going.append((rank, work))
+
+    def arrived(self, rank: int, number: int = 0) -> None:
+        """Returns when a stretch is here.
+
+        Raises:
+            RankError: the rank is gone, or takes longer than the group may.
+        """
+        self._tried(rank, self._coming.pop((rank, number)).wait)
+
+    def end(self) -> None:
+        """Returns when all that was expected is here, and all that was sent is gone.
+
+        Raises:
+            RankError: a rank is gone, or takes longer than the group may.
+        """
+        for rank, number in list(self._coming):
+            self.arrived(rank, number)
+        for rank, work in self._going:
+            self._tried(rank, work.wait)
+        self._going.clear()
+
+    def _tried(self, rank: int, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except RuntimeError as error:
+            reason, *_ = str(error).strip().splitlines() or ["no reason is given"]
+            found = RankError(
+                f"rank {rank} does not answer any more: {reason}",
+                where=self._about,
+                do="see in its log why, and start all ranks again",
+            )
+            found.rank = rank
+            raise found from error
 
 
 def exchange(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], about: str) -> None:
@@ -20,19 +77,9 @@ def exchange(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
     Raises:
         RankError: a rank is gone, or takes longer than the group may.
     """
-    waiting: list[tuple[int, Any]] = []
-    try:
-        for rank, message in incoming.items():
-            waiting.append((rank, distributed.irecv(message, group=group, group_src=rank)))
-        for rank, message in outgoing.items():
-            waiting.append((rank, distributed.isend(message, group=group, group_dst=rank)))
-        for rank, work in waiting:  # noqa: B007  an error names it
-            work.wait()
-    except RuntimeError as error:
-        found = RankError(
-            f"rank {rank} does not answer any more: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason is given'}",
-            where=about,
-            do="see in its log why, and start all ranks again",
-        )
-        found.rank = rank
-        raise found from error
+    flight = Flight(group, about)
+    for rank, message in incoming.items():
+        flight.expect(rank, message)
+    for rank, message in outgoing.items():
+        flight.send(rank, message)
+    flight.end()

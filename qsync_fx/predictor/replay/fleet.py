@@ -24,7 +24,8 @@ from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 
 @dataclass(frozen=True)
 class Coded:
-    """A bucket that a codec writes, on the thread that communicates: while it does nothing travels, and the device computes on.
+    """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches, of which one
+    travels while the next is coded.
 
     Attributes:
         codec: what it is called.
@@ -32,6 +33,7 @@ class Coded:
         seconds: of coding and decoding.
         phases: in which they are exchanged.
         inside: bytes that a rank gives inside its node, where several share one.
+        stretches: in which it goes in each phase; 1 where nothing travels while it is coded.
     """
 
     codec: str
@@ -39,6 +41,11 @@ class Coded:
     seconds: float
     phases: int
     inside: float = 0.0
+    stretches: int = 1
+
+    def with_travel(self, seconds: float) -> float:
+        """Returns how long coding and so many seconds of travelling take together: the longer of both, and of the other a stretch."""
+        return max(seconds, self.seconds) + min(seconds, self.seconds) / self.stretches
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     for at, bucket in enumerate(buckets):
         if (how := bucket.coded) is not None:
             (seconds,) = cluster.exchange.seconds([bucket.travelling], cluster.ranks, how.phases, [how.inside])
-            taken[at] = seconds + how.seconds
+            taken[at] = how.with_travel(float(seconds))
     return taken
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.communication import gathering, reduction
+from qsync_fx.communication.wire import stretches
 from qsync_fx.distributed import check_replicas, compress
 
 
@@ -54,7 +55,7 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
-    """What DistributedDataParallel makes of buckets changes nothing."""
+    """What DistributedDataParallel makes of buckets changes nothing, and in how many stretches they go neither."""
     found = {}
     for codec in ("qsgd4", "1bit*", "1bit"):
         for name, how in (
@@ -64,6 +65,9 @@ def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             ("static", {"static_graph": True}),
         ):
             found[f"{codec}, {name}"] = weights(trained(codec, **how)[0])
+        whole, stretches.VALUES = stretches.VALUES, 100
+        found[f"{codec}, in stretches"] = weights(trained(codec, buckets=25)[0])
+        stretches.VALUES = whole
     return found
 
 
@@ -273,16 +277,33 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     model = parallel()
     handle, optimizer, how = compress(model, job.get("codec", "qsgd8"), check_every=1), sgd(model), job["how"]
     list(train(model, optimizer, range(2)))
-    sound = reduction.exchange
+    sound = gathering.exchange
+
+    def harm(message: torch.Tensor, about: str) -> None:
+        if rank == 0 and "bucket 1" in about and how in ("magic", "length", "late"):
+            message[{"magic": 0, "length": 24, "late": 16}[how]] ^= 5
+        if rank == 0 and "bucket 1" in about and how == "payload":
+            message[60:90] ^= 5
 
     def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
         sound(group, outgoing, incoming, about)
-        if rank == 0 and "bucket 1" in about and how in ("magic", "length", "late"):
-            incoming[1][{"magic": 0, "length": 24, "late": 16}[how]] ^= 5
-        if rank == 0 and "bucket 1" in about and how == "payload":
-            incoming[1][60:90] ^= 5
+        if rank == 0:
+            harm(incoming[1], about)
 
-    reduction.exchange = gathering.exchange = harmed
+    class Harmed(reduction.Flight):
+        """Harms what rank 1 sends when it is here."""
+
+        def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
+            super().expect(rank, message, number)
+            if (rank, number) == (1, 0):
+                self.first = message
+
+        def arrived(self, rank: int, number: int = 0) -> None:
+            super().arrived(rank, number)
+            if (rank, number) == (1, 0):
+                harm(self.first, self._about)
+
+    gathering.exchange, reduction.Flight = harmed, Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:
