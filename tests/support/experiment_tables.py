@@ -87,7 +87,20 @@ def aqgb_fig3() -> str:
     return _table("aqgb_fig3", columns)
 
 
-TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8, codec_accuracy, aqgb_fig3)}
+def slow_links() -> str:
+    plain = {row["link"]: row["seconds to aim"] for row in _rows("slow_links") if row["way"] == "fp32"}
+    columns: dict[str, Callable[[Row], str]] = {
+        "link": lambda row: row["link"],
+        "gradients": lambda row: f"`{row['way']}`",
+        "a step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
+        "accuracy": _accuracy,
+        "to accuracy": lambda row: f"{row['seconds to aim']:.1f} s",
+        "times as fast as FP32": lambda row: f"{plain[row['link']] / row['seconds to aim']:.2f}",
+    }
+    return _table("slow_links", columns)
+
+
+TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8, codec_accuracy, aqgb_fig3, slow_links)}
 
 
 def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
