@@ -24,7 +24,7 @@ from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 
 @dataclass(frozen=True)
 class Coded:
-    """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches, of which one
+    """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches: one
     travels while the next is coded.
 
     Attributes:
