@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from qsync_fx.options import Options
 
 @functools.cache
 def register_with_inductor() -> None:
-    """Tells Inductor how `qsync::gate` is computed, and in which layout `qsync::quantize` wants its input.
+    """Tells Inductor how `qsync::gate` is computed, and in which layouts operators of ours want their inputs.
 
-    That is channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph, Inductor copied
+    `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph, Inductor copied
     every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came out with
     channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they are others
     than in the eager graph. Rounding stays unbiased.
@@ -41,15 +41,15 @@ def register_with_inductor() -> None:
     integer_convolution = torch.ops.qsync.integer_convolution.default
     by_kernel = torch.ops.qsync.conv2d_product.default
 
-    def convolves(on: torch.device) -> bool:
-        # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are integer products.
-        targets = (integer_convolution, by_kernel) if on.type == "cpu" else (integer_convolution,)
+    def convolves() -> bool:
+        # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are products of ours.
+        targets = (integer_convolution, by_kernel)
         return any(V.graph.graph.find_nodes(op="call_function", target=target) for target in targets)
 
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
         made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        if made_here and (V.graph.layout_opt or convolves(x.get_device())) and len(x.get_size()) in (4, 5):
+        if made_here and (V.graph.layout_opt or convolves()) and len(x.get_size()) in (4, 5):
             channels_last = (
                 ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
             )
@@ -73,12 +73,17 @@ def register_with_inductor() -> None:
         operand: Any = node.args[0]
         return bool(operand.meta["val"].device.type == "cuda")
 
-    make_fallback(torch.ops.qsync.gemm.default, as_traced, warn=False)  # type: ignore[no-untyped-call]
-    make_fallback(torch.ops.qsync.conv2d_product.default, channels_last_on_cuda, warn=False)  # type: ignore[no-untyped-call]
-    make_fallback(integer_convolution, warn=False)  # type: ignore[no-untyped-call]
-    make_fallback(torch.ops.qsync.quantize.default, constrain, warn=False)  # type: ignore[no-untyped-call]
+    def called(operator: Any, lies: Callable[..., tuple[Any, Any]] | None = None) -> None:
+        # Of an operator with this tag Inductor reads no more, and what lies otherwise would be copied before each call, or torch's.
+        assert lies is None or torch.Tag.flexible_layout not in operator.tags, operator
+        make_fallback(operator, lies, warn=False)  # type: ignore[no-untyped-call]
+
+    called(torch.ops.qsync.gemm.default, as_traced)
+    called(by_kernel, channels_last_on_cuda)
+    called(integer_convolution)
+    called(torch.ops.qsync.quantize.default, constrain)
     # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
-    make_fallback(torch.ops.qsync.quantize_transposed.default, as_traced, warn=False)  # type: ignore[no-untyped-call]
+    called(torch.ops.qsync.quantize_transposed.default, as_traced)
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
     fusing.register()
 

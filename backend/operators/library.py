@@ -28,7 +28,8 @@ def define(
         fake: returns outputs without values, of the sizes, strides and types that the implementations give. Only operators that are
             traced through (CompositeImplicitAutograd) need none: other kernels torch would run on fake tensors, where they turn
             symbolic sizes into the numbers at hand, and each batch size is compiled anew.
-        tags: what Inductor is told of layouts: by default that any will do.
+        tags: what Inductor is told of layouts: by default that any will do. Of an operator with this tag it asks nothing else, so one that
+            `qsync_fx.backend.tuned` says the layouts of has none.
     """
     assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, f"{schema} needs a fake"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]

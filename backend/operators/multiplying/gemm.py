@@ -144,4 +144,5 @@ define(
     "bool turned=False) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
+    tags=(),  # See `qsync_fx.backend.tuned`.
 )

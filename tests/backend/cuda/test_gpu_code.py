@@ -63,7 +63,7 @@ def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision
     if gpu == "t4":
         assert found["bf16"] == [], "nothing compiles BF16 for a T4"
     assert found["products"] == found["planned"], (
-        "what the plan says is a kernel is called, on matrices that lie as it says"
+        "what the plan says is a kernel is called, on operands that lie as it says"
     )
     assert found["calls"] == len(found["products"])
     if how == "kernels" and (precision.startswith("int8") or (gpu, precision) == ("h100", "fp8")):

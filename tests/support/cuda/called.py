@@ -22,7 +22,7 @@ def told(problem: Problem) -> str:
 
 
 def products(operations: list[Any]) -> Iterator[str]:
-    """Yields what each product of ours among a graph's operations is, as `told` of it."""
+    """Yields what each product of ours among a graph's operations is, as `told` of it, and what would be copied before it runs."""
     from torch._inductor import ir
 
     for each in operations:
@@ -33,8 +33,9 @@ def products(operations: list[Any]) -> Iterator[str]:
         lying = iter(each.inputs)
         a, b, *others = [_as_it_lies(next(lying), x) if isinstance(x, torch.fx.Node) else x for x in each.fx_node.args]
         problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
-        # How matrices lie is part of the problem. Images and weights may lie in any way: a copy that is compiled with the graph lays them.
-        yield told(problem)
+        # How matrices lie is part of the problem; kernels of images take channels last, and what lies otherwise is copied for each call.
+        copied = a.dim() == 4 and not all(t.is_contiguous(memory_format=torch.channels_last) for t in (a, b))
+        yield told(problem) + (", operands not channels last" if copied else "")
 
 
 def _as_it_lies(operand: Any, node: torch.fx.Node) -> torch.Tensor:
