@@ -29,10 +29,10 @@ from qsync_fx.options import Options
 def register_with_inductor() -> None:
     """Tells Inductor how `qsync::gate` is computed, and in which layouts operators of ours want their inputs.
 
-    `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph, Inductor copied
-    every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came out with
-    channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they are others
-    than in the eager graph. Rounding stays unbiased.
+    `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph,
+    Inductor copied every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came
+    out with channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they
+    are others than in the eager graph. Rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import constrain_to_fx_strides, make_fallback, register_lowering

@@ -24,9 +24,10 @@ from qsync_fx.backend.cuda.libraries import abi, kernels
 from qsync_fx.backend.cuda.libraries.library import load
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
-from qsync_fx.backend.cuda.run import launch, sites
+from qsync_fx.backend.cuda.run import sites
 from qsync_fx.backend.cuda.run.device import assumed, decision
 from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.operators.multiplying import gemm, implicit_gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -71,7 +72,7 @@ def product(folder: Path, size: int) -> Callable[[], Tensor]:
     b = torch.ones(64, 256, dtype=torch.int8).t()
     scale, bias = torch.ones(()), torch.ones(64)
     chosen(gemm_problem(a, b, scale, scale, bias, torch.float16, False), folder)
-    return lambda: launch.gemm(a, b, scale, scale, bias, torch.float16, False)
+    return lambda: gemm._kernel(a, b, scale, scale, bias, torch.float16, False)
 
 
 def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
@@ -80,9 +81,11 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
     window = Window((1, 1), (1, 1), (1, 1))
-    how = (3, 3), window, "fprop", torch.float16, False
-    chosen(conv_problem(image, weight, scale, scale, bias, *how), folder)  # type: ignore[arg-type]
-    return lambda: launch.conv2d_product(image, weight, scale, scale, bias, *how)  # type: ignore[arg-type]
+    chosen(conv_problem(image, weight, scale, scale, bias, (3, 3), window, "fprop", torch.float16, False), folder)
+    one = [1, 1]
+    return lambda: implicit_gemm._kernel(
+        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16, False
+    )
 
 
 def anew(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -166,9 +166,9 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     )
 
 
-def filled_vector(t: Tensor | None, size: int) -> Tensor | None:
-    """Returns a vector of FP32 values with zeros up to `size`, without gaps; None and single values as they are."""
-    if t is None or t.dim() == 0:
+def filled_vector(t: Tensor, size: int) -> Tensor:
+    """Returns a vector of FP32 values with zeros up to `size`, without gaps; single values as they are."""
+    if t.dim() == 0:
         return t
     flat = t.reshape(-1).to(torch.float32)
     if flat.shape[0] == size:

@@ -93,11 +93,14 @@ def failed(library: Library, shown: str, error: KernelError) -> None:
     )
 
 
+def elsewhere(device: torch.device) -> bool:
+    """Whether a device has to be made the current one for launches and allocations."""
+    return device.type == "cuda" and device.index not in (None, torch._C._cuda_getDevice())
+
+
 def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a device the current one, for launches and allocations."""
-    if device.type != "cuda" or device.index in (None, torch._C._cuda_getDevice()):
-        return _AS_IT_IS
-    return torch.cuda.device(device)
+    return torch.cuda.device(device) if elsewhere(device) else _AS_IT_IS
 
 
 _AS_IT_IS = contextlib.nullcontext()

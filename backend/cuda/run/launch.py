@@ -4,12 +4,16 @@ A kernel believes what it is told. Here stands what has to be true before it is 
 compiled for, pointers at multiples of 16 bytes, sizes in INT32, memory on the device that the stream belongs to. Operands that do not
 suit are copied, by `converting`; what does not suit then is computed by torch, and `reasons` says why.
 
-All of that is decided once for operands that lie alike, and kept as a site (`sites`): a call fills in where its operands start.
+All of that is decided once for operands that lie alike, and kept as a site (`sites`): a call fills in where its operands start. Whether an
+operator takes its operands at all is asked then, too: the key of a site holds whatever that depends on.
 
 Invariant: the result is that of `fallback`, up to the order of FP32 sums, whichever way is taken.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +39,18 @@ def gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tf32: bool,
+    check: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Computes `qsync::gemm` on a CUDA device."""
+    """Computes `qsync::gemm` on a CUDA device. `check`, given the operands and what follows, raises where there is no such product."""
     key = (
         kernels.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        a_scale is None or a_scale.dim(), b_scale is None or b_scale.dim(), bias is None, out_dtype, tf32,
+        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if bias is None else bias.shape, out_dtype, tf32,
     )  # fmt: skip
     site = sites.known.get(key)
     if site is None:
+        if check is not None:
+            check(a, b, a_scale, b_scale, bias, out_dtype, tf32)
         site = sites.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
     if isinstance(site, GemmSite):
         try:
@@ -86,21 +94,27 @@ def conv2d_product(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     bias: Tensor | None,
-    size: tuple[int, int],
-    window: Window,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     operation: ConvOperation,
     out_dtype: torch.dtype,
     tf32: bool,
+    check: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Computes `qsync::conv2d_product` on a CUDA device."""
+    """Computes `qsync::conv2d_product` on a CUDA device; `check` as of `gemm`."""
     key = (
         kernels.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(), a.data_ptr() & 15, b.data_ptr() & 15,
-        a_scale is None, b_scale is None or b_scale.dim(), bias is None, size, window.stride, window.padding, window.dilation, operation,
-        out_dtype, tf32,
+        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if bias is None else bias.shape, *size, *stride, *padding, *dilation, operation, out_dtype, tf32,
     )  # fmt: skip
     site = sites.known.get(key)
     if site is None:
-        found = _conv_site(a, b, a_scale, b_scale, bias, size, window, operation, out_dtype, tf32)
+        if check is not None:
+            check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
+        window = Window(_pair(stride), _pair(padding), _pair(dilation))
+        found = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
         site = sites.keep(key, found)
     if isinstance(site, ConvSite):
         try:
@@ -108,8 +122,12 @@ def conv2d_product(
         except KernelError as error:
             calls.failed(site.library, shown(site.problem), error)
             sites.known.pop(key, None)
-    how = window.stride, window.padding, window.dilation
-    return fallback.conv2d_product(a, b, a_scale, b_scale, bias, size, *how, operation, out_dtype)
+    return fallback.conv2d_product(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype)
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    height, width = sizes
+    return int(height), int(width)
 
 
 def _conv_site(

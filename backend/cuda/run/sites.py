@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.kernel.config import KernelConfig
@@ -44,7 +45,8 @@ class _KernelSite:
         library, problem: the kernel, and what it computes.
     """
 
-    _whole: tuple[int, ...]  # of what the kernel writes
+    _whole: tuple[int, ...]  # the shape of what the kernel writes
+    _steps: tuple[int, ...]  # its strides
     _rows: int  # values of a scale of the first operand that is no single number; of columns, those of the second one's and of the bias
     _columns: int
     _first: Copy | None  # makes of the first operand what the kernel reads; None where it does as it lies
@@ -60,26 +62,36 @@ class _KernelSite:
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         """Computes the product; raises `KernelError` where the kernel does not take the operands, or cannot be started."""
-        with calls.guarded(self._device):
-            if self._first is not None:
-                a = self._first(a)
-            if self._second is not None:
-                b = self._second(b)
-            d = a.new_empty(self._whole, dtype=self._type)
-            columns = self._columns
-            # Named, so that a copy lives until the kernel is queued.
-            rows, each, added = _vector(a_scale, self._rows), _vector(b_scale, columns), _vector(bias, columns)
-            x = self._fresh()
-            x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
-            if rows is not None:
-                x.a_scale = rows.data_ptr()
-            if each is not None:
-                x.b_scale = each.data_ptr()
-            if added is not None:
-                x.bias = added.data_ptr()
-            if self._size is None:
-                self._size = calls.asked(self.library, x)
-            calls.queue(self.library, x, self._size, self._device)
+        if calls.elsewhere(self._device):
+            with torch.cuda.device(self._device):
+                return self._queued(a, b, a_scale, b_scale, bias)
+        return self._queued(a, b, a_scale, b_scale, bias)
+
+    def _queued(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        if self._first is not None:
+            a = self._first(a)
+        if self._second is not None:
+            b = self._second(b)
+        d = torch.empty_strided(self._whole, self._steps, dtype=self._type, device=self._device)
+        x = self._fresh()
+        x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
+        # Copies keep their names, so that they live until the kernel is queued.
+        if a_scale is not None:
+            if a_scale.dim():
+                a_scale = _vector(a_scale, self._rows)
+            x.a_scale = a_scale.data_ptr()
+        if b_scale is not None:
+            if b_scale.dim():
+                b_scale = _vector(b_scale, self._columns)
+            x.b_scale = b_scale.data_ptr()
+        if bias is not None:
+            bias = _vector(bias, self._columns)
+            x.bias = bias.data_ptr()
+        if self._size is None:
+            self._size = calls.asked(self.library, x)
+        calls.queue(self.library, x, self._size, self._device)
         return d if self._part is None else self._part(d)
 
 
@@ -101,7 +113,7 @@ class GemmSite(_KernelSite):
         b_copied = tuple(b.shape) != (k, n) or not aligned(b, taken.b_major, config.alignment)
         self._first = (lambda t: converting.laid_out(t, m, k, taken.a_major)) if a_copied else None
         self._second = (lambda t: converting.laid_out(t, k, n, taken.b_major)) if b_copied else None
-        self._whole, self._rows, self._columns = (m, n), m, n
+        self._whole, self._steps, self._rows, self._columns = (m, n), (n, 1), m, n
         rows, columns = int(a.shape[0]), int(b.shape[1])
         self._part = None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
         arguments = GemmArguments(
@@ -130,14 +142,10 @@ class ConvSite(_KernelSite):
         self._first = None if _lies_last(a, *first) else lambda image: converting.channels_last(image, *first)
         self._second = None if _lies_last(b, *second) else lambda image: converting.channels_last(image, *second)
         # The first operand has one scale, whatever its rows.
-        self._whole, self._rows, self._columns = whole, 1, t.k
-
-        def part(d: Tensor) -> Tensor:
-            if whole != shape:
-                d = d[: shape[0], :, :, : shape[3]].contiguous()
-            return d.permute(0, 3, 1, 2)
-
-        self._part = part
+        self._rows, self._columns = 1, t.k
+        n, h, w, c = whole
+        self._whole, self._steps = (n, c, h, w), (h * w * c, 1, w * c, c)
+        self._part = None if whole == shape else lambda d: _cut(d, shape[0], shape[3])
         (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = t.padding, t.stride, t.dilation
         arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
@@ -164,11 +172,16 @@ def _leading(t: Tensor, shape: tuple[int, int], way: Major, copied: bool) -> int
     return (shape[1] if way == "row" else shape[0]) if copied else leading(t, way)
 
 
-def _vector(t: Tensor | None, size: int) -> Tensor | None:
+def _vector(t: Tensor, size: int) -> Tensor:
     """Returns a vector of FP32 values as `padding.filled_vector` does, and as it is where that is one."""
-    if t is None or t.dim() == 0 or (t.numel() == size and t.is_contiguous() and t.dtype.itemsize == 4):
+    if t.dtype is torch.float32 and t.numel() == size and t.is_contiguous():
         return t
     return padding.filled_vector(t, size)
+
+
+def _cut(d: Tensor, first: int, second: int) -> Tensor:
+    """Returns a copy of the first images and channels, channels last."""
+    return d.permute(0, 2, 3, 1)[:first, :, :, :second].contiguous().permute(0, 3, 1, 2)
 
 
 def _lies_last(t: Tensor, first: int, second: int) -> bool:

@@ -8,9 +8,12 @@ Invariant: q and scale are those of `qsync::quantize`, bit for bit, so it does n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.casts.quantize import scaled_format
 from qsync_fx.backend.operators.library import define
@@ -46,10 +49,10 @@ def _native(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tu
 
 
 def _kernel(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
-    from qsync_fx.backend.cuda.run import quantizing
-
-    row, mode = scaled_format(fmt, x, ()), rounding_mode(rounding)
-    return quantizing.quantize_transposed(x, seed, stream, row, mode)
+    found: Any = quantizing.again(x, seed, stream, fmt, rounding, turned=True)
+    if found is None:
+        found = quantizing.quantize_transposed(x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding))
+    return found  # type: ignore[no-any-return]
 
 
 define(

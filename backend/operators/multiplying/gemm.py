@@ -133,10 +133,22 @@ def _on_cpu(*given: Any) -> Tensor:
     return on_cpu.gemm(*how) if on_cpu.multiplies(x.a, x.right) else fallback.gemm(*how)
 
 
-def _kernel(*given: Any) -> Tensor:
-    x = _Asked(*given)
-    _check(x)
-    return launch.gemm(x.a, x.right, x.a_scale, x.b_scale, x.bias, x.out_dtype, x.tf32)
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    turned: bool = False,
+) -> Tensor:
+    right = b.t() if turned and b.dim() == 2 else b
+    return launch.gemm(a, right, a_scale, b_scale, bias, out_dtype, tf32, check=_check_given)
+
+
+def _check_given(*given: Any) -> None:
+    _check(_Asked(*given))
 
 
 define(

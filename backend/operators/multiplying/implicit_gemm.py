@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import ConvOperation, fallback
-from qsync_fx.backend.cuda.problem.operands import Window
 from qsync_fx.backend.cuda.run import launch
 from qsync_fx.backend.operators.gradients.live_taps import places
 from qsync_fx.backend.operators.library import define, require
@@ -154,11 +153,26 @@ def _on_cpu(*given: Any) -> Tensor:
     return compute(*x.operands, *x.geometry, operation, x.out_dtype)
 
 
-def _kernel(*given: Any) -> Tensor:
-    x = _Asked(*given)
-    operation, _ = _checked(x)
-    size, *rest = ((int(first), int(second)) for first, second in x.geometry)
-    return launch.conv2d_product(*x.operands, size, Window(*rest), operation, x.out_dtype, x.tf32)
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+    tf32: bool,
+) -> Tensor:
+    how = size, stride, padding, dilation, operation, out_dtype, tf32
+    return launch.conv2d_product(a, b, a_scale, b_scale, bias, *how, check=_check_given)
+
+
+def _check_given(*given: Any) -> None:
+    _checked(_Asked(*given))
 
 
 define(

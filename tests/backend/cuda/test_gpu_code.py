@@ -66,7 +66,9 @@ def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision
         "what the plan says is a kernel is called, on operands that lie as it says"
     )
     assert found["calls"] == len(found["products"])
-    if how == "kernels" and (precision.startswith("int8") or (gpu, precision) == ("h100", "fp8")):
+    # There are units for FP8 on an H100 alone, and no convolution of ours for it.
+    multiplied = precision.startswith("int8") or ((gpu, precision) == ("h100", "fp8") and model != "resnet")
+    if how == "kernels" and multiplied:
         assert found["planned"], "there are layers large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):

@@ -19,11 +19,15 @@ from qsync_fx.backend.cuda.libraries import compiler, kernels
 from qsync_fx.backend.cuda.libraries.compiler import Built
 from qsync_fx.backend.cuda.libraries.library import Library
 from qsync_fx.backend.cuda.problem import fallback
-from qsync_fx.backend.cuda.run import launch, reasons
+from qsync_fx.backend.cuda.run import launch, quantizer_sites, quantizing, reasons
 from qsync_fx.backend.cuda.run.device import MOST_REFUSED, assumed, decision
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.errors import KernelError, PlanWarning, RefusedKernelError, ToolchainError
+from qsync_fx.backend.numerics import reference
+from qsync_fx.backend.operators.multiplying import gemm
+from qsync_fx.errors import KernelError, PlanWarning, PrecisionError, RefusedKernelError, ToolchainError
+from qsync_fx.precision import precision
 
+SEED = torch.tensor([7])
 A, B = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
 
 
@@ -156,3 +160,64 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
     scale = torch.ones(())
     launch.gemm(A, B, scale, scale, None, torch.float32, False)
     assert len(asked) == 2
+
+
+def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands are checked where a site is made: whatever the check looks at is in the key."""
+    loaded()
+    checked: list[object] = []
+
+    def refuses(*given: Any) -> None:
+        checked.append(given)
+        check_given(*given)
+
+    check_given = gemm._check_given
+    monkeypatch.setattr(gemm, "_check_given", refuses)
+    scale, bias = torch.ones(()), torch.ones(B.shape[1])
+    right = A, B, scale, scale, bias, torch.float32, False
+    for _ in range(2):
+        gemm._kernel(*right)
+    assert len(checked) == 1
+    wrong = (
+        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)}, {3: torch.ones(1, 3)}, {4: torch.ones(3)},
+        {1: B.float()}, {1: B[:-1]}, {5: torch.int32},
+    )  # fmt: skip
+    for change in wrong:
+        with pytest.raises((PrecisionError, RuntimeError)):
+            gemm._kernel(*(change.get(at, given) for at, given in enumerate(right)))  # type: ignore[arg-type]
+
+
+def quantizer(*statuses: int) -> Handle:
+    """Has the quantizer loaded, as one that gives these statuses when it is started."""
+    handle, unit = Handle(*statuses), kernels.quantizer("sm_80", "fp32", "int8")
+    kernels._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
+    return handle
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return quantizing.quantize(x, SEED, 3, precision("int8"), "nearest", ())
+
+
+def test_a_quantizer_s_site_is_made_once_and_is_for_tensors_that_lie_alike() -> None:
+    handle, x = quantizer(), torch.randn(6, 8)
+    for _ in range(3):
+        quantize(x)
+    assert handle.runs == 3 and len(quantizer_sites.known) == 1
+    q, scale = quantize(x.t())
+    assert len(quantizer_sites.known) == 2 and q.stride() == x.t().stride() and scale.shape == ()
+    quantizing.quantize(x, SEED, 3, precision("int8"), "nearest", [0])
+    assert len(quantizer_sites.known) == 3 and handle.runs == 5
+
+
+def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_stored", lambda unit: False)
+    handle, x = quantizer(0, 1, 1), torch.randn(6, 8)
+    quantize(x)
+    with pytest.warns(PlanWarning, match="quantize_sm_80_fp32_int8 is switched off .*invalid argument"):
+        found = quantize(x)
+    want = reference.quantize(x, SEED, 3, precision("int8"), "nearest", ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = quantize(x)
+    assert handle.runs == 3, "it is not tried again"
+    assert all(torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(found, want, again, strict=True))
