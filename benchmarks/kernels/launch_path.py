@@ -1,7 +1,7 @@
 """What a call of a CUDA kernel takes in Python: from the function behind `qsync::gemm` to the kernel's library, which does nothing here.
 
 A training step calls hundreds of kernels, and a small GPU waits for Python where it has nothing else to do. No GPU is needed: operands lie
-on the CPU, which counts as a T4, and the library is a few functions of C that return at once, so what is left is ours: finding the call's
+on the CPU, which counts as a T4, and the library is a few functions of C that return at once, so what is left is ours: checks, the call's
 site, filling in its arguments, the memory of the result. "decided anew" forgets the site after each call, as if each had to find out which
 kernel computes, how operands lie and what it is told; "torch.mm" is a product of 2 x 2, of which torch's own way to a kernel is most.
 Times are the processor's, cases take turns.
@@ -24,9 +24,10 @@ from qsync_fx.backend.cuda.libraries import abi, kernels
 from qsync_fx.backend.cuda.libraries.library import load
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
-from qsync_fx.backend.cuda.run import sites
+from qsync_fx.backend.cuda.run import quantizer_sites, sites
 from qsync_fx.backend.cuda.run.device import assumed, decision
 from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.operators.casts import quantize
 from qsync_fx.backend.operators.multiplying import gemm, implicit_gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -88,19 +89,34 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     )
 
 
-def anew(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Returns the call that quantizes an activation to INT8."""
+    x, seed = torch.randn(64 * size, 256), torch.zeros(1, dtype=torch.int64)
+    had(kernels.quantizer(ARCH, "fp32", "int8"), folder)
+    return lambda: quantize._kernel(x, seed, 3, "int8", "stochastic", [])
+
+
+def anew(call: Callable[[], object]) -> Callable[[], object]:
     """Returns a call that finds no site: of operands that no other case has."""
 
-    def run() -> Tensor:
+    def run() -> object:
+        before = len(sites.known)
         found = call()
         # The last one that was kept, which is this call's.
-        sites.known.popitem()
+        (sites.known if len(sites.known) > before else quantizer_sites.known).popitem()
         return found
 
     return run
 
 
-def often(call: Callable[[], Tensor]) -> Callable[[], None]:
+CASES: dict[str, Callable[[Path, int], Callable[[], object]]] = {
+    "product of INT8": product,
+    "convolution of INT8": convolution,
+    "quantizing to INT8": quantizer,
+}
+
+
+def often(call: Callable[[], object]) -> Callable[[], None]:
     """Returns `CALLS` calls, as in a step: one by itself finds the processor's caches full of something else."""
 
     def run() -> None:
@@ -116,7 +132,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name, assumed(ARCH, on="cpu"):
         folder = Path(name)
-        for case, made in {"product of INT8": product, "convolution of INT8": convolution}.items():
+        for case, made in CASES.items():
             ways = {
                 "a call": made(folder, 2),
                 "decided anew": anew(made(folder, 3)),
