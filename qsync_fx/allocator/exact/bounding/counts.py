@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from qsync_fx.allocator.exact.bounding.again import MANY, Again, Where, least_of, most, one_or_more, scaled, where_so
+from qsync_fx.allocator.exact.bounding.forced import Forced
 from qsync_fx.allocator.exact.bounding.kept import Kept, factors, norms
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
 from qsync_fx.allocator.exact.program import CONSTANT, ONE, Expression, total
@@ -38,6 +39,7 @@ class Counts:
         self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
         self.arriving: dict[int, dict[int, Expression]] = {}
         self.written: dict[int, Expression] = {}
+        self._forced = Forced(kept, waiting, where, self.again)
         self._arrive()
 
     def sources(self, value: int) -> Expression:
@@ -70,6 +72,7 @@ class Counts:
                 continue
             if written := self.written_down(self.arriving[value].values()):
                 self.written[value] = written
+                self._forced.add(value, written, self.arriving, self.written)
             leaving = total((1.0, self.sources(value)), (1.0, self._keeps(at, operator)))
             passed: set[int] = set()
             for place, read in enumerate(operator.reads):
@@ -114,6 +117,9 @@ class Counts:
             # What this is computed again from, or it itself, that gate keeps, too, where it is computed again from this.
             new = [*later.values(), self.again.lost_part(operator.result)]
             new += [self.written[value] for value in (*passed, operator.result) if value in self.written]
+            # Unless that reads what a product keeps of it in a format that it has not itself.
+            first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
+            new.append(self._forced.lies(operator.result, first, but_as_held=True))
             several.append(total(*((float(MANY), one) for one in new)))
         return least_of(self.program, several)
 
