@@ -58,7 +58,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Taken:
-    """Messages with the same parts of a bucket, which are summed.
+    """Messages with the same parts of a bucket, of which the sum or the mean is taken.
 
     Attributes:
         stretches: in which they come.
@@ -66,6 +66,7 @@ class Taken:
         values: what they are summed to, FP32.
         summed: whether they are a mean already.
         onto: of each parameter, whether they are added to what is there; else none is.
+        over: what their sum is divided by.
         unread: of whom the message is none that was awaited.
     """
 
@@ -74,6 +75,7 @@ class Taken:
     values: Sequence[Tensor]
     summed: bool = False
     onto: Sequence[bool] = ()
+    over: int = 1
     unread: set[int] = field(default_factory=set)
 
     def look(self, head: Callable[[int, Tensor, bool], Head], fault: Fault) -> None:
@@ -94,4 +96,7 @@ class Taken:
                     bucket.pieces[run.place].codec.decode(message[run.wire], self.values[run.place][run.values], add)
                 except ValueError as error:
                     fault(sender, str(error))
+        if self.over > 1:
+            for run in self.stretches[number].runs:
+                self.values[run.place][run.values].div_(self.over)
         tally.decode += time.perf_counter() - begin

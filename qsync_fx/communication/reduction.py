@@ -146,10 +146,10 @@ class Reducer:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
         mine = self._given(bucket, flats, parts, "mine")
         theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.memory.numel()) for peer in self._others}
-        taken = Taken(mine.stretches, self._ranked({**theirs, self._own: mine.memory}), flats)
-        self._pass(bucket, [(mine, self._others)], [taken])
+        messages = self._ranked({**theirs, self._own: mine.memory})
+        self._pass(bucket, [(mine, self._others)], [Taken(mine.stretches, messages, flats, over=len(self.members))])
         for piece, flat in zip(bucket.pieces, flats, strict=True):
-            piece.codec.settle(flat.div_(len(self.members)))
+            piece.codec.settle(flat)
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         self._sum(bucket, flats)
@@ -165,10 +165,8 @@ class Reducer:
             given.append((made, [owner] if owner != self._own else []))
         mine, _ = given[self._own]
         theirs = {peer: self._memory_for(bucket, f"from {peer}", mine.memory.numel()) for peer in self._others}
-        own = _cut(flats, mine.parts)
-        self._pass(bucket, given, [Taken(mine.stretches, self._ranked({**theirs, self._own: mine.memory}), own)])
-        for flat in own:
-            flat.div_(len(self.members))
+        messages, own = self._ranked({**theirs, self._own: mine.memory}), _cut(flats, mine.parts)
+        self._pass(bucket, given, [Taken(mine.stretches, messages, own, over=len(self.members))])
 
     def _give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
         parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
