@@ -41,9 +41,12 @@ void warn(const std::string &text) {
 const Path &choose() {
     const auto &paths = qsync::available_paths();
     if (const char *asked = std::getenv("QSYNC_CPU_ISA"); asked != nullptr && *asked != '\0') {
-        if (const Path *path = find(asked)) return *path;
+        const Path *path = find(asked);
+        if (path != nullptr && qsync::agrees_with_scalar(*path)) return *path;
         const py::object error = py::module_::import("qsync_fx.errors").attr("OptionError");
-        const std::string what = "this build and this processor have no path '" + std::string(asked) + "'";
+        const std::string named = "'" + std::string(asked) + "'";
+        const std::string what = path == nullptr ? "this build and this processor have no path " + named
+                                                 : "the path " + named + " gives other results than the scalar one on this processor";
         const std::string advice = "unset it, or use one of: " + known(available_isas());
         const py::object value = error(what, py::arg("where") = "environment variable QSYNC_CPU_ISA", py::arg("do") = advice);
         PyErr_SetObject(error.ptr(), value.ptr());

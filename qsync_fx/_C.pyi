@@ -293,7 +293,10 @@ def sgd(
     """
 
 def isa() -> str:
-    """Returns the path in use: the best of `available_isas` that passed its self-test, or what QSYNC_CPU_ISA asks for."""
+    """Returns the path in use: the best of `available_isas` that gives the scalar path's results, or what QSYNC_CPU_ISA asks for.
+
+    That is tried once, on first use. Raises OptionError where the path that QSYNC_CPU_ISA asks for is not there, or gives other results.
+    """
 
 def available_isas() -> list[str]:
     """Returns the paths that this build and this processor have, best first: "amx", "avx512_vnni", "avx512", "avx2", "scalar".

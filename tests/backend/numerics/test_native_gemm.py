@@ -186,6 +186,35 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
     assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), "rounded up, as torch rounds"
 
 
+def moved(t: Tensor, places: int) -> Tensor:
+    """A copy that lies as it does, so many values behind where an allocation begins."""
+    memory = torch.empty(t.numel() + places, dtype=t.dtype)
+    return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
+
+
+@every_isa
+@pytest.mark.parametrize("places", [1, 3, 17])
+def test_operands_lie_at_any_address(isa: str, places: int) -> None:
+    m, n, k = 35, 37, 67
+    for layout in ("rows", "columns"):
+        a, b = moved(matrix(m, k, layout), places), moved(matrix(k, n, layout), 2 * places)
+        for dtype in (torch.float32, torch.bfloat16):
+            of_a, of_b, bias = (moved(torch.randn(size), places) for size in (m, n, n))
+            memory = torch.full((m * n + 2 * places,), 77, dtype=dtype)
+            result = memory[places : places + m * n]
+            _C.gemm(
+                *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, k, a.stride(), b.stride(), DTYPES[dtype]),
+                a_scale=of_a.data_ptr(),
+                a_scale_each=True,
+                b_scale=of_b.data_ptr(),
+                b_scale_each=True,
+                bias=bias.data_ptr(),
+                isa=isa,
+            )
+            assert torch.equal(result.view(m, n), expected(a, b, dtype, of_a, of_b, bias))
+            assert (memory[:places] == 77).all() and (memory[places + m * n :] == 77).all()
+
+
 @every_isa
 def test_calls_at_one_time_do_not_meet(isa: str) -> None:
     a, b = matrix(150, 300, "rows"), matrix(300, 90, "columns")

@@ -117,6 +117,29 @@ def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
+@pytest.mark.parametrize("places", [1, 19])
+def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(*shape: int) -> Tensor:
+        like = images(shape, True)
+        return (
+            torch.empty(like.numel() + places, dtype=torch.int8)[places:].as_strided(shape, like.stride()).copy_(like)
+        )
+
+    native = _C.conv
+    monkeypatch.setattr(_C, "conv", lambda *given, **named: native(*given, **named | {"isa": isa}))
+    x, weight, y, how = moved(3, 13, 7, 6), moved(9, 13, 3, 2), moved(3, 9, 7, 7), ([1, 1], [1, 1], [1, 1])
+    asked: list[tuple[ConvOperation, Tensor, Tensor, list[int]]] = [
+        ("fprop", x, weight, [3, 2]),
+        ("dgrad", y, weight, [7, 6]),
+        ("wgrad", y, x, [3, 2]),
+    ]
+    for operation, a, b, size in asked:
+        for out in (torch.float32, torch.bfloat16):
+            rest = (torch.rand(()), torch.rand(()), None, size, *how, operation, out)
+            assert torch.equal(conv2d_product(a, b, *rest), fallback.conv2d_product(a, b, *rest))
+
+
+@pytest.mark.parametrize("isa", _C.available_isas())
 def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in parts: over 6,000 windows, and over 4,500 taps."""
     how = [1, 1], [1, 1], [1, 1]

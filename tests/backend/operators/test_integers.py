@@ -75,12 +75,17 @@ def test_formats_with_the_same_values_are_known_by_one_name() -> None:
     }
 
 
-WITHOUT_VNNI = """
+WITHOUT_UNITS = """
 import torch
 from lowered_layers import Layer, leaf, recorded
+from torch import nn
+
+import qsync_fx
+from qsync_fx import _C
 from qsync_fx.devices import support
 from qsync_fx.precision import FORMATS
 
+print(_C.isa())
 x, weight = leaf(torch.full((8, 64), 2.0)), leaf(torch.full((16, 64), -3.0))
 for fmt in ("int8", "int8_grad"):
     with recorded() as calls:
@@ -89,17 +94,43 @@ for fmt in ("int8", "int8_grad"):
     for one, exact in zip(found, (-384.0, -48.0, 16.0), strict=True):
         torch.testing.assert_close(one, torch.full_like(one, exact))
     print(fmt, bool({"qsync::gemm", "qsync::integer_products"} & {*calls}), support(torch.device("cpu"), FORMATS[fmt]).how)
+
+torch.manual_seed(0)
+images = torch.randn(16, 3, 9, 9)
+layers = nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.GELU(), nn.Flatten(), nn.Linear(1600, 32), nn.GELU(), nn.Linear(32, 10)
+model = nn.Sequential(*layers)
+
+def step(run):
+    model.zero_grad()
+    y = run(images)
+    y.square().mean().backward()
+    return y.detach(), *(p.grad for p in model.parameters())
+
+exact = step(model)
+for options in ({}, {"precision": "int8"}, {"precision": "int8_grad"}):
+    planned = {str(op.precision) for op in qsync_fx.explain(model, images, options=options).operators if op.kind == "adjustable"}
+    torch._dynamo.reset()
+    found = step(torch.compile(model, backend="qsync", options={"inner": "aot_eager", **options}))
+    off = max(float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
+    print(*planned, "exact" if off < 1e-5 else "near" if off < 0.2 else off)
 """
 
 
 @tiers.ALL
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_a_unit_that_saturates_is_not_used(isa: str) -> None:
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "QSYNC_CPU_ISA": "avx2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_VNNI], env=env, capture_output=True, text=True, timeout=250)
+@pytest.mark.parametrize(
+    ("isa", "path", "capability"), [("AVX2", "avx2", "avx2"), ("AVX512_CORE", "scalar", "default")]
+)
+def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
+    isa: str, path: str, capability: str
+) -> None:
+    """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of FP32, but for roundings."""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "QSYNC_CPU_ISA": path, "ATEN_CPU_CAPABILITY": capability}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_UNITS], env=env, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["int8", "False", "simulated", "int8_grad", "False", "simulated"]
+    layers = ["int8 False simulated", "int8_grad False simulated"]
+    assert ran.stdout.splitlines() == [path, *layers, "fp32 exact", "int8 near", "int8_grad near"]
 
 
 @pytest.mark.parametrize("width", [48, 64])

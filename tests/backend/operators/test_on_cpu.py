@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from lowered_layers import Layer, leaf, recorded
+from lowered_layers import Geometry, Layer, leaf, recorded
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import fallback
@@ -63,6 +63,22 @@ def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
     a, b = torch.ones(5, 16, dtype=torch.int8), torch.ones(7, 16, dtype=torch.int8)
     given = a, b, torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False, True
     torch.library.opcheck(torch.ops.qsync.gemm.default, given)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("fmt", ["int8", "int8_grad"])
+def test_no_rows_are_no_error_and_have_no_gradient(fmt: str, unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: unit)
+    images = leaf(torch.randn(0, 64, 5, 5).to(memory_format=torch.channels_last))
+    layers = (
+        (Layer(fmt), leaf(torch.randn(0, 24)), leaf(torch.randn(8, 24))),
+        (Layer(fmt, Geometry([1, 1], [1, 1], [1, 1])), images, leaf(torch.randn(64, 64, 3, 3))),
+    )
+    for layer, x, weight in layers:
+        y = layer(x, weight)
+        gradients = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+        assert y.shape[:2] == (0, weight.shape[0]) and gradients[0].shape == x.shape
+        assert torch.equal(gradients[1], torch.zeros_like(weight))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a unit of x86")
