@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication.ranks import found_by
 from benchmarks.paper.support.curves import picture
-from benchmarks.paper.support.experiment import OPTIONS
+from benchmarks.paper.support.experiment import OPTIONS, beside
 from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.studied import SIZES, TASKS, Training
 from benchmarks.support.harness import arguments, selected, show, standing, to_write, write_json
@@ -86,15 +85,12 @@ def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple
 
 def row(task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> dict[str, Any]:
     each = [one["accuracy"] for one in found]
-    points = [100 * (one - other["accuracy"]) for one, other in zip(each, whole, strict=True)]
-    spread = len(each) > 1
     return {
         "task": task,
         "way": way,
         "accuracy": statistics.fmean(each),
-        "deviation": statistics.stdev(each) if spread else 0.0,
-        "points": statistics.fmean(points),
-        "error": statistics.stdev(points) / math.sqrt(len(points)) if spread else 0.0,
+        "deviation": statistics.stdev(each) if len(each) > 1 else 0.0,
+        **beside(each, [one["accuracy"] for one in whole]),
         "each": each,
         "loss": [statistics.fmean(part) for part in zip(*(one["loss"] for one in found), strict=True)],
     }

@@ -25,6 +25,7 @@ MORE_OF_A_KIND = {
     "allocator": "fleets",
     "aqgb_fig3": "compressed_links",
     "casts": "saved_memory",
+    "convergence": "table2",
     "ddp_accuracy": "replay_accuracy",
     "dropout": "step_time",
     "fig6": "fleets",

@@ -74,6 +74,18 @@ def codec_accuracy() -> str:
     return "\n".join([_table("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
 
 
+def convergence() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "format": lambda row: f"`{row['format']}`",
+        "accuracy": _accuracy,
+        "each seed": lambda row: ", ".join(f"{100 * one:.2f}" for one in row["each"]),
+        "points more than FP32": lambda row: (
+            "" if row["format"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
+        ),
+    }
+    return _table("convergence", columns)
+
+
 def aqgb_fig3() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
@@ -100,7 +112,10 @@ def slow_links() -> str:
     return _table("slow_links", columns)
 
 
-TABLES = {made.__name__: made for made in (table2, table4, table6, fig6, fig8, codec_accuracy, aqgb_fig3, slow_links)}
+TABLES = {
+    made.__name__: made
+    for made in (table2, table4, table6, fig6, fig8, codec_accuracy, aqgb_fig3, slow_links, convergence)
+}
 
 
 def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
