@@ -132,12 +132,12 @@ test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.
 
 test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out; needs nvcc, no GPU; an hour on two cores (COMPILE_FLAGS='--arch sm_80' for less)
 	@mkdir -p runs
-	@$(PYTHON) tests/support/cuda/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
+	@$(PYTHON) tests/support/cuda/compiled/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
 # A toolkit that pip brings, in a folder of its own. Its wheels hold NVRTC and headers, and no nvcc.
 test-cuda-12: setup ## a sample of CUDA kernels for T4 and A100 by the compiler of CUDA 12 beside nvcc: registers and spills in runs/cuda-12.json
 	@[ -d .cuda12/nvidia ] || $(PIP) install --no-deps --target .cuda12 $(foreach part,nvrtc runtime cccl nvcc,'nvidia-cuda-$(part)-cu12==$(CUDA12).*')
-	@QSYNC_NVRTC='$(CURDIR)/.cuda12' $(PYTHON) tests/support/cuda/cuda_compile_twelve.py --json runs/cuda-12.json $(COMPILE_FLAGS)
+	@QSYNC_NVRTC='$(CURDIR)/.cuda12' $(PYTHON) tests/support/cuda/compiled/cuda_compile_twelve.py --json runs/cuda-12.json $(COMPILE_FLAGS)
 
 # Triton lies in a folder of its own: where it can be imported, torch takes other ways elsewhere, too.
 test-gpu-code: setup ## without a GPU: models through torch.compile to machine code for T4, A100 and H100; registers and spills in runs/gpu-code.json

@@ -17,13 +17,14 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.backend import decompositions, dropout, keep_less, operators, overflow, tuned
+from qsync_fx.backend import operators, overflow
+from qsync_fx.backend.dynamo.record import record
+from qsync_fx.backend.dynamo.shared_code import tell_of_shared_code
+from qsync_fx.backend.dynamo.skipped import told
+from qsync_fx.backend.inductor import decompositions, dropout, keep_less, tuned
 from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.collect import prepare
-from qsync_fx.backend.record import record
 from qsync_fx.backend.second_order import telling
-from qsync_fx.backend.shared_code import tell_of_shared_code
-from qsync_fx.backend.skipped import told
 from qsync_fx.backend.unasked import candidates, note_unasked, tell_of_a_stale_profile, with_cached_plan
 from qsync_fx.cached.candidates import Candidates
 from qsync_fx.coverage.log import log_of

@@ -148,7 +148,7 @@ def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkey
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "a cache"))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     code = (
-        f"sys.path.append({str(ROOT / 'tests/support/cuda')!r}); from small_units import small_unit; "
+        f"sys.path.append({str(ROOT / 'tests/support/cuda/compiled')!r}); from small_units import small_unit; "
         "from qsync_fx.backend.cuda.libraries import compiler, keys, library; unit = small_unit(); "
         "path = compiler.build([unit])[unit]; "
         "print(keys.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"

@@ -4,8 +4,8 @@ Why a second generator: a GPU needs one that gives many bits for few instruction
 is that (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). The CPU keeps the hash of `reference`,
 which its vector units compute faster.
 
-Invariant: cpp/cutlass/philox.cuh computes the same, to the bit. Words of 32 bits stand in int64, whose products wrap around as those of
-uint64 do, so all 64 bits of a product are right and the masked high half is the high word.
+Invariant: cpp/cutlass/plain/philox.cuh computes the same, to the bit. Words of 32 bits stand in int64, whose products wrap around as those
+of uint64 do, so all 64 bits of a product are right and the masked high half is the high word.
 """
 
 from __future__ import annotations

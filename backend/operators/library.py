@@ -29,7 +29,7 @@ def define(
             traced through (CompositeImplicitAutograd) need none: other kernels torch would run on fake tensors, where they turn
             symbolic sizes into the numbers at hand, and each batch size is compiled anew.
         tags: what Inductor is told of layouts: by default that any will do. Of an operator with this tag it asks nothing else, so one that
-            `qsync_fx.backend.tuned` says the layouts of has none.
+            `qsync_fx.backend.inductor.tuned` says the layouts of has none.
     """
     assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, f"{schema} needs a fake"
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]

@@ -86,8 +86,8 @@ def explained(
 ) -> Explained:
     """Returns what the backend makes of a graph that Dynamo hands over; `before` are the model's graphs so far."""
     from qsync_fx.backend.compile import rewrite
+    from qsync_fx.backend.dynamo.record import record
     from qsync_fx.backend.entry import through_dynamo
-    from qsync_fx.backend.record import record
     from qsync_fx.backend.unasked import candidates
     from qsync_fx.passes.tracing.frames import compile_for_this_module_only, place
 
@@ -108,7 +108,7 @@ def observed(
     model: Callable[..., Any], backend: Callable[..., Any], options: Options, dynamic: bool | None = None
 ) -> Callable[..., Any]:
     """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
-    from qsync_fx.backend.observe import observe
+    from qsync_fx.backend.dynamo.observe import observe
 
     context = torch._dynamo.optimize(backend, dynamic=dynamic)
     if isinstance(context, OptimizeContext):  # where Dynamo is not switched off

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import qsync_fx
-from qsync_fx.backend import compile as compiling, tuned
+from qsync_fx.backend import compile as compiling
 from qsync_fx.backend.entry import options_of
+from qsync_fx.backend.inductor import tuned
 from qsync_fx.options import Options
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

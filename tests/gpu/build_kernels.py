@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / place) for place in (".", "support", "support/cuda"))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
+)
 
 from gpu import kit, models, test_gemm, test_memory, test_wrapper
 from qsync_fx.backend.cuda.choose import ahead, candidates

@@ -126,7 +126,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once")
     parser.add_argument("--seconds", type=float, default=480.0, help="for each part (%(default)s)")
     options = parser.parse_args()
-    sys.path.extend(str(Path(__file__).resolve().parents[1] / place) for place in (".", "support", "support/cuda"))
+    sys.path.extend(
+        str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
+    )
     from gpu import kit
     from qsync_fx.files import write_text
 

@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / place) for place in (".", "support", "support/cuda"))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
+)
 
 import torch
 

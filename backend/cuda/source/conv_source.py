@@ -30,7 +30,9 @@ def opcode(config: KernelConfig) -> str:
 def source(config: KernelConfig) -> Unit:
     """Returns what is to be compiled for `config`, a convolution that `rules.problems` finds nothing wrong with."""
     header, fields = (
-        ("conv_sm90.cuh", _fields_3x(config)) if hopper(config) else ("conv_sm75_sm89.cuh", _fields_2x(config))
+        ("conv/conv_sm90.cuh", _fields_3x(config))
+        if hopper(config)
+        else ("conv/conv_sm75_sm89.cuh", _fields_2x(config))
     )
     constants: dict[str, bool | str] = {
         "strided": config.strided,

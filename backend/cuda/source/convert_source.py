@@ -1,6 +1,6 @@
 """The source of copies and conversions of matrices.
 
-Plain CUDA: what it does is in cpp/cutlass, `convert.cuh` (a matrix, a tile) and `convert_library.cuh` (what is launched for what).
+Plain CUDA: what it does is in cpp/cutlass/plain, `convert.cuh` (a matrix, a tile) and `convert_library.cuh` (what is launched for what).
 
 Invariant: one library copies whatever has 8, 16 or 32 bits; a library for each type of number converts it to the three types of floats.
 All of them turn and fill up.
@@ -45,5 +45,5 @@ def converter(arch: Arch, x: str) -> Unit:
 
 
 def _unit(name: str, arch: Arch, library: str) -> Unit:
-    source = f'#include "convert_library.cuh"\n\nQSYNC_CONVERT("{name}", {library})\n'
+    source = f'#include "plain/convert_library.cuh"\n\nQSYNC_CONVERT("{name}", {library})\n'
     return Unit(name=name, arch=arch, source=source, interface="convert")

@@ -38,9 +38,12 @@ def opcode(config: KernelConfig) -> str:
 def source(config: KernelConfig) -> Unit:
     """Returns what is to be compiled for `config`, a GEMM that `rules.problems` finds nothing wrong with."""
     if hopper(config):
-        header, fields = "gemm_sm90.cuh", _fields_3x(config)
+        header, fields = "gemm/gemm_sm90.cuh", _fields_3x(config)
     else:
-        header, fields = "gemm_sm70.cuh" if config.arch == "sm_70" else "gemm_sm75_sm89.cuh", _fields_2x(config)
+        header, fields = (
+            "gemm/gemm_sm70.cuh" if config.arch == "sm_70" else "gemm/gemm_sm75_sm89.cuh",
+            _fields_2x(config),
+        )
     types = {"LayoutA": _LAYOUTS[config.a_major], "LayoutB": _LAYOUTS[config.b_major], **fields}
     constants = {
         "swizzle": config.swizzle,

@@ -1,6 +1,6 @@
 """The source of a quantizer: largest magnitude and rounding of one type to one format.
 
-Plain CUDA: what it computes is in cpp/cutlass, `rounding.cuh` (one value), `eighths.cuh` (eight), `absmax.cuh` (scales) and
+Plain CUDA: what it computes is in cpp/cutlass/plain, `rounding.cuh` (one value), `eighths.cuh` (eight), `absmax.cuh` (scales) and
 `quantizer.cuh` (a matrix).
 
 Invariant: one library a (type, format) pair has every way to round, every grouping, with and without the transpose; what the others share
@@ -44,7 +44,7 @@ def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
     """
     name = f"quantize_{arch}_{x}_{fmt}"
     source = (
-        '#include "quantizer_library.cuh"\n\n'
+        '#include "plain/quantizer_library.cuh"\n\n'
         f'QSYNC_QUANTIZER("{name}", qsync::{_X_NAMES[x]}, qsync::{_FORMAT_NAMES[fmt]})\n'
     )
     return Unit(name=name, arch=arch, source=source, interface="quantize")

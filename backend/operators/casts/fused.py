@@ -7,7 +7,7 @@ between each two of them. Two of its parts are operators, since a compiler would
     qsync::uniform   random numbers: written out, each of ten rounds is a tensor of integers that others read twice
     qsync::divide    a division that is rounded once: compilers for GPUs divide with an error of two units in the last place
 
-`qsync_fx.backend.fusing` says how Inductor computes both.
+`qsync_fx.backend.inductor.fusing` says how Inductor computes both.
 
 Invariant: the bits of `qsync::quantize` on a CUDA device, so it does not matter which of the two a graph holds.
 """

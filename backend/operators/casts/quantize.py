@@ -101,5 +101,5 @@ define(
         "Autograd": torch.library.fallthrough_kernel,
     },
     _fake,
-    tags=(),  # See `qsync_fx.backend.tuned`.
+    tags=(),  # See `qsync_fx.backend.inductor.tuned`.
 )

@@ -59,5 +59,5 @@ define(
     "quantize_transposed(Tensor x, Tensor seed, int stream, str fmt, str rounding) -> (Tensor q, Tensor transpose, Tensor scale)",
     {"CPU": _native, "CUDA": _kernel},
     _fake,
-    tags=(),  # See `qsync_fx.backend.tuned`.
+    tags=(),  # See `qsync_fx.backend.inductor.tuned`.
 )

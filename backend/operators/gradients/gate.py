@@ -1,7 +1,7 @@
 """`qsync::gate`: a gradient, but zero where a byte says so.
 
 Why an operator: written with a bool, the bool is what a partitioner of joint graphs may keep for the backward pass; see
-`qsync_fx.backend.relu`.
+`qsync_fx.backend.inductor.relu`.
 """
 
 from __future__ import annotations

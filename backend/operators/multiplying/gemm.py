@@ -156,5 +156,5 @@ define(
     "bool turned=False) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
-    tags=(),  # See `qsync_fx.backend.tuned`.
+    tags=(),  # See `qsync_fx.backend.inductor.tuned`.
 )

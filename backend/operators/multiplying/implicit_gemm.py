@@ -180,5 +180,5 @@ define(
     "SymInt[] dilation, str operation, ScalarType out_dtype, bool tf32) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
-    tags=(),  # See `qsync_fx.backend.tuned`.
+    tags=(),  # See `qsync_fx.backend.inductor.tuned`.
 )

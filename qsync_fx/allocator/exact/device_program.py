@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_fx.allocator.exact.bounding import Holds
-from qsync_fx.allocator.exact.casting import Casting
-from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.prices import Priced
-from qsync_fx.allocator.exact.program import INFINITY, ONE, Expression, Program, total
+from qsync_fx.allocator.exact.linear.program import INFINITY, ONE, Expression, Program, total
+from qsync_fx.allocator.exact.terms.casting import Casting
+from qsync_fx.allocator.exact.terms.formats import Formats
+from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.coding import Codecs
-from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Prices
+from qsync_fx.allocator.exact.terms.memory import Held
+from qsync_fx.allocator.exact.terms.prices import Prices
 from qsync_fx.allocator.judging.judge import TOLERANCE, Judge, Judged
 from qsync_fx.allocator.judging.remembered import Remembered
 from qsync_fx.allocator.problem import Plans, Problem

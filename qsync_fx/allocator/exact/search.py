@@ -16,11 +16,11 @@ from typing import Final
 
 from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.coding import Codecs
-from qsync_fx.allocator.exact.beside import Beside
 from qsync_fx.allocator.exact.bounding import Certain, Holds
 from qsync_fx.allocator.exact.learned import Learned
-from qsync_fx.allocator.exact.prices import Priced
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
+from qsync_fx.allocator.exact.terms.beside import Beside
+from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import TOLERANCE, beyond
 from qsync_fx.allocator.problem import Plans, Problem
 

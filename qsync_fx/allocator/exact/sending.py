@@ -14,7 +14,7 @@ import numpy as np
 
 from qsync_fx.allocator.coding import Codecs, Options
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS
-from qsync_fx.allocator.exact.program import CONSTANT, Expression, Program, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, Program, total
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.communication.codecs import PLAIN

@@ -1,6 +1,6 @@
 """One program of one or several classes of devices, within limits: built, solved, and read as plans.
 
-Of thousands of operators the relaxed program is solved first: `relaxing`.
+Of thousands of operators the relaxed program is solved first: `linear.relaxing`.
 
 Invariant: no plan of the program is below the bound.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from qsync_fx.allocator.coding import Codecs
-from qsync_fx.allocator.exact import core
 from qsync_fx.allocator.exact.bounding import Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, DeviceProgram, device_program
-from qsync_fx.allocator.exact.prices import Priced
-from qsync_fx.allocator.exact.program import INFINITY, Expression, Program, total
-from qsync_fx.allocator.exact.relaxing import Coupling, Relaxing
+from qsync_fx.allocator.exact.linear import core
+from qsync_fx.allocator.exact.linear.program import INFINITY, Expression, Program, total
+from qsync_fx.allocator.exact.linear.relaxing import Coupling, Relaxing
 from qsync_fx.allocator.exact.sending import Sending, kept, sending
+from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import TOLERANCE, Judge
 from qsync_fx.allocator.problem import Asked, Plans, Problem
 

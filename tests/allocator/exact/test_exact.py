@@ -14,10 +14,12 @@ from tiers import ALL, chosen
 
 from qsync_fx import PlanError
 from qsync_fx.allocator import Judge, NoteKind, Problem
-from qsync_fx.allocator.exact import beside, relaxing, solving, trying
+from qsync_fx.allocator.exact import solving, trying
 from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.exact.program import Program
+from qsync_fx.allocator.exact.linear import relaxing
+from qsync_fx.allocator.exact.linear.program import Program
 from qsync_fx.allocator.exact.search import Search
+from qsync_fx.allocator.exact.terms import beside
 from qsync_fx.allocator.exact.trying import FEW, widen
 from qsync_fx.allocator.paper import Greedy
 from qsync_fx.predictor.memory import Training

@@ -14,10 +14,10 @@ from qsync_fx import Plan
 from qsync_fx.allocator import Judge, Problem
 from qsync_fx.allocator.exact.bounding import Certain, Holds
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
-from qsync_fx.allocator.exact.memory import Held
-from qsync_fx.allocator.exact.prices import Prices
-from qsync_fx.allocator.exact.program import INFINITY, Program, total, value
+from qsync_fx.allocator.exact.linear.program import INFINITY, Program, total, value
 from qsync_fx.allocator.exact.sending import sending
+from qsync_fx.allocator.exact.terms.memory import Held
+from qsync_fx.allocator.exact.terms.prices import Prices
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.explanation import Explanation
 from qsync_fx.predictor.mapper import States, states

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.waiting import Waiting, beside
-from qsync_fx.allocator.exact.formats import Spread
-from qsync_fx.allocator.exact.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.exact.terms.formats import Spread
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.memory.telling import GATES, pools

@@ -13,8 +13,8 @@ from qsync_fx.allocator.exact.bounding.during import During
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.returning import Returning
 from qsync_fx.allocator.exact.bounding.waiting import Moment
-from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
+from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.judging.judge import beyond
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category

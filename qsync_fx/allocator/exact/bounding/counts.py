@@ -14,7 +14,7 @@ from qsync_fx.allocator.exact.bounding.again import MANY, Again, Where, least_of
 from qsync_fx.allocator.exact.bounding.forced import Forced
 from qsync_fx.allocator.exact.bounding.kept import Kept, factors, norms
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
-from qsync_fx.allocator.exact.program import CONSTANT, ONE, Expression, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, ONE, Expression, total
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.model.value import Operator
 

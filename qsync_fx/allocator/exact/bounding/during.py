@@ -16,8 +16,8 @@ from functools import cached_property
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
 from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
-from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.program import CONSTANT, Expression
+from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression
+from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
 from qsync_fx.predictor.memory.telling import convolves, pools, whole

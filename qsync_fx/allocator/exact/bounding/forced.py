@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from qsync_fx.allocator.exact.bounding.again import Again, Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
-from qsync_fx.allocator.exact.program import ONE, Expression, constant, total
+from qsync_fx.allocator.exact.linear.program import ONE, Expression, constant, total
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.memory.telling import attends, pools
 from qsync_fx.predictor.model.value import Name, Operator

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from qsync_fx.allocator.exact.formats import Formats, Spread
-from qsync_fx.allocator.exact.program import CONSTANT, Expression, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
+from qsync_fx.allocator.exact.terms.formats import Formats, Spread
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import States, states

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, Passes, Readers, add
-from qsync_fx.allocator.exact.formats import Formats
-from qsync_fx.allocator.exact.program import Expression
+from qsync_fx.allocator.exact.linear.program import Expression
+from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.order import fused, reaching

@@ -16,8 +16,8 @@ from qsync_fx.allocator.exact.bounding.again import Where, most
 from qsync_fx.allocator.exact.bounding.counts import Counts
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, gradients
-from qsync_fx.allocator.exact.formats import Spread
-from qsync_fx.allocator.exact.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.exact.terms.formats import Spread
 from qsync_fx.predictor.memory.backward import computed_in
 from qsync_fx.predictor.memory.telling import whole
 from qsync_fx.predictor.model.value import Name, Operator, StateNames

@@ -2,7 +2,7 @@
 
 One of each generation of CUTLASS is compiled, into the user's cache, where the stand-in for the runtime (test_cuda_stand_in) has it too.
 That is a test as well: what spills, keeps a stack, serializes wgmma or lacks its instruction is refused. All kernels are compiled by
-tests/support/cuda/cuda_compile_all.py.
+tests/support/cuda/compiled/cuda_compile_all.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_each_attribute_is_in_the_source(name: str) -> None:
 
 
 GOLDEN = """\
-#include "gemm_sm90.cuh"
+#include "gemm/gemm_sm90.cuh"
 
 struct Config {
     using A = std::int8_t;

@@ -30,7 +30,7 @@ print(*compiler.build([small_unit("raced"), small_unit("raced_too")]).values(), 
 
 
 def builder() -> subprocess.Popen[str]:
-    code = BUILDER.format(tests=str(Path(__file__).parents[3] / "support" / "cuda"))
+    code = BUILDER.format(tests=str(Path(__file__).parents[3] / "support" / "cuda" / "compiled"))
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

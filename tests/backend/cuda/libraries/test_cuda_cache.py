@@ -72,7 +72,7 @@ def test_a_library_outlives_its_file(home: Path, change: str) -> None:
     """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
     script = OUTLIVES.format(change=change)
     python = [sys.executable, "-c", script, str(entry_of(home).library)]
-    around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "support" / "cuda")}
+    around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "support" / "cuda" / "compiled")}
     done = subprocess.run(python, env=around, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
 

@@ -38,7 +38,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lib
     def compiled(source: str, fmt: str) -> Library:
         unit = kernels.quantizer("sm_80", source, fmt)
         (folder / f"{unit.name}.cpp").write_text(unit.source)
-        host = Path(__file__).parents[3] / "support" / "cuda" / "cuda_on_cpu.h"
+        host = Path(__file__).parents[3] / "support" / "cuda" / "on_cpu" / "cuda_on_cpu.h"
         flags = [
             "-std=c++17",
             "-O1",

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
-from qsync_fx.backend import decompositions, fusing
 from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.inductor import decompositions, fusing
+from qsync_fx.backend.inductor.tuned import register_with_inductor
 from qsync_fx.backend.numerics import philox, reference
 from qsync_fx.backend.operators.casts import fused
-from qsync_fx.backend.tuned import register_with_inductor
 from qsync_fx.precision import precision
 from qsync_fx.rounding.mode import rounding_mode
 

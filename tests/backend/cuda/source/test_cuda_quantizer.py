@@ -1,6 +1,6 @@
 """The CUDA quantizer equals the reference to the last bit, without a GPU: its sources, kernels and launches and all, compiled for the CPU.
 
-tests/support/cuda/cuda_on_cpu.h runs every thread of a threadblock as a context of its own, so what is tested is the code that nvcc
+tests/support/cuda/on_cpu/cuda_on_cpu.h runs every thread of a threadblock as a context of its own, so what is tested is the code that nvcc
 compiles: the tiles and their tails, the parts of the reduction, the workspace. What only a GPU can show, such as the rounding modes of its
 additions, is left to the tests that have one; single values are in test_cuda_rounding.py.
 """
@@ -55,7 +55,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
         where = [
             "-include",
-            str(TESTS / "support" / "cuda" / "cuda_on_cpu.h"),
+            str(TESTS / "support" / "cuda" / "on_cpu" / "cuda_on_cpu.h"),
             f"-I{SOURCES}",
             str(source),
             "-o",

@@ -36,7 +36,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "g++",
         *flags,
         f"-I{TESTS.parent}/cpp/cutlass",
-        str(TESTS / "support" / "cuda" / "rounding_on_cpu.cpp"),
+        str(TESTS / "support" / "cuda" / "on_cpu" / "rounding_on_cpu.cpp"),
         "-o",
         str(library),
     ]

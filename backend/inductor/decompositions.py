@@ -1,0 +1,60 @@
+"""Formulas that Inductor is given on the CPU in place of its own, where those end in scalar code; on CUDA, those of quantizers that there
+is no kernel for.
+
+Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type; and for the
+numbers that dropout draws, where that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from qsync_fx.backend.inductor import fusing
+from qsync_fx.backend.inductor.dropout import decomposition, in_bits
+from qsync_fx.backend.inductor.relu import threshold_backward
+from qsync_fx.backend.operators.gradients.embedding import embedding_gradient
+from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
+
+aten = torch.ops.aten
+
+
+def _max_pool2d_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
+    return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
+
+
+def for_inductor(
+    device: torch.device, fast_dropout: bool = False, keep_less: bool = False
+) -> dict[OpOverload, Callable[..., Any]] | None:
+    """Returns Inductor's table of decompositions with ours in it, those of the options too; None where its own is right."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    if device.type != "cpu":
+        written = fusing.decompositions(device)
+        return {**select_decomp_table(), **written} if written else None
+
+    table, dropping = select_decomp_table(), aten.native_dropout.default
+    if fast_dropout:
+        table = {**table, dropping: decomposition()}
+    elif keep_less:
+        table = {**table, dropping: in_bits(table[dropping])}
+    return {
+        **table,
+        aten.threshold_backward.default: threshold_backward,
+        aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
+        aten.embedding_dense_backward.default: embedding_gradient,
+    }

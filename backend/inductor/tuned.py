@@ -1,0 +1,158 @@
+"""Settings of torch under which the rewritten graph is compiled, where its defaults are not what is fastest.
+
+Invariant: they hold while one graph is compiled and are as they were afterwards; none of them changes what is computed beyond roundings of
+the formats that the plan names, and the numbers that dropout draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import fx
+from torch.backends import cuda
+
+from qsync_fx.backend.inductor import fusing, keep_less as keeping, relu
+from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.errors import PlanWarning
+from qsync_fx.options import Options
+
+
+@functools.cache
+def register_with_inductor() -> None:
+    """Tells Inductor how `qsync::gate` is computed, and in which layouts operators of ours want their inputs.
+
+    `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph,
+    Inductor copied every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came
+    out with channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they
+    are others than in the eager graph. Rounding stays unbiased.
+    """
+    from torch._inductor.ir import ExternKernel
+    from torch._inductor.lowering import constrain_to_fx_strides, make_fallback, register_lowering
+    from torch._inductor.virtualized import V
+
+    integer_convolution = torch.ops.qsync.integer_convolution.default
+    by_kernel = torch.ops.qsync.conv2d_product.default
+
+    def convolves() -> bool:
+        # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are products of ours.
+        targets = (integer_convolution, by_kernel)
+        return any(V.graph.graph.find_nodes(op="call_function", target=target) for target in targets)
+
+    def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
+        # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
+        made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
+        if made_here and (V.graph.layout_opt or convolves()) and len(x.get_size()) in (4, 5):
+            channels_last = (
+                ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
+            )
+            x = channels_last(x)
+        return (x, *others), {}
+
+    def as_traced(node: fx.Node, *given: Any, **named: Any) -> tuple[Any, Any]:
+        # Which kernel computes was decided by the layouts that were traced, and it alone is compiled. The CPU's takes any.
+        found: tuple[Any, Any] = given, named
+        if on_cuda(node):
+            found = constrain_to_fx_strides(node, *given, **named)  # type: ignore[no-untyped-call]
+        return found
+
+    def channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
+        # Others are copied before the kernel runs; here they may be made so.
+        if on_cuda(node):
+            a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
+        return (a, b, *others), {}
+
+    def on_cuda(node: fx.Node) -> bool:
+        operand: Any = node.args[0]
+        return bool(operand.meta["val"].device.type == "cuda")
+
+    def called(operator: Any, lies: Callable[..., tuple[Any, Any]] | None = None) -> None:
+        # Of an operator with this tag Inductor reads no more, and what lies otherwise would be copied before each call, or torch's.
+        assert lies is None or torch.Tag.flexible_layout not in operator.tags, operator
+        make_fallback(operator, lies, warn=False)  # type: ignore[no-untyped-call]
+
+    called(torch.ops.qsync.gemm.default, as_traced)
+    called(by_kernel, channels_last_on_cuda)
+    called(integer_convolution)
+    called(torch.ops.qsync.quantize.default, constrain)
+    # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
+    called(torch.ops.qsync.quantize_transposed.default, as_traced)
+    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
+    fusing.register()
+
+
+def captures(options: Options, device: torch.device) -> bool:
+    """Returns whether steps are to be captured in CUDA graphs; warns where that was asked for and there are none."""
+    if options.cudagraphs and device.type != "cuda":
+        warnings.warn(
+            f'the option "cudagraphs" has no effect on {device.type}: there are CUDA graphs on CUDA devices alone',
+            PlanWarning,
+            stacklevel=2,
+        )
+    return options.cudagraphs and device.type == "cuda"
+
+
+def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = False) -> dict[str, Any]:
+    """Returns the settings of `torch._inductor.config` for a device, and for options.
+
+    Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
+    """
+    own = torch._inductor.config.joint_custom_post_pass
+    # There is one place, and the user's comes first: less is kept without ours, too.
+    repeated = {"joint_custom_post_pass": own or keeping.Repeatable()} if keep_less else {}
+    if device.type != "cpu":
+        return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
+    return repeated | {
+        # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
+        # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
+        "fallback_random": True,
+        # It keeps what takes more than four reads to compute again. A quantized activation takes its scales, statistics and parameters,
+        # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
+        "realize_reads_threshold": 24,
+        # There is one place, and the user's comes first: without ours, steps are right and slower.
+        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass or relu.EarlyBytes(),
+    }
+
+
+@functools.cache
+def _revision() -> str:
+    """Returns a digest of the code of the lowered operators, of decompositions, and of these settings.
+
+    torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
+    """
+    here = Path(__file__).parent
+    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less"
+    operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
+    files = (*(here / f"{name}.py" for name in names), *operators)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@contextmanager
+def tracing(device: torch.device, kernels: str) -> Iterator[None]:
+    """Holds what tracing into a rewritten graph depends on.
+
+    Attention in BF16 or FP16 multiplies in that format where the device has no fused kernel, as with dropout on the CPU. torch would
+    convert the operands to FP32 there, which no plan has asked for; autocast prevents it as well.
+
+    Args:
+        device: of the graph.
+        kernels: says which products are kernels; torch's caches on disk know the graph, which does not.
+    """
+    before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    settings: Any = torch.compiler.config
+    # A cache on disk may be shared by machines whose CPUs have different units.
+    integers = "integers" if device.type == "cpu" and cpu_multiplies_integers() else ""
+    tag = f"{settings.cache_key_tag} {kernels} {integers} qsync_fx {_revision()}".strip()
+    cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
+    try:
+        with settings.patch(cache_key_tag=tag):
+            yield
+    finally:
+        cuda.allow_fp16_bf16_reduction_math_sdp(before)

@@ -1,0 +1,285 @@
+"""The relaxed program of many operators, and whole choices that are near to it.
+
+What couples operators that are far from one another are limits: of seconds until each bucket is sent, and of what is held. Without them a
+program falls into small parts, and a solver is through it in a moment. So a limit enters it first as a price of what it limits, which is
+raised and lowered until the limit is just kept; then as a row, to which the solver comes from there in a few steps; and only once it is
+missed. Of the relaxed solution few choices are between formats. These, and those that nearly are, are chosen anew by a program in which all
+others are given.
+
+Invariant: no solution of the whole program is below the bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import highspy
+import numpy as np
+
+from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, Expression, Program, Solved
+from qsync_fx.predictor.replay.closed_form import Array
+
+_NEAR: Final = 1e-3
+"""How near to one another two prices of a limit are, of them, before it becomes a row."""
+_LEAST: Final = 1e-9
+"""A price below which a limit costs nothing; beyond its inverse nothing keeps it."""
+_SWITCHES: Final = 6
+"""Limits that a price is sought for, one at a time."""
+_FREE: Final = 256
+"""Choices that are made anew at first."""
+_MISSED: Final = 1e-6
+"""By how much a row may be missed, of thousandths."""
+
+
+class Coupling:
+    """Rows that couple what is far apart: of each of `parts`, or, where they are `running`, of all parts up to it."""
+
+    def __init__(self, parts: Sequence[Expression], most: Sequence[float], running: bool) -> None:
+        self.running, self.most = running, np.array(most)
+        self._rows = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        variables = np.array([variable for part in parts for variable in part], np.int64)
+        factors = np.array([factor for part in parts for factor in part.values()], np.float64)
+        known = variables == CONSTANT
+        self.constants = self._summed(np.bincount(self._rows[known], factors[known], len(parts)))
+        self._rows, self.variables, self.factors = self._rows[~known], variables[~known], factors[~known]
+
+    def __len__(self) -> int:
+        return len(self.most)
+
+    def beyond(self, values: Array) -> Array:
+        """Returns by how much each is exceeded."""
+        parts = np.bincount(self._rows, self.factors * values[self.variables], len(self))
+        found: Array = self._summed(parts) + self.constants - self.most
+        return found
+
+    def row(self, at: int, count: int) -> tuple[Array, float]:
+        """Returns the factors of all variables in a row, and what it is at most."""
+        those = self._rows <= at if self.running else self._rows == at
+        factors: Array = np.bincount(self.variables[those], self.factors[those], count)
+        return factors, float(self.most[at] - self.constants[at])
+
+    def _summed(self, parts: Array) -> Array:
+        found: Array = np.cumsum(parts) if self.running else parts
+        return found
+
+
+@dataclass
+class _Active:
+    """A limit that the solver knows.
+
+    Attributes:
+        column: of what is left of it.
+        factors, most: the row.
+    """
+
+    column: int
+    factors: Array
+    most: float
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A solution as prices of a limit see it: at another price it costs `cost` and that price times `over`."""
+
+    price: float
+    cost: float
+    over: float
+
+
+class Relaxing:
+    """
+    Args:
+        program: without limits.
+        limits: of it.
+        groups: for each choice, the variables of which one is to be 1.
+        seconds: after which it is given up.
+    """
+
+    def __init__(
+        self, program: Program, limits: Sequence[Coupling], groups: Sequence[Sequence[int]], seconds: float
+    ) -> None:
+        self.program, self.limits, self.groups = program, limits, groups
+        self.count = len(program.costs)
+        self.costs = np.array(program.costs)
+        self.bound = -INFINITY
+        self._widest: Array = np.zeros(self.count)
+        self._until = time.monotonic() + seconds
+        self._highs = program.highs(relaxed=True)
+        self._active: dict[tuple[int, int], _Active] = {}
+
+    def solved(self, gap: float) -> Solved | None:
+        """Returns whole choices that are as near to the bound as the gap says, else the nearest; None where none were found."""
+        values = self._relaxed()
+        if values is None:
+            return None
+        margins = self._margins(values)
+        free, best = _FREE, Solved(None, INFINITY, self.bound)
+        while True:
+            found = self._whole(values, margins, free, gap)
+            if found is not None and (objective := float(self.costs @ found)) < best.objective:
+                best = Solved(found, objective, min(self.bound, objective))
+            if best.values is not None and best.objective - self.bound <= gap * abs(best.objective):
+                return best
+            if free >= len(self.groups) or self._late():
+                return replace(best, stopped=True) if best.values is not None else None
+            free *= 4
+
+    def _late(self) -> bool:
+        return time.monotonic() > self._until
+
+    def _relaxed(self) -> Array | None:
+        """Returns the relaxed solution; None where there is none, or no time."""
+        values = self._run()
+        tried: set[tuple[int, int]] = set()
+        if values is None:
+            return None
+        self._widest = values
+        price = 0.0
+        while len(tried) < _SWITCHES and (worst := self._worst(values)) is not None and worst not in tried:
+            tried.add(worst)
+            values, price, met = self._priced(worst, price, tried)
+            if values is None:
+                return None
+            if met:
+                break
+        # From prices to rows: what is left of a limit that has a price is nothing.
+        for active in self._active.values():
+            self._highs.changeColBounds(active.column, 0.0, 0.0)
+        if self._active and (values := self._run()) is None:
+            return None
+        for active in self._active.values():
+            self._highs.changeColCost(active.column, 0.0)
+            self._highs.changeColBounds(active.column, 0.0, INFINITY)
+        while True:
+            if self._active and (values := self._run()) is None:
+                return None
+            assert values is not None
+            self.bound = max(self.bound, float(self._highs.getInfo().objective_function_value))
+            if (worst := self._worst(values)) is None:
+                return values
+            self._activate(worst, free=False)
+
+    def _priced(
+        self, limit: tuple[int, int], price: float, tried: set[tuple[int, int]]
+    ) -> tuple[Array | None, float, bool]:
+        """Finds the price at which a limit is just kept; returns the solution, the price, and whether no other limit comes first."""
+        active = self._activate(limit, free=True)
+        price = price or self._guessed(active)
+        low, high = self._line(active, 0.0, self._widest), None
+        while True:
+            self._highs.changeColCost(active.column, -price)
+            if (values := self._run()) is None:
+                return None, price, False
+            line = self._line(active, price, values)
+            self.bound = max(self.bound, line.cost + price * line.over)
+            if line.over > 0:
+                low = line
+            else:
+                high = line
+                worst = self._worst(values)
+                if worst is not None and worst not in tried:
+                    # It is the other one that counts.
+                    self._highs.changeColCost(active.column, 0.0)
+                    del self._active[limit]
+                    return values, price, False
+            if high is None:
+                price *= 4
+            elif low.price == 0:
+                price /= 4
+            else:
+                # Where the lines of both solutions meet, the bound can be highest.
+                meet = (high.cost - low.cost) / (low.over - high.over)
+                inside = low.price * 1.01 < meet < high.price * 0.99
+                price = meet if inside else (low.price * high.price) ** 0.5
+            near = high is not None and high.price - low.price <= _NEAR * high.price
+            if near or not _LEAST < price < 1 / _LEAST or self._late():
+                return values, price, True
+
+    def _line(self, active: _Active, price: float, values: Array) -> _Line:
+        return _Line(price, float(self.costs @ values), float(active.factors @ values) - active.most)
+
+    def _guessed(self, active: _Active) -> float:
+        """Returns about the price of a limit: of choices between two formats each, those that win most are made until it is kept."""
+        slopes = []
+        for group in self.groups:
+            weights, costs = active.factors[list(group)], self.costs[list(group)]
+            won = weights[costs.argmin()] - weights.min()
+            if won > 0:
+                slopes.append(((costs[weights.argmin()] - costs.min()) / won, won))
+        over = float(active.factors @ self._widest) - active.most
+        slopes.sort()
+        won = np.cumsum([win for _, win in slopes])
+        at = int(np.searchsorted(won, over))
+        return max(slopes[min(at, len(slopes) - 1)][0], _LEAST) if slopes else _LEAST
+
+    def _activate(self, limit: tuple[int, int], free: bool) -> _Active:
+        factors, most = self.limits[limit[0]].row(limit[1], self.count)
+        there = np.flatnonzero(factors).astype(np.int32)
+        column = self._highs.getNumCol()
+        nothing: tuple[Array, Array] = np.zeros(0, np.int32), np.zeros(0)
+        self._highs.addCol(0.0, -INFINITY if free else 0.0, INFINITY, 0, *nothing)
+        self._highs.addRow(
+            most, most, len(there) + 1, np.append(there, column).astype(np.int32), np.append(factors[there], 1.0)
+        )
+        self._active[limit] = _Active(column, factors, most)
+        return self._active[limit]
+
+    def _run(self) -> Array | None:
+        self._highs.setOptionValue("time_limit", max(self._until - time.monotonic(), 0.0) + self._highs.getRunTime())
+        self._highs.run()
+        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return np.array(self._highs.getSolution().col_value)[: self.count]
+
+    def _worst(self, values: Array) -> tuple[int, int] | None:
+        """Returns the limit that is missed most; None where none is."""
+        found, most = None, _MISSED
+        for number, limits in enumerate(self.limits):
+            if len(limits) and (beyond := limits.beyond(values)).max() > most:
+                found, most = (number, int(beyond.argmax())), float(beyond.max())
+        return found
+
+    def _margins(self, values: Array) -> list[tuple[float, int]]:
+        """Returns choices by what another would cost, those that are not made first."""
+        reduced = np.abs(np.array(self._highs.getSolution().col_dual))
+        found = []
+        for number, group in enumerate(self.groups):
+            first = max(group, key=lambda variable: float(values[variable]))
+            others = [float(reduced[variable]) for variable in group if variable != first]
+            found.append((0.0 if values[first] < 1 - _MISSED else min(others, default=INFINITY), number))
+        return sorted(found)
+
+    def _whole(self, values: Array, margins: Sequence[tuple[float, int]], free: int, gap: float) -> Array | None:
+        """Returns a solution with some choices made anew, and all others as they are."""
+        fixed = np.full(self.count, -1.0)
+        for _, number in margins[free:]:
+            group = self.groups[number]
+            first = max(group, key=lambda variable: float(values[variable]))
+            for variable in group:
+                fixed[variable] = float(variable == first)
+        while True:
+            highs = self.program.highs(
+                relaxed=False, fixed={int(at): float(fixed[at]) for at in np.flatnonzero(fixed >= 0)}
+            )
+            for active in self._active.values():
+                there = np.flatnonzero(active.factors).astype(np.int32)
+                highs.addRow(-INFINITY, active.most, len(there), there, active.factors[there])
+            highs.setOptionValue("mip_rel_gap", gap / 4)
+            highs.setOptionValue("objective_target", self.bound + gap / 2 * abs(self.bound))
+            highs.setOptionValue("time_limit", max(self._until - time.monotonic(), 0.0))
+            highs.run()
+            if highs.getInfo().primal_solution_status != highspy.kSolutionStatusFeasible:
+                return None
+            found = np.array(highs.getSolution().col_value)
+            if free >= len(self.groups):
+                # All choices are made anew, and all rows are some of those that have to be kept.
+                self.bound = max(self.bound, float(highs.getInfo().mip_dual_bound))
+            if (worst := self._worst(found)) is None:
+                return found
+            if worst in self._active:
+                return None
+            factors, most = self.limits[worst[0]].row(worst[1], self.count)
+            self._active[worst] = _Active(-1, factors, most)

@@ -1,0 +1,169 @@
+"""The backward formulas that Inductor is given on the CPU: the gradients that eager mode has, and what is kept for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiers
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from qsync_fx.backend.inductor import relu, tuned
+from qsync_fx.backend.operators.gradients.gate import gate
+from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
+from qsync_fx.profiling.measuring.peak import measured_peak
+
+aten = torch.ops.aten
+CHECKS = ("test_schema", "test_faketensor")
+
+
+def gradients(function: Callable[..., Tensor], x: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the input gradients in eager mode and compiled."""
+    # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was written.
+    torch._dynamo.reset()
+    found = []
+    for run in (function, torch.compile(function, backend="qsync", options={"precision": "fp32"})):
+        leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        run(leaf).backward(incoming)  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_relu_passes_the_gradients_that_eager_mode_passes(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 19, 5, 7)
+    special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45])
+    x[0, 3, 2], x[1, 18, 4] = special, special
+    # The same values, but in other places, so that each meets each.
+    incoming = torch.randn(x.shape)
+    incoming[:, :, 2:] = special[torch.randint(0, 7, (2, 19, 3, 7))]
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+
+    # The result of ReLU is not kept: only whether it passes.
+    eager, compiled = gradients(lambda x: torch.relu(x) * 2.0, x, incoming)
+
+    assert torch.equal(eager.nan_to_num(3.0, 5.0, 7.0), compiled.nan_to_num(3.0, 5.0, 7.0))
+    assert torch.equal(eager.isnan(), compiled.isnan())
+
+
+POOLED = [
+    (shape, window)
+    for shape in ((2, 5, 11, 9), (3, 8, 7))
+    for window in ((3, 2, 1, 1, False), (2, 2, 0, 1, False), ((2, 3), (2, 1), (1, 1), (1, 2), True))
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        POOLED[0],
+        *(pytest.param(*POOLED[at], marks=tiers.ALL) for at in (2, 4)),
+        *(pytest.param(*POOLED[at], marks=tiers.EVERY) for at in (1, 3, 5)),
+    ],
+)
+def test_max_pooling_passes_the_gradients_that_eager_mode_passes(shape: tuple[int, ...], window: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    kernel, stride, padding, dilation, ceil_mode = window
+
+    def pool(x: Tensor) -> Tensor:
+        return F.max_pool2d(x.sin(), kernel, stride, padding, dilation, ceil_mode)
+
+    eager, compiled = gradients(pool, x, torch.randn(pool(x).shape))
+
+    torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_gradient_of_max_pooling_needs_no_input(dtype: torch.dtype, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, 5, 11, 9).to(dtype).contiguous(memory_format=memory_format)
+    window = [3, 3], [2, 2], [1, 1], [1, 1], False
+    y, indices = aten.max_pool2d_with_indices.default(x, *window)
+    incoming = torch.randn_like(y)
+
+    found = max_pool2d_gradient(incoming, indices, x.shape, *window)
+
+    assert torch.equal(found, aten.max_pool2d_with_indices_backward.default(incoming, x, *window, indices))
+    assert found.stride() == x.stride()
+    torch.library.opcheck(
+        torch.ops.qsync.max_pool2d_gradient.default, (incoming, indices, x.shape, *window), test_utils=CHECKS
+    )
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_gradient_of_max_pooling_allocates_its_result_alone(channels_last: bool) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, 8, 16, 16).contiguous(memory_format=memory_format)
+    window = [2, 2], [2, 2], [0, 0], [1, 1], False
+    y, indices = aten.max_pool2d_with_indices.default(x, *window)
+
+    held = measured_peak(lambda: max_pool2d_gradient(y, indices, x.shape, *window))
+
+    assert held == x.nbytes
+
+
+def test_a_closed_gate_lets_nothing_through() -> None:
+    incoming = torch.tensor([1.0, float("nan"), float("inf"), 2.0, float("nan")], dtype=torch.bfloat16)
+    closed = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8)
+
+    found = gate(incoming, closed)
+
+    assert found.tolist()[:4] == [0.0, 0.0, 0.0, 2.0]
+    assert found[4].isnan()
+    assert found.dtype == torch.bfloat16
+    torch.library.opcheck(torch.ops.qsync.gate.default, (incoming, closed), test_utils=CHECKS)
+
+
+class _Graphs(CustomGraphPass):
+    """Our pass, and a record of what the graphs are when it is done."""
+
+    def __init__(self) -> None:
+        self.seen: list[fx.Graph] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        relu.EarlyBytes()(graph)
+        self.seen.append(graph)
+
+    def uuid(self) -> Any:
+        return None  # nothing compiled before is taken from a cache
+
+
+@tiers.ALL
+def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    graphs = _Graphs()
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs):
+        step = torch.compile(model, backend="qsync", options={"precision": "int8"})
+        step(torch.randn(2, 3, 16, 16)).sum().backward()
+
+    forward = graphs.seen[0]
+    kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
+    assert not [node for node in kept if node.meta["val"].dtype == torch.bool]
+    order = {node: at for at, node in enumerate(forward.nodes)}
+    # The last of them has an FP32 output, and is summed in integers.
+    (last,) = forward.find_nodes(op="call_function", target=torch.ops.qsync.integer_convolution.default)
+    # What layers keep comes from the quantizer, of which it is one of two results.
+    closed = [node for node in kept if node.meta["val"].dtype == torch.int8 and node.target != operator.getitem]
+    assert len(closed) == 2
+    assert all(order[node] < order[last] for node in closed)
+
+
+def test_a_pass_of_the_users_own_is_not_replaced() -> None:
+    theirs = _Graphs()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
+        assert tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
+    assert isinstance(tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], relu.EarlyBytes)

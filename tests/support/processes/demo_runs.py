@@ -1,0 +1,28 @@
+"""Starts the demo as a user does, on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from qsync_fx import Plan
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+DIGITS = ("--data", "digits")
+INT8 = Plan("int8", patterns=[("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32")])
+EAGER = ("--inner", "aot_eager")
+"""Where the plan is given nothing is measured, and no kernel is compiled."""
+
+
+def run(
+    *arguments: str, output: Path, python: tuple[str, ...] = (), seconds: float = 240
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *python, str(EXAMPLES / "demo.py"), *arguments, "--output", str(output)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=wide())
+
+
+def wide() -> dict[str, str]:
+    """An environment in which rich breaks no line."""
+    return {**os.environ, "COLUMNS": "300"}
