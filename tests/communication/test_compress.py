@@ -16,6 +16,7 @@ from qsync_fx.communication.codecs import NAMES
 from qsync_fx.distributed import compress
 
 run = functools.partial(ranks.results, script="compressed_rank.py")
+FAULTS = "compressed_faults_rank.py"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ HARMED = {
     ),
 )
 def test_a_message_that_is_harmed_is_told_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
-    for found in run("faults", world, tmp_path, how=how):
+    for found in run("faults", world, tmp_path, script=FAULTS, how=how):
         assert found["kind"] == "RankError"
         assert HARMED[how] in found["text"] or (
             how == "payload" and "after they were averaged, to the last bit" in found["text"]
@@ -162,7 +163,7 @@ def test_a_message_that_is_harmed_is_told_on_all_ranks(how: str, world: int, tmp
 @tiers.ALL
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=tiers.EVERY), pytest.param(4, marks=tiers.EVERY)])
 def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
-    ended = ranks.run("compressed_rank.py", world, tmp_path, name="faults", how="kill", limit=30)
+    ended = ranks.run(FAULTS, world, tmp_path, name="faults", how="kill", limit=30)
     assert ended[1].code == -signal.SIGKILL
     for rank in (0, *range(2, world)):
         assert ended[rank].code == 0, ended[rank].log
@@ -218,7 +219,7 @@ def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> Non
     ),
 )
 def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(how: str, codec: str, tmp_path: Path) -> None:
-    for found in run("faults", 2, tmp_path, how=how, codec=codec):
+    for found in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
         assert found["kind"] == "RankError"
         assert "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: " in found["text"] or how == "payload"
 
