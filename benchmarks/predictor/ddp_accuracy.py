@@ -1,16 +1,18 @@
 """Foreseen against real: two ranks with gloo on this machine, each with a mixed plan of its own, that was not measured for the profile.
 
 Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, then how
-long all-reduces take, then what computing and sending slow one another down. Then each pair of plans is compiled under
-DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks.
-`floor` is what the same pairs differ by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that
-travel; `no overlap` what it takes when they travel once all are whole.
+long all-reduces take, then what the model's step in BF16 and buckets that travel beside it slow one another down. Then each pair of plans
+is compiled under DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of
+the two ranks. `floor` is what the same pairs differ by between odd and even rounds; `apart` what the slower rank takes alone, without
+gradients that travel; `no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was
+measured is kept in the folder of --partial, and judged anew where it stands.
 
 Two ranks take two cores for themselves: what else runs falls on the numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,10 @@ RANKS = 2
 BUCKET_MIB = 5
 """Smaller than DDP's own, so that models of these sizes send several."""
 STEPS = 4
+TIMES = 9
 MANY = 2**16
-SENT = 2**22
-"""Elements of the all-reduce that is timed beside computing."""
+BEHIND = 3
+"""Buckets travel beside a step for at least so many times as long as it takes alone."""
 
 
 class Called(nn.Module):
@@ -68,12 +71,23 @@ def main() -> None:
         __doc__,
         only={"help": "one case: bert, resnet, vgg"},
         plans={"type": int, "default": 20, "help": "pairs of plans a model (%(default)s)"},
+        partial={
+            "type": Path,
+            "metavar": "DIR",
+            "help": "keep what is measured there; what it has is not measured again",
+        },
         rounds={"type": int, "default": 9, "help": "turns a pair (%(default)s)"},
     )
     rows: list[Row] = []
     for name in selected(options, QUICK if options.quick else CASES):
         count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
-        with tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            if options.partial is not None:
+                folder = str(kept(options.partial / name))
+            if all((Path(folder) / f"rank-{own}.json").exists() for own in range(RANKS)):
+                rows += judged(name, Path(folder))
+                continue
             job = {"case": name, "quick": options.quick, "pairs": count, "rounds": rounds, "folder": folder}
             command = [sys.executable, __file__, "--rank"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,26 +98,36 @@ def main() -> None:
     finish(options, rows)
 
 
+def kept(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def rank(own: int, job: dict[str, Any]) -> None:
     """What each process does: measures, trains all pairs in turns, and writes what it saw."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = Path(job["folder"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=own, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous-{os.getppid()}", rank=own, world_size=RANKS
+    )
     case = (QUICK if job["quick"] else CASES)[job["case"]]()
     # Dynamo compiles a Sequential where code calls it that it traces, and DistributedDataParallel's is none.
     case = replace(case, model=Called(case.model))
-    profile = qsync_fx.measure(
-        case.model,
-        case.step,
-        [case.batch],
-        PRECISIONS,
-        optimizer=case.optimizer,
-        rounds=job["rounds"],
-        sensitivity=None,
-        progress=False,
-    )
-    profile.save(folder / f"profile-{own}.json")
+    if not all((folder / f"profile-{each}.json").exists() for each in range(RANKS)):
+        profile = qsync_fx.measure(
+            case.model,
+            case.step,
+            [case.batch],
+            PRECISIONS,
+            optimizer=case.optimizer,
+            rounds=job["rounds"],
+            sensitivity=None,
+            progress=False,
+        )
+        dist.barrier()
+        profile.save(folder / f"profile-{own}.json")
+    between = contention(case)
     ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
     plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
     seconds: list[list[float]] = [[] for _ in plans]
@@ -117,7 +141,7 @@ def rank(own: int, job: dict[str, Any]) -> None:
                 for _ in range(STEPS):
                     step()
                 seconds[at].append((time.perf_counter() - begin) / STEPS)
-    found = {"slowed": slowed(), "seconds": seconds, "plans": [plan.to_json() for plan in plans]}
+    found = {"contention": asdict(between), "seconds": seconds, "plans": [plan.to_json() for plan in plans]}
     (folder / f"rank-{own}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -143,38 +167,70 @@ def training(case: Case, plan: Plan) -> Callable[[], None]:
     return step
 
 
-def slowed() -> tuple[float, float]:
-    """Returns what computing takes longer while a bucket travels, and the reverse, as shares."""
-    values, factor = torch.zeros(SENT), torch.randn(512, 512)
+@dataclass(frozen=True)
+class Contention:
+    """How computing and gradients that travel slow one another down.
+
+    Attributes:
+        compute: what a step's passes take longer while buckets travel; 0.1 for a tenth.
+        transfer: what buckets take longer beside it.
+    """
+
+    compute: float
+    transfer: float
+
+
+def contention(case: Case) -> Contention:
+    """Measures on both ranks at once, with the model in BF16."""
+    model = copy.deepcopy(case.model)
+    options: dict[str, Any] = {"plan": Plan.uniform("bf16")}
+    compiled = torch.compile(model, backend="qsync", options=options, dynamic=False)
 
     def compute() -> None:
-        for _ in range(8):
-            torch.mm(factor, factor)
+        case.step(compiled, case.batch).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
 
-    def timed(work: Callable[[], object], beside: Callable[[], object] | None) -> float:
-        taken = []
-        for _ in range(15):
-            dist.barrier()
-            other = None if beside is None else beside()
-            begin = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - begin)
-            if isinstance(other, dist.Work):
-                other.wait()
-        return statistics.median(taken)
+    alone = timed(compute)
+    whole = timed(lambda: finished(sent(16))) / 16
+    # As many on each rank, or they would wait for one another for ever.
+    wanted = torch.tensor(BEHIND * alone / whole)
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    count = 16 + int(wanted)
+    beside, arrived = [], []
+    for _ in range(TIMES):
+        dist.barrier()
+        works = sent(count)
+        begin = time.perf_counter()
+        compute()
+        beside.append(time.perf_counter() - begin)
+        arrived.append(sum(work.is_completed() for work in works))
+        finished(works)
+    slower = statistics.median(beside)
+    return Contention(
+        max(0.0, slower / alone - 1),
+        max(0.0, slower / max(1.0, statistics.median(arrived)) / whole - 1),
+    )
 
-    def send() -> dist.Work:
-        return dist.all_reduce(values, async_op=True)  # type: ignore[no-any-return]
 
-    def send_while_computing() -> None:
-        work = send()
-        while not work.is_completed():
-            torch.mm(factor, factor)
+def timed(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(TIMES + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[2:])
+
+
+def sent(count: int) -> list[dist.Work]:
+    """Sets so many buckets travelling."""
+    works = (dist.all_reduce(torch.zeros(BUCKET_MIB * 2**18), async_op=True) for _ in range(count))
+    return [work for work in works if isinstance(work, dist.Work)]
+
+
+def finished(works: Sequence[dist.Work]) -> None:
+    for work in works:
         work.wait()
-
-    computing = timed(compute, send) / timed(compute, None) - 1
-    sending = timed(send_while_computing, None) / timed(lambda: send().wait(), None) - 1
-    return max(0.0, computing), max(0.0, sending)
 
 
 def judged(name: str, folder: Path) -> list[Row]:
@@ -188,24 +244,32 @@ def judged(name: str, folder: Path) -> list[Row]:
         for at in range(len(pairs))
     ]
     real = {str(at): statistics.median(turns) for at, turns in enumerate(every)}
-    slows = [statistics.mean(one["slowed"][which] for one in found) for which in range(2)]
+    measured = [Contention(**one["contention"]) for one in found]
+    mean = Contention(*(statistics.mean(values) for values in zip(*map(astuple, measured), strict=True)))
     table = [(float(nbytes), seconds) for nbytes, seconds in profiles["rank 0"].collectives[0].seconds]
+    alone = Network(all_reduce=table, ranks=RANKS)
+    busy = replace(alone, slows_compute=mean.compute, slows_transfer=mean.transfer)
     ways = {
-        "replayed": (Network(all_reduce=table, ranks=RANKS, slows_compute=slows[0], slows_transfer=slows[1]), False),
-        "replayed, nothing slows down": (Network(all_reduce=table, ranks=RANKS), False),
-        "no overlap": (Network(all_reduce=table, ranks=RANKS), True),
+        "replayed": (busy, False, None),
+        "replayed, nothing is copied": (busy, False, 0.0),
+        "replayed, nothing slows down": (alone, False, None),
+        "no overlap": (alone, True, None),
     }
     limit = BUCKET_MIB * 2**20
     rows: list[Row] = []
-    for way, (network, whole) in ways.items():
-        cluster = Cluster(dict.fromkeys(profiles, Device()), network, Buckets(limit, limit, whole_graphs=whole))
+    for way, (network, whole, copies) in ways.items():
+        cluster = Cluster(
+            dict.fromkeys(profiles, Device(copies=copies)),
+            network,
+            Buckets(limit, limit, whole_graphs=whole),
+        )
         foreseen = {}
         buckets = 0
         for at, both in enumerate(pairs):
             plans = {key: Plan.from_json(text) for key, text in zip(profiles, both, strict=True)}
             timeline = qsync_fx.replay(plans, profiles, cluster=cluster)
             foreseen[str(at)], buckets = timeline.seconds, len(timeline.played.buckets)
-        mean, worst = errors(foreseen, real)
+        off, worst = errors(foreseen, real)
         rows.append(
             {
                 "case": name,
@@ -213,10 +277,10 @@ def judged(name: str, folder: Path) -> list[Row]:
                 "pairs": len(pairs),
                 "buckets": buckets,
                 "step_ms": 1e3 * statistics.mean(real.values()),
-                "mean_%": mean,
+                "mean_%": off,
                 "worst_%": worst,
-                "slows_compute": network.slows_compute,
-                "slows_transfer": network.slows_transfer,
+                "bias_%": 100 * statistics.mean(foreseen[pair] / real[pair] - 1 for pair in real),
+                **(asdict(mean) if way == "replayed" else {}),
             }
         )
     apart = {
@@ -231,8 +295,8 @@ def judged(name: str, folder: Path) -> list[Row]:
         "apart": (apart, real),
         "floor: odd against even rounds": (halves[0], halves[1]),
     }.items():
-        mean, worst = errors(left, right)
-        rows.append({"case": name, "way": way, "mean_%": mean, "worst_%": worst})
+        off, worst = errors(left, right)
+        rows.append({"case": name, "way": way, "mean_%": off, "worst_%": worst})
     return rows
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from qsync_fx.codec import Path
+from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.model import ModelGraph
@@ -59,7 +60,7 @@ def known_devices(
     profiles = for_all(profiles, fleet)
     profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
     fleet.check_names(profiles, "profiles")
-    return _linked(fleet, profiles), profiles
+    return _copying(_linked(fleet, profiles), profiles), profiles
 
 
 def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
@@ -138,6 +139,16 @@ def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known
             first, known = next(iter(profiles.items()))
             reckoned[name] = DeviceTimes(get(device.device), graph_of(first, known))
     return {**profiles, **reckoned}
+
+
+def _copying(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
+    """Returns the cluster with how fast devices copy gradients, where their profiles say it and it does not."""
+    devices = dict(fleet.devices)
+    for name, device in devices.items():
+        plain = (one for one in getattr(profiles[name], "codecs", ()) if one.codec == PLAIN.name)
+        if device.copies is None and (speed := next(plain, None)) is not None:
+            devices[name] = replace(device, copies=1 / speed.encode)
+    return replace(fleet, devices=devices)
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:

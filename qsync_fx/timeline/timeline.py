@@ -149,7 +149,10 @@ class Timeline:
             if arrived > max(sent, last):
                 pieces.append(Piece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
             last = max(last, arrived)
-        return [*pieces, Piece("optimizer", "optimizer", last, last + alone.optimizer)]
+        copied = self.played.after(name) - alone.optimizer - self.played.cluster.devices[name].delay
+        if copied > 0:
+            pieces.append(Piece("gradients out of their buckets", "outside", last, last + copied))
+        return [*pieces, Piece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
 
     def _communicating(self, at: int) -> list[Piece]:
         step, pieces, last = self.played.step, [], 0.0

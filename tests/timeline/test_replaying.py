@@ -16,7 +16,7 @@ from qsync_fx.predictor.model import ModelGraph, model_graph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.profile import Collective
+from qsync_fx.profiling.profile import CodecSpeed, Collective
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Known:
     graph: ModelGraph
     drawn: Times
     collectives: list[Collective] = field(default_factory=list)
+    codecs: list[CodecSpeed] = field(default_factory=list)
 
     def times(self) -> Times:
         return self.drawn
@@ -46,6 +47,16 @@ def test_one_device() -> None:
     assert sum(one.forward for one in operators) == pytest.approx(totals.forward)
     assert sum(one.casts for one in operators) == pytest.approx(totals.casts + totals.casts_backward + totals.unpacking)
     assert timeline.waiting == {"cpu": 0}
+
+
+def test_a_profile_says_how_fast_gradients_are_copied() -> None:
+    copying = replace(MLP, codecs=[CodecSpeed("qsgd8", 1e6, 1e6), CodecSpeed("fp32", 2e6, 1e6)])
+    plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
+    fleet = qsync_fx.replay(plans, {"fast": MLP, "slow": copying}, cluster=FLEET).played.cluster
+    assert [device.copies for device in fleet.devices.values()] == [None, 5e-7]
+    said = replace(FLEET, devices={name: replace(one, copies=0.0) for name, one in FLEET.devices.items()})
+    quick = qsync_fx.replay(plans, copying, cluster=said)
+    assert quick.seconds == qsync_fx.replay(plans, MLP, cluster=FLEET).seconds
 
 
 def test_a_fleet_with_a_plan_for_each() -> None:

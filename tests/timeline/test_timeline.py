@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,31 @@ def test_the_fast_wait_for_the_slow() -> None:
     assert fleet.throughput == pytest.approx((3 * 32 + 16) / fleet.seconds)
 
 
+@pytest.mark.parametrize("copies", [None, 2e-11])
 @pytest.mark.parametrize("network", [{}, {"slows_compute": 0.2, "slows_transfer": 0.3}])
-def test_a_step_adds_up_on_each_device(network: dict[str, float]) -> None:
-    cluster = Cluster(CLUSTER.devices, Network(1e9, 1e-5, **network), CLUSTER.buckets)  # type: ignore[arg-type]
+def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float | None) -> None:
+    devices = {name: replace(device, copies=copies) for name, device in CLUSTER.devices.items()}
+    cluster = Cluster(devices, Network(1e9, 1e-5, **network), CLUSTER.buckets)  # type: ignore[arg-type]
     fleet = timeline(cluster=cluster)
     for name, pieces in fleet.computing.items():
         taken = sum(piece.end - piece.begin for piece in pieces) + cluster.devices[name].delay
         assert taken == pytest.approx(fleet.seconds)
         assert all(a.end == pytest.approx(b.begin) for a, b in pairwise(pieces))
     by_operator = sum(one.seconds for one in fleet.by_operator() if one.device == "slow")
-    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer)
+    into_buckets = (copies or 0.0) * sum(bucket.nbytes for bucket in fleet.played.buckets)
+    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets)
+
+
+def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
+    devices = {"fast": Device(count=3), "slow": Device(slowdown=2.0, copies=1e-10)}
+    without = timeline(cluster=Cluster(devices | {"slow": Device(slowdown=2.0)}, CLUSTER.network, CLUSTER.buckets))
+    fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
+    nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
+    # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow device would wait for.
+    assert fleet.seconds - without.seconds == pytest.approx(2 * 2 * nbytes * 1e-10, rel=1e-6)
+    assert fleet.played.after("fast") == FAST.optimizer
+    alone = Cluster({"here": Device(copies=1e-10)})
+    assert timeline({"here": SLOW}, alone).seconds == pytest.approx(SLOW.seconds)
 
 
 def test_operators_come_with_their_parts() -> None:

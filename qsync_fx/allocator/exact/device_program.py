@@ -23,6 +23,7 @@ from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
+from qsync_fx.predictor.replay.fleet import after, before_sending
 
 THOUSANDTHS = 1000.0
 
@@ -61,8 +62,8 @@ def stretches(problem: Problem, judge: Judge, name: str) -> Stretches:
         sum(schedule.parameters[which].numel * schedule.parameters[which].dtype_bytes for which in bucket)
         for bucket in judge.buckets
     ]
-    extra = [0.0 if how is None else how.fixed + how.each * size for size in sizes]
-    between = schedule.optimizer * device.slowdown + device.delay
+    extra = [before_sending(device, how, size) * device.slowdown for size in sizes]
+    between = after(schedule.optimizer * device.slowdown, device, sum(sizes))
     return Stretches(of, between, device.slowdown, [*extra, 0.0])
 
 

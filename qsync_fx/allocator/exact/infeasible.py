@@ -95,7 +95,7 @@ def _alone(search: Search, name: str) -> float:
     for ready, travels in zip(device.ready.tolist(), transfer, strict=True):
         arrived.append(ready + rest)
         rest -= travels
-    return max(device.computed, *arrived) + device.optimizer + search.problem.cluster.devices[name].delay
+    return max(device.computed, *arrived) + played.after(name)
 
 
 def _peak(judged: Judged, name: str) -> int:

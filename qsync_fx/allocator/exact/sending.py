@@ -80,8 +80,8 @@ def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterato
     for name, part in problem.classes.items():
         if part.kept is None:
             continue
-        device = judge.timeline.played.devices[name]
-        after = device.optimizer + problem.cluster.devices[name].delay
-        ends = np.append(device.ready, device.computed) + after
+        fleet = judge.timeline.played
+        device = fleet.devices[name]
+        ends = np.append(device.ready, device.computed) + fleet.after(name)
         for at, end in enumerate(ends.tolist()):
             yield total((1.0, {CONSTANT: scale * end}), *((1.0, one) for one in found.travel[at:]))

@@ -27,6 +27,8 @@ class Device:
         slowdown: what it takes longer than its profile says: 1.1 for a tenth.
         delay: seconds that it waits for something else in each step, such as data.
         launch: seconds that the host takes to hand over one entry of its schedule.
+        copies: seconds that DistributedDataParallel takes to copy a byte of gradients into its bucket, and again out of it; what the
+            device's profile says of copying where None, and none where it says nothing.
     """
 
     count: int = 1
@@ -39,6 +41,7 @@ class Device:
     slowdown: float = 1.0
     delay: float = 0.0
     launch: float = 0.0
+    copies: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Compression:
     each: float = 0.0
 
 
-_ZERO_IS_FINE: Final = ("latency", "delay", "launch", "slows_compute", "slows_transfer", "fixed", "each")
+_ZERO_IS_FINE: Final = ("latency", "delay", "launch", "slows_compute", "slows_transfer", "fixed", "each", "copies")
 
 
 def _positive(value: Any) -> str | None:

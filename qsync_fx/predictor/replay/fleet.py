@@ -15,7 +15,7 @@ from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replay.buckets import ddp_buckets
 from qsync_fx.predictor.replay.closed_form import Array
 from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Compression
+from qsync_fx.predictor.replay.cluster_parts import Compression, Device
 from qsync_fx.predictor.replay.collectives import share
 from qsync_fx.predictor.replay.local import Local, arrival, local
 from qsync_fx.predictor.replay.step import Step, steady
@@ -81,6 +81,10 @@ class Played:
     buckets: tuple[Bucket, ...]
     step: Step
 
+    def after(self, name: str) -> float:
+        """Returns the seconds from when all of a device is computed and has arrived to the end of its step."""
+        return after(self.devices[name].optimizer, self.cluster.devices[name], _whole(self.buckets))
+
 
 def played(
     schedules: Mapping[str, Schedule],
@@ -113,17 +117,14 @@ def played(
         what = f"compression of {len(how)} buckets for {len(indices)}"
         raise ProfileError(what, where="compression", do="give one for each bucket, or None")
     buckets = tuple(_bucket(parameters, which, one) for which, one in zip(indices, how, strict=True))
-    extra = {
-        at: Entry("", Part.OUTSIDE, one.fixed + one.each * bucket.nbytes)
-        for at, (one, bucket) in enumerate(zip(how, buckets, strict=True))
-        if isinstance(one, Compression)
-    }
     devices = {
-        name: local(schedules[name], indices, slowdown=one.slowdown, launch=one.launch, extra=extra)
+        name: local(
+            schedules[name], indices, slowdown=one.slowdown, launch=one.launch, extra=_sending(one, how, buckets)
+        )
         for name, one in cluster.devices.items()
     }
     taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    return Played(cluster, devices, buckets, _steady(devices, cluster, taken))
+    return Played(cluster, devices, buckets, _steady(devices, cluster, buckets, taken))
 
 
 def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
@@ -162,8 +163,30 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
     )
 
 
-def _steady(devices: Mapping[str, Local], cluster: Cluster, transfer: Array) -> Step:
-    between = [devices[name].optimizer + one.delay for name, one in cluster.devices.items()]
+def after(optimizer: float, device: Device, nbytes: int) -> float:
+    """Returns the seconds from when all is computed and has arrived to the end of a step: so many bytes are copied out of their buckets."""
+    return optimizer + device.delay + (device.copies or 0.0) * nbytes * device.slowdown
+
+
+def before_sending(device: Device, how: Compression | Coded | None, nbytes: int) -> float:
+    """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
+    compressing = how.fixed + how.each * nbytes if isinstance(how, Compression) else 0.0
+    return compressing + (device.copies or 0.0) * nbytes
+
+
+def _sending(device: Device, how: Sequence[Compression | Coded | None], buckets: Sequence[Bucket]) -> dict[int, Entry]:
+    """Returns by bucket what the device does to send it."""
+    each = enumerate(zip(how, buckets, strict=True))
+    seconds = {at: before_sending(device, one, bucket.nbytes) for at, (one, bucket) in each}
+    return {at: Entry("", Part.OUTSIDE, one) for at, one in seconds.items() if one}
+
+
+def _whole(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.nbytes for bucket in buckets)
+
+
+def _steady(devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[Bucket], transfer: Array) -> Step:
+    between = [after(devices[name].optimizer, one, _whole(buckets)) for name, one in cluster.devices.items()]
     return steady(
         np.stack([one.ready for one in devices.values()]),
         np.array([one.computed for one in devices.values()]),

@@ -81,8 +81,7 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(name: str, formats:
         own = timeline.played.devices[device]
         rest = [sum(judge.transfer[m:]) for m in range(len(judge.transfer))]
         ends = [own.computed, *(ready + more for ready, more in zip(own.ready.tolist(), rest, strict=True))]
-        delay = problem.cluster.devices[device].delay
-        assert seconds == pytest.approx(max(ends) + own.optimizer + delay, rel=1e-7)
+        assert seconds == pytest.approx(max(ends) + timeline.played.after(device), rel=1e-7)
         assert timeline.seconds >= seconds * (1 - 1e-7), (at, step)
 
 
