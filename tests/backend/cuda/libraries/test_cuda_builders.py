@@ -21,12 +21,25 @@ tools_or_skip()
 
 
 BUILDER = """\
-import sys
+import os, sys
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 from small_units import small_unit
 from qsync_fx.backend.cuda.libraries import compiler
+
+compile_units = compiler.compile_units
+
+def found_none(*given):
+    if "WANTED" in os.environ:
+        Path(os.environ["WANTED"], str(os.getpid())).touch()
+    compile_units(*given)
+
+compiler.compile_units = found_none
 print(*compiler.build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n")
 """
+
+WAITS_FOR_TWO = "for i in $(seq 3000); do [ $(ls '{}' | wc -l) -ge 2 ] && break; sleep 0.05; done"
+"""Ends, too, where there will never be two."""
 
 
 def builder() -> subprocess.Popen[str]:
@@ -36,12 +49,16 @@ def builder() -> subprocess.Popen[str]:
 
 @tiers.ALL
 def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first compiler waits until both processes want the library, or the second would only find it in the cache.
-    calls = watched(tmp_path, monkeypatch, before="sleep 2")
+    # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    monkeypatch.setenv("WANTED", str(wanted))
+    calls = watched(tmp_path, monkeypatch, before=WAITS_FOR_TWO.format(wanted))
     processes = [builder(), builder()]
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
+    assert len(list(wanted.iterdir())) == 2, "both wanted what was not there"
     assert calls() == 2, "two units, each compiled once"
     assert nothing_is_left(home)
 
