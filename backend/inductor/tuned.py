@@ -19,10 +19,12 @@ import torch.compiler.config
 from torch import fx
 from torch.backends import cuda
 
+from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.inductor import fusing, keep_less as keeping, relu
 from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
+from qsync_fx.precision import precision
 
 
 @functools.cache
@@ -46,10 +48,19 @@ def register_with_inductor() -> None:
         targets = (integer_convolution, by_kernel)
         return any(V.graph.graph.find_nodes(op="call_function", target=target) for target in targets)
 
+    def can_be_copied(node: fx.Node) -> bool:
+        # Before compute capability 8.9 Triton does not write FP8, so that what is quantized has to lie right from the start.
+        x: Any = node.args[0]
+        return not on_cuda(node) or quantizing.compiles(precision(str(node.args[3])), x.meta["val"].device)
+
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
         made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        if made_here and (V.graph.layout_opt or convolves()) and len(x.get_size()) in (4, 5):
+        if (
+            (made_here or not can_be_copied(node))
+            and (V.graph.layout_opt or convolves())
+            and len(x.get_size()) in (4, 5)
+        ):
             channels_last = (
                 ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
             )
