@@ -39,6 +39,7 @@ def gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tf32: bool,
+    *,
     check: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Computes `qsync::gemm` on a CUDA device. `check`, given the operands and what follows, raises where there is no such product."""
@@ -51,7 +52,7 @@ def gemm(
     if site is None:
         if check is not None:
             check(a, b, a_scale, b_scale, bias, out_dtype, tf32)
-        site = sites.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
+        site = sites.known.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
     if isinstance(site, GemmSite):
         try:
             return site(a, b, a_scale, b_scale, bias)
@@ -101,6 +102,7 @@ def conv2d_product(
     operation: ConvOperation,
     out_dtype: torch.dtype,
     tf32: bool,
+    *,
     check: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Computes `qsync::conv2d_product` on a CUDA device; `check` as of `gemm`."""
@@ -115,7 +117,7 @@ def conv2d_product(
             check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
         window = Window(_pair(stride), _pair(padding), _pair(dilation))
         found = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
-        site = sites.keep(key, found)
+        site = sites.known.keep(key, found)
     if isinstance(site, ConvSite):
         try:
             return site(a, b, a_scale, b_scale, bias)

@@ -1,6 +1,6 @@
 """Call sites of quantizers: what is the same for all calls with tensors that lie alike, found out once, as `sites` has it for products.
 
-Invariant: a site is for the key that it is kept under, which holds all that it was made from; a call fills in a copy of its arguments.
+Invariant: as of `sites`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from qsync_fx.backend.cuda.libraries.abi import QuantizeArguments
 from qsync_fx.backend.cuda.libraries.library import Library
 from qsync_fx.backend.cuda.problem.operands import format_name
 from qsync_fx.backend.cuda.run import calls
-from qsync_fx.backend.cuda.run.device import WHEN_FORGOTTEN
+from qsync_fx.backend.cuda.run.sites import Sites
 from qsync_fx.backend.cuda.source.quantizer_source import FORMATS, ROUNDINGS, X_TYPES
 from qsync_fx.backend.numerics import reference
 from qsync_fx.precision import Precision, encoding
 from qsync_fx.rounding.mode import Rounding
-
-MOST: Final = 4096
-"""Sites that are kept: shapes may be without end."""
 
 TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read; all else is converted to FP32 first."""
@@ -41,6 +38,9 @@ class Groups:
 
 class QuantizerSite:
     """A kernel that quantizes tensors that lie alike, and what a call does with them."""
+
+    _size: int | None  # bytes of its workspace, once it was asked
+    _read: torch.dtype | None  # what is copied to first, as the result lies; None where the kernel reads it as it lies
 
     def __init__(
         self,
@@ -69,11 +69,6 @@ class QuantizerSite:
             group=groups.group, **calls.place(x.device),
         )  # fmt: skip
         self._fresh = partial(QuantizeArguments.from_buffer_copy, arguments)
-
-    _size: int | None
-    _read: (
-        torch.dtype | None
-    )  # what is copied to first, in the order of the result's memory; None where it is read as it lies
 
     def __call__(self, x: Tensor, seed: Tensor, stream: int, turned: bool) -> tuple[Tensor, ...]:
         """Returns `(q, scale)`, or `(q, transpose, scale)`; raises `KernelError` where the kernel refuses or cannot be started."""
@@ -112,17 +107,6 @@ class QuantizerSite:
         return scale
 
 
-known: Final[dict[tuple[object, ...], QuantizerSite]] = {}
-"""What calls look themselves up in."""
-
-
-def keep(key: tuple[object, ...], site: QuantizerSite) -> None:
-    """Keeps a site."""
-    if len(known) >= MOST:
-        known.clear()
-    known[key] = site
-
-
 def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
     """Returns the stride between rows of `x` where its values are in the order of `q`'s memory, and None where they have to be copied."""
     if x.dtype not in TYPES:
@@ -133,4 +117,5 @@ def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
     return int(x.stride(0)) if by_rows and (groups.rows, groups.columns) == tuple(x.shape) else None
 
 
-WHEN_FORGOTTEN.append(known.clear)
+known: Final[Sites[QuantizerSite]] = Sites()
+"""Those of quantizers."""

@@ -97,7 +97,7 @@ def _by_kernel(
     except KernelError as error:
         calls.failed(library, f"{_shown(x)} -> {row}", error)
         return None
-    quantizer_sites.keep(_key(x, row.name, rounding, keep, turned), site)
+    quantizer_sites.known.keep(_key(x, row.name, rounding, keep, turned), site)
     return found
 
 

@@ -4,7 +4,8 @@ A training step calls hundreds of kernels, and each microsecond in Python is one
 kernel computes, whether it takes the operands, how much memory it needs and all its arguments but pointers are kept here.
 
 Invariant: a site is for the key that it is kept under, which holds all that it was made from: types, shapes, strides, where memory starts
-within 16 bytes, and how often a kernel was refused. Calls of several threads may share one: each fills in a copy.
+within 16 bytes, and how often a kernel was refused. Calls of several threads may share one: each fills in a copy. `Sites` keeps them,
+those of quantizers too (`quantizer_sites`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,24 @@ from qsync_fx.backend.cuda.run.device import WHEN_FORGOTTEN
 MOST: Final = 4096
 """Sites that are kept: shapes may be without end."""
 
+Key = tuple[object, ...]
 Copy = Callable[[Tensor], Tensor]
+Kept = TypeVar("Kept")
+
+
+class Sites(dict[Key, Kept]):
+    """What calls look themselves up in. It is empty again when it is full, and when what is known of devices is forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        WHEN_FORGOTTEN.append(self.clear)
+
+    def keep(self, key: Key, site: Kept) -> Kept:
+        """Keeps a site and returns it."""
+        if len(self) >= MOST:
+            self.clear()
+        self[key] = site
+        return site
 
 
 @dataclass(frozen=True)
@@ -156,16 +174,8 @@ class ConvSite(_KernelSite):
 
 
 Site = GemmSite | ConvSite | ByTorch
-known: Final[dict[tuple[object, ...], Site]] = {}
-"""What calls look themselves up in."""
-
-
-def keep(key: tuple[object, ...], site: Site) -> Site:
-    """Keeps a site and returns it."""
-    if len(known) >= MOST:
-        known.clear()
-    known[key] = site
-    return site
+known: Final[Sites[Site]] = Sites()
+"""Those of products."""
 
 
 def _leading(t: Tensor, shape: tuple[int, int], way: Major, copied: bool) -> int | None:
@@ -190,6 +200,3 @@ def _lies_last(t: Tensor, first: int, second: int) -> bool:
     packed = (h * w * c, 1, w * c, c)
     lies = all(size == 1 or have == want for size, have, want in zip(t.shape, t.stride(), packed, strict=True))
     return (n, c) == (first, second) and lies and t.data_ptr() % padding.VECTOR == 0
-
-
-WHEN_FORGOTTEN.append(known.clear)

@@ -153,22 +153,9 @@ def _on_cpu(*given: Any) -> Tensor:
     return compute(*x.operands, *x.geometry, operation, x.out_dtype)
 
 
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: ConvOperation,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> Tensor:
-    how = size, stride, padding, dilation, operation, out_dtype, tf32
-    return launch.conv2d_product(a, b, a_scale, b_scale, bias, *how, check=_check_given)
+def _kernel(*given: Any) -> Tensor:
+    # The order is the schema's. Whether there is such a product is asked once for operands that lie alike.
+    return launch.conv2d_product(*given, check=_check_given)
 
 
 def _check_given(*given: Any) -> None:
