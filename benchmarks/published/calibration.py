@@ -82,6 +82,8 @@ _GEMM = {
 _CONVOLUTION = {"gather": Usual(0.05, 0.1), "floor": Factor(1e-5, 0.4)}
 _TENSOR_CORES = {"relayout": Usual(0.5, 0.4), "weights": Usual(1.0, 0.7)}
 _PADDED = {"ordinary": Factor(0.4, 0.3)}
+_LAID_OUT = {"floor": Factor(2.5e-5, 0.4)}
+"""Of tensor cores: programs before and behind the gradient of an input lay values out anew."""
 _FP32 = {
     "prologue": Usual(20.0, 20.0),
     "winograd": Factor(1.0, 0.2),
@@ -155,7 +157,8 @@ class Problem:
         strided = self.product == "input_gradient"
         found = _TILES | _CONVOLUTION | (_STRIDED if strided else {})
         if precision(self.precision) is not FP32:
-            return found | _TENSOR_CORES | (_PADDED if self.product != "output" else {})
+            found |= _TENSOR_CORES | (_LAID_OUT if strided else {})
+            return found | (_PADDED if self.product != "output" else {})
         found |= _FP32 | (_ZEROS if strided else {})
         return found | (_FUSED if self.product != "weight_gradient" else {})
 

@@ -1,9 +1,9 @@
 """How near the catalog's devices come to times that others measured: matrix products, convolutions and all-reduces of T4 and V100.
 
 For each device, format and product the mean and median of the absolute relative error, on shapes that constants were not fitted to
-(10 folds by shape) and on all shapes with the constants of the catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv
-(Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); without it nothing is done. `--write` fits to all of them, and writes
-what is found into the catalog.
+(10 folds by shape; with `--by-layer` a convolution is held out at all of its batches) and on all shapes with the constants of the
+catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv (Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz
+(nccl-tests); without it nothing is done. `--write` fits to all of them, and writes what is found into the catalog.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def folds(shapes: Sequence[Any]) -> dict[Any, int]:
     return {tuple(shape): at % FOLDS for at, shape in enumerate(distinct)}
 
 
-def held_out(points: Sequence[Point], quick: bool) -> Numbers:
-    """Returns the seconds of each point by constants that were fitted without its shape."""
-    fold = folds([point.shape for point in points])
+def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
+    """Returns the seconds of each point by constants that were fitted without its shape, or without its layer at any batch."""
+    shapes = [point.shape[1:] if by_layer and point.product != "gemm" else point.shape for point in points]
+    fold = folds(shapes)
     found = np.zeros(len(points))
     for number in range(1 if quick else FOLDS):
-        there = np.array([fold[point.shape] == number for point in points])
+        there = np.array([fold[shape] == number for shape in shapes])
         known = [p for p, out in zip(points, there, strict=True) if not out]
         fitted = fit(known, *_EFFORT[quick])
         found[there] = fitted.seconds([p for p, out in zip(points, there, strict=True) if out])
@@ -107,7 +108,7 @@ def errors(seconds: Numbers, points: Sequence[Point]) -> Numbers:
     return np.asarray(np.abs(seconds / np.array([point.seconds for point in points]) - 1))
 
 
-def products(folder: Path, quick: bool, write: bool, only: Sequence[str]) -> list[dict[str, Any]]:
+def products(folder: Path, quick: bool, write: bool, by_layer: bool, only: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     points = [*gemms(folder), *convolutions(folder)]
@@ -121,7 +122,7 @@ def products(folder: Path, quick: bool, write: bool, only: Sequence[str]) -> lis
             fitted = fit(some, *_EFFORT[quick])
             found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
             continue
-        seconds = held_out(some, quick)
+        seconds = held_out(some, quick, by_layer)
         for one in sorted({point.device for point in some}):
             at = np.array([p.device == one and done > 0 for p, done in zip(some, seconds, strict=True)])
             mine = [p for p, of in zip(some, at, strict=True) if of]
@@ -223,12 +224,13 @@ def main() -> None:
             "metavar": "PRODUCT",
             "help": "of gemm, output, input_gradient, weight_gradient",
         },
+        by_layer={"action": "store_true", "help": "hold a convolution out at all batches, in place of one batch"},
         write={"action": "store_true", "help": "write constants fitted to all of them into the catalog"},
     )
     if options.data is None:
         print("give --data FOLDER to compare the catalog with measured times")
         return
-    rows = products(options.data, options.quick, options.write, options.only)
+    rows = products(options.data, options.quick, options.write, options.by_layer, options.only)
     finish(options, [] if options.write else [*rows, *(collectives(options.data) if not options.only else [])])
 
 

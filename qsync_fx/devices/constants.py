@@ -100,7 +100,8 @@ class Convolution(Tiles):
             that is skipped: 1 all, 0.5 those of one direction.
         places: of how many places of an image a tile of the gradient of the weight takes a multiple.
         ordinary: fraction of an eighth of tensor cores' peak with which gradients are reckoned whose padding is as large as the window.
-        floor: seconds in which a program starts its kernels, however small they are.
+        floor: seconds in which a program starts its kernels, however small they are; tensor cores have more
+            of these for the gradient of an input, which lay values out anew.
         winograd: fraction of `efficiency` that Winograd's products reach with transforms of their own, of tiles of 4 by 4; 0: none is used.
         winograd_fused: the same with transforms in the kernel, of tiles of 2 by 2, which is all that batches below `winograd_batch` have.
         winograd_batch: the smallest batch whose transforms have kernels of their own.
