@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
@@ -24,27 +26,40 @@ def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make smoke-gpu")
-def test_smoke_says_that_there_is_no_gpu() -> None:
-    done = ran(sys.executable, "tests/gpu/smoke.py")
-    assert done.returncode == 1 and "no GPU: nothing was tested" in done.stderr
+def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(tmp_path: Path) -> None:
+    done = ran("make", "smoke-gpu", f"GPU_PYTHON={sys.executable}", f"GPU_OUT={tmp_path}")
+    assert done.returncode and f"no GPU: torch {torch.__version__} " in done.stderr
+    assert "nothing was tested" in done.stderr and not list(tmp_path.iterdir())
 
 
 @tiers.ALL
 def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     """Every stage is there: what needs a GPU says so, all else runs."""
-    done = ran(sys.executable, "tests/gpu/smoke.py", "--device", "cpu", "--out", str(tmp_path))
+    out = tmp_path / "runs" / "smoke"
+    done = ran(sys.executable, "tests/gpu/smoke.py", "--device", "cpu", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    stages = json.loads((tmp_path / "smoke.json").read_text())["stages"]
+    stages = json.loads((out / "smoke.json").read_text())["stages"]
     assert {name: stage["status"] for name, stage in stages.items()} == {
         "versions": "passed", "kernels": "skipped", "launches": "skipped", "training": "passed", "speed": "passed",
     }  # fmt: skip
+    # The notebook's last cell reads the same file.
+    shown: dict[str, Any] = {"folder": tmp_path, "pathlib": pathlib}
+    exec(cells_of_the_notebook()[-1], shown)
+    assert shown["report"]["stages"] == stages
     assert stages["kernels"]["why"] == "cpu has no kernels" and "training" in done.stdout
 
 
-def test_the_notebook_runs_the_same_script() -> None:
+def cells_of_the_notebook() -> list[str]:
+    """Returns the text of each cell of code."""
     cells = json.loads((ROOT / "examples" / "gpu.ipynb").read_text())["cells"]
-    commands = [line for cell in cells for line in cell["source"] if line.startswith("!")]
-    assert any("tests/gpu/smoke.py --install" in line for line in commands)
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_the_same_script() -> None:
+    assert any(
+        cell.startswith("!") and "tests/gpu/smoke.py --install --out runs/smoke" in cell
+        for cell in cells_of_the_notebook()
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make test-gpu")

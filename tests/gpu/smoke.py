@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +35,23 @@ LIMIT = 600.0
 
 class SkippedError(Exception):
     """A stage that this machine has nothing for."""
+
+
+def lacking(device: str) -> str:
+    """Says what is not there that every stage needs; "" where nothing is. Asked before anything is installed, which takes minutes."""
+    if importlib.util.find_spec("torch") is None:
+        return f"no torch for {sys.executable}: name a Python that has it, as in make smoke-gpu GPU_PYTHON=/usr/bin/python3"
+    import torch
+
+    if device != "cuda" or torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"no GPU: torch {torch.__version__} is built without CUDA"
+    driver = (
+        "nvidia-smi tells what the driver finds" if shutil.which("nvidia-smi") else "there is no driver (nvidia-smi)"
+    )
+    hidden = f", CUDA_VISIBLE_DEVICES={seen!r}" if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None else ""
+    return f"no GPU: torch {torch.__version__} for CUDA {torch.version.cuda} finds none; {driver}{hidden}"
 
 
 def install(site: Path) -> None:
@@ -172,6 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--seconds", type=float, default=LIMIT)
     given = parser.parse_args(arguments)
+    if lacks := lacking(given.device):
+        print(f"{lacks}; nothing was tested", file=sys.stderr)
+        return 1
     site = given.out.resolve() / SITE
     if given.install:
         install(site)
@@ -179,9 +200,6 @@ def main(arguments: list[str] | None = None) -> int:
         sys.path.insert(0, str(folder))
     import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU: nothing was tested", file=sys.stderr)
-        return 1
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
     report = run(device, given.out, given.stages, given.seconds)
     print(text(report))
