@@ -200,7 +200,7 @@ format: setup ## let ruff format and repair what it can
 
 bench: setup ## run every benchmark, JSON to benchmarks/results; BENCH_FLAGS=--quick for a short one
 	@for file in $$(grep -l __main__ $(BENCHED:%=benchmarks/%/*.py)); do \
-	  case "$$file" in */links.py) continue;; esac; \
+	  case "$$file" in */links.py|*/against.py) continue;; esac; \
 	  name=$$(basename "$$file" .py); echo "== $$name"; \
 	  $(PYTHON) "$$file" $(BENCH_FLAGS) --json "benchmarks/results/$$name.json" || exit 1; \
 	done

@@ -15,6 +15,7 @@ import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
+    "against": "needs another checkout beside this one",
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",

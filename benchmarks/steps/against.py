@@ -1,0 +1,187 @@
+"""Whole steps and compiling, this checkout against another one: whether what came in between made anything slower.
+
+`--before` is the python of an environment that has the other checkout installed, native module and all, with the same torch. Each checkout
+runs in a process of its own; the two take turns step by step, so that what the machine does otherwise falls on both. `to_before` is the
+median of the ratios of neighbours, `low` and `high` hold it with 95% (of resampled turns). Processor time, one thread. Compiling is all
+that Python does: Inductor's C++ comes from its cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import torch
+
+if "--serve" not in sys.argv:  # where this checkout's package would hide the other one
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet
+
+# The other checkout has no harness of today: what a process of its own runs must do without.
+CASES: dict[str, Callable[[], Case]] = {
+    "two layers": perceptron,
+    "BERT 2 layers, 8 x 128 tokens": lambda: bert(2, 8),
+    "ResNet-18, 8 x 96 x 96": lambda: resnet(batch=8),
+    "GPT-2 block, 2 x 256 tokens": lambda: gpt2_block(2),
+}
+PRECISIONS = ("fp32", "bf16", "int8", "int8_grad")
+COMPILE = "compile"
+SHORTEST = 0.2
+"""Seconds of a turn at least: small models' steps are repeated within it."""
+
+
+def main() -> None:
+    if "--serve" in sys.argv:
+        serve()
+        return
+    from benchmarks.support.harness import Row, arguments, selected, show, write_json
+
+    options = arguments(
+        __doc__,
+        before={"required": True, "type": Path, "help": "the python that has the other checkout"},
+        only={"help": "cases that begin so"},
+        turns={"type": int, "default": 40, "help": "steps of each, a case (%(default)s)"},
+        compiles={"type": int, "default": 6, "help": "compiles of each, a case (%(default)s)"},
+    )
+    rows: list[Row] = []
+    pythons = {"now": Path(sys.executable), "before": options.before}
+    cases = selected(options, {"two layers": perceptron} if options.quick else CASES)
+    homes = {which: home(python) for which, python in pythons.items()}
+    if homes["now"] == homes["before"]:
+        raise SystemExit(f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout")
+    for name in cases:
+        for precision in PRECISIONS[1:2] if options.quick else PRECISIONS:
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
+                both = {which: Served(python, Path(folder)) for which, python in pythons.items()}
+                for served in both.values():
+                    served.ask(f"{name}\t{precision}")
+                counts = {COMPILE: options.compiles, "step": options.turns}
+                for what, count in counts.items():
+                    found = turns(both, what, 2 if options.quick else count)
+                    rows.append({"case": name, "precision": precision, "what": what, **judged(found)})
+                    print(rows[-1], flush=True)
+                for served in both.values():
+                    served.end()
+            if options.json:
+                write_json(options.json, rows, quick=options.quick, before=commit(homes["before"]))
+    show(rows)
+
+
+def home(python: Path) -> Path:
+    """Returns where the package of an environment lies."""
+    command = [str(python), "-P", "-c", "import qsync_fx; print(qsync_fx.__file__)"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/")
+    return Path(found.stdout.strip()).parent
+
+
+def commit(package: Path) -> str | None:
+    """Returns the commit that a checkout is at; None where it is none."""
+    command = ["git", "-C", str(package), "log", "-1", "--format=%h %s"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+class Served:
+    """A process of one checkout, which runs what it is asked for and says how long that took."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python = python
+        # Not this checkout's package beside the script, and no cache that knows of the other's graphs.
+        environment = {"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [str(python), "-m", "benchmarks.steps.against", "--serve"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+        )
+
+    def ask(self, what: str) -> float:
+        _stream(self.process.stdin).write(what + "\n")
+        _stream(self.process.stdin).flush()
+        answer = _stream(self.process.stdout).readline()
+        if not answer:
+            raise SystemExit(f"{self.python}: ended with {self.process.wait()} when asked for {what!r}")
+        return float(answer)
+
+    def end(self) -> None:
+        _stream(self.process.stdin).close()
+        self.process.wait()
+
+
+def _stream(of: IO[str] | None) -> IO[str]:
+    assert of is not None
+    return of
+
+
+def turns(both: dict[str, Served], what: str, count: int) -> dict[str, list[float]]:
+    """Returns seconds of each, a turn; who begins changes."""
+    found: dict[str, list[float]] = {which: [] for which in both}
+    for served in both.values():
+        served.ask(what)
+    for turn in range(count):
+        for which in list(both)[:: 1 if turn % 2 else -1]:
+            found[which].append(both[which].ask(what))
+    return found
+
+
+def judged(found: dict[str, list[float]]) -> dict[str, float]:
+    ratios = [now / before for now, before in zip(found["now"], found["before"], strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return {
+        "seconds": statistics.median(found["now"]),
+        "to_before": statistics.median(ratios),
+        "low": medians[25],
+        "high": medians[974],
+    }
+
+
+def serve() -> None:
+    """Answers lines: a case and its precision, then what of it to run."""
+    torch.set_num_threads(1)
+    # What libraries print must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    name, precision = sys.stdin.readline().rstrip("\n").split("\t")
+    torch.manual_seed(0)
+    case = CASES[name]()
+    model = case.build("sdpa").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    compiled = torch.compile(model, backend="qsync", options={"precision": precision})
+
+    def steps(count: int) -> float:
+        begin = time.process_time()
+        for _ in range(count):
+            case.loss(compiled).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.process_time() - begin) / count
+
+    def compile_anew() -> float:
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            first = steps(1)
+        return first - steps(1)
+
+    answer(answers, steps(1))
+    count = math.ceil(SHORTEST / steps(1))
+    for line in sys.stdin:
+        answer(answers, compile_anew() if line.strip() == COMPILE else steps(count))
+
+
+def answer(to: IO[str], seconds: float) -> None:
+    to.write(f"{seconds}\n")
+    to.flush()
+
+
+if __name__ == "__main__":
+    main()
