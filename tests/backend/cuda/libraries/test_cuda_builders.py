@@ -15,6 +15,7 @@ from small_units import small_unit
 
 from qsync_fx.backend.cuda.libraries import compiler
 from qsync_fx.backend.cuda.libraries.compiling import budget, nvcc
+from qsync_fx.backend.cuda.libraries.compiling.progress import Waiting
 
 pytest_plugins = ["kernel_caches"]
 tools_or_skip()
@@ -61,6 +62,28 @@ def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: 
     assert len(list(wanted.iterdir())) == 2, "both wanted what was not there"
     assert calls() == 2, "two units, each compiled once"
     assert nothing_is_left(home)
+
+
+def test_who_waits_for_another_process_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("RANK", "3")
+    say = Waiting()
+
+    def said(at: float, *names: str) -> str:
+        clock[0] = at
+        say(names)
+        return capsys.readouterr().err
+
+    assert said(10.0, "raced", "raced_too") == said(14.0, "raced", "raced_too") == ""
+    words = said(15.0, "raced", "raced_too")
+    assert "qsync (rank 3): has waited 5 s for another process that compiles raced and 1 others" in words
+    assert "qsync kernels build" in words
+    assert said(70.0, "raced") == "" and "has waited 65 s" in said(75.0, "raced")
+    # A process that compiles itself in between begins to wait anew.
+    assert said(80.0) == said(81.0, "raced") == said(85.0, "raced") == "" and "has waited 5 s" in said(86.0, "raced")
 
 
 def test_an_interrupt_leaves_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
