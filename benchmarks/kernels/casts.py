@@ -52,7 +52,7 @@ def resnet(depths: tuple[int, ...], kind: str) -> Model:
     widths = (
         [8, 16, 24, 32] if kind == "basic" else [32, 64, 96, 128]
     )  # so that the blocks have the shortcuts that they have
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2)  # type: ignore[call-arg]
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2)
     return hf.ResNetForImageClassification(config), IMAGES
 
 
@@ -76,7 +76,7 @@ class Vgg16(nn.Module):
 
 
 def convnext() -> Model:
-    config = hf.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[3, 3, 9, 3], num_labels=2)  # type: ignore[call-arg]
+    config = hf.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[3, 3, 9, 3], num_labels=2)
     return hf.ConvNextForImageClassification(config), IMAGES
 
 
@@ -103,7 +103,7 @@ def llama() -> Model:
 
 
 def t5() -> Model:
-    config = hf.T5Config(  # type: ignore[call-arg]
+    config = hf.T5Config(
         vocab_size=WORDS,
         d_model=32,
         d_ff=64,

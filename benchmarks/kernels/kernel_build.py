@@ -41,7 +41,7 @@ def units_of_layer(arch: Arch) -> list[Unit]:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 
-    layer = BertLayer(BertConfig(attn_implementation="sdpa"))  # type: ignore[no-untyped-call,call-arg]
+    layer = BertLayer(BertConfig(attn_implementation="sdpa"))
     with assumed(arch, on="cpu"):
         explained = explain(layer, torch.randn(*TOKENS, 768), options={"precision": "int8_grad"})
         return ahead.of_problems(problems_of(explained), arch, False)

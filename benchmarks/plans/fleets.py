@@ -86,7 +86,7 @@ class Loss(nn.Module):
 def resnet(depths: list[int], widths: list[int], kind: str) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(depths=depths, hidden_sizes=widths, layer_type=kind, num_labels=1000)  # type: ignore[call-arg]
+    config = ResNetConfig(depths=depths, hidden_sizes=widths, layer_type=kind, num_labels=1000)
     return Loss(ResNetForImageClassification(config))
 
 

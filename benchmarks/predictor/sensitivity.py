@@ -119,7 +119,7 @@ class Vit(nn.Module):
             "patch_size": 2,
             "num_channels": 1,
         }
-        config = ViTConfig(**sizes, num_labels=10, attn_implementation="eager")  # type: ignore[call-arg]
+        config = ViTConfig(**sizes, num_labels=10, attn_implementation="eager")
         self.vit = ViTForImageClassification(config)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def step(
         num_hidden_layers=layers,
         hidden_dropout_prob=p,
         attention_probs_dropout_prob=p,
-        attn_implementation=attention,  # type: ignore[call-arg]
+        attn_implementation=attention,
     )
     model = BertModel(config).train()
     optimizer = qsync_fx.optim.SGD(model.parameters(), lr=1e-3)

@@ -34,7 +34,8 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     target = torch.randn(batch, length, 768)
 
     def build(attention: str) -> nn.Module:
-        return BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))  # type: ignore[call-arg]
+        model: nn.Module = BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))
+        return model
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
@@ -63,7 +64,8 @@ def gpt2_block(batch: int = 4, length: int = 256) -> Case:
 
     def build(attention: str) -> nn.Module:
         # The table of tokens is not the block: one word keeps it out of the way.
-        return GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))  # type: ignore[call-arg]
+        model: nn.Module = GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))
+        return model
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(inputs_embeds=states).last_hidden_state.float(), target)
@@ -78,7 +80,8 @@ def gpt2(layers: int = 12, batch: int = 8, length: int = 512) -> Case:
     target = torch.randn(batch, length, 768)
 
     def build(attention: str) -> nn.Module:
-        return GPT2Model(GPT2Config(n_layer=layers, attn_implementation=attention))  # type: ignore[call-arg]
+        model: nn.Module = GPT2Model(GPT2Config(n_layer=layers, attn_implementation=attention))
+        return model
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(ids).last_hidden_state.float(), target)
@@ -91,8 +94,9 @@ def vit(layers: int = 2, batch: int = 8, size: int = 224) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     def build(attention: str) -> nn.Module:
-        config = ViTConfig(num_hidden_layers=layers, image_size=size, num_labels=100, attn_implementation=attention)  # type: ignore[call-arg]
-        return ViTForImageClassification(config)
+        config = ViTConfig(num_hidden_layers=layers, image_size=size, num_labels=100, attn_implementation=attention)
+        model: nn.Module = ViTForImageClassification(config)
+        return model
 
     return replace(_classifier(build, batch, size, lambda model, images: model(images).logits), attention=True)
 
@@ -103,8 +107,9 @@ def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: i
     widths = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
 
     def build(attention: str) -> nn.Module:
-        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)  # type: ignore[call-arg]
-        return ResNetForImageClassification(config)
+        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)
+        model: nn.Module = ResNetForImageClassification(config)
+        return model
 
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
 

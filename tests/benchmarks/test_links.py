@@ -68,7 +68,11 @@ def test_without_a_rate_ranks_speak_over_loopback() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "rate"),
-    [(2, "100mbit"), pytest.param(4, "100mbit", marks=tiers.ALL), pytest.param(2, "1gbit", marks=tiers.EVERY)],
+    [
+        pytest.param(2, "100mbit", marks=tiers.ALL),
+        pytest.param(4, "100mbit", marks=tiers.ALL),
+        pytest.param(2, "1gbit", marks=tiers.EVERY),
+    ],
 )
 def test_ranks_reduce_over_links_that_are_as_slow_as_asked(ranks: int, rate: str, able: Any) -> None:
     values = 2**20 if rate == "100mbit" else 2**23

@@ -22,7 +22,7 @@ FAULTS = "compressed_faults_rank.py"
 @pytest.mark.parametrize(
     ("world", "codecs"),
     tiers.chosen(
-        [(2, ["fp32", "fp16", "qsgd8", "1bit*", "aqgb", "aqgb16"])],
+        [(2, ["fp32", "fp16", "qsgd8", "1bit*"])],
         [(1, NAMES[::2]), (2, NAMES), (3, NAMES), (4, NAMES[1::3])],
         [(1, NAMES), (2, NAMES), (3, NAMES), (4, NAMES)],
     ),

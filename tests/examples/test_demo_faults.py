@@ -15,6 +15,7 @@ import forks
 import pytest
 import tiers
 from demo_runs import DIGITS, EAGER, EXAMPLES, run, wide
+from ranks import ENVIRONMENT
 
 from qsync_fx import ClusterPlan, Plan
 
@@ -42,7 +43,7 @@ def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: st
     (tmp_path / "a file").write_text("")
     given = value if option in ("--batch", "--inner") else str(tmp_path / value)
     arguments, log = [*DIGITS, "--output", str(tmp_path / "out"), option, given], tmp_path / "log"
-    assert forks.run(EXAMPLES / "demo.py", arguments, wide(), log, tmp_path) == 2
+    assert forks.run(EXAMPLES / "demo.py", arguments, {**wide(), **ENVIRONMENT}, log, tmp_path) == 2
     said = log.read_text()
     assert (option if given == value else given) in said
     assert "do:" in said and "Traceback" not in said

@@ -125,12 +125,7 @@ def begun(request: Mapping[str, Any]) -> list[str]:
 
 def invited(request: Mapping[str, Any]) -> list[str]:
     os.environ.clear()
-    found = placed(request, request["streams"], request["run"])
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        import torch
-
-        torch.set_num_threads(int(threads))  # a library has read it as it was loaded
-    return found
+    return placed(request, request["streams"], request["run"])
 
 
 def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str]) -> list[str]:
@@ -145,6 +140,10 @@ def placed(request: Mapping[str, Any], streams: Sequence[int], found: list[str])
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.environ.update(request["environment"])
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))  # a library has read it as it was loaded
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     first = os.getcwd() if found[0] == "-m" else str(Path(found[0]).resolve().parent)
     sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -21,7 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+_EACH = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "COLUMNS")
+"""What each fork is given as it starts; the process that is forked has none of it, and threads are set by the first (forking.py)."""
 _LATER = (
+    *_EACH,
     "PATH",
     "PYTHON_EXEC",
     "PYTHONPATH",
@@ -52,7 +55,7 @@ class Server:
         door = self._folder / "door"
         self._process = subprocess.Popen(
             [sys.executable, str(_HERE / "forking.py"), str(door)],
-            env=_wanted(environment),
+            env={name: value for name, value in _wanted(environment).items() if name not in _EACH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

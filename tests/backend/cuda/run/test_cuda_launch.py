@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from large_products import INT8
@@ -216,6 +217,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels._stored.cache_clear()
 
 
+@tiers.ALL
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host")
 @pytest.mark.usefixtures("own_kernels")
