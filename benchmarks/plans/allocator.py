@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Judge, Problem
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plans.synthetic import FORMATS, Repeated, block_graph, repeated
 from benchmarks.support.harness import arguments, selected, show, write_json
-from benchmarks.support.models import Case, bert, gpt2, resnet, vgg16_bn
+from benchmarks.support.models import Case, Step, bert, gpt2, resnet, vgg16_bn
 
 SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 1.6}
 THREE = ("fp32", "bf16", "int8")
@@ -59,18 +58,6 @@ CASES: Mapping[str, Callable[[bool], Case]] = {
     "VGG-16-BN": lambda quick: vgg16_bn(2 if quick else 32, 64 if quick else 224),
     "GPT-2": lambda quick: gpt2(1, 2, 64) if quick else gpt2(),
 }
-
-
-class Step(nn.Module):
-    """A model with its loss."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.model, self.loss = case.build("sdpa"), case.loss
-
-    def forward(self) -> torch.Tensor:
-        found: torch.Tensor = self.loss(self.model)
-        return found
 
 
 def drawn(graph: ModelGraph, seed: int) -> Sensitivity:

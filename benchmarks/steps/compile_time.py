@@ -1,10 +1,14 @@
 """How much of a compile the pipeline takes: the passes and the verifier against the whole of Dynamo, AOTAutograd and Inductor.
 
-Cold: Inductor's caches are off. One training step of each model; the pipeline's time is that of `rewrite`, per pass beside it.
+Cold: Inductor's caches are off. One training step of each model; the pipeline's time is that of `rewrite`, per pass beside it. "replanned"
+is what states, reasons and costs of another plan take once a model has been explained: the median over plans that give each operator a
+format by chance, in the processor's time.
 """
 
 from __future__ import annotations
 
+import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +19,7 @@ from unittest import mock
 import torch
 from torch import fx
 
+import qsync_fx
 from qsync_fx.backend import compile as backend
 from qsync_fx.options import Options
 from qsync_fx.passes.running.instruments import Timing
@@ -22,7 +27,9 @@ from qsync_fx.passes.running.instruments import Timing
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support.harness import Row, arguments, finish
-from benchmarks.support.models import Case, bert, perceptron, resnet
+from benchmarks.support.models import Case, Step, bert, perceptron, resnet
+
+FORMATS = ("fp32", "bf16", "fp16", "int8", "fp8")
 
 
 def measure_compile(case: Case, precision: str) -> dict[str, float]:
@@ -54,6 +61,22 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
     return {"compile": first - again - unpaid, "pipeline": spent[0] - unpaid, **timing.seconds}
 
 
+def measure_replanning(case: Case, plans: int) -> dict[str, float]:
+    """Seconds of explaining a model, and of another plan's states, reasons and costs."""
+    begin = time.process_time()
+    explanation = qsync_fx.explain(Step(case).train(), options={"precision": "int8"})
+    explained = time.process_time() - begin
+    chosen = [operator.id for operator in explanation.operators if operator.kind == "adjustable"]
+    draw, taken = random.Random(0), []
+    for _ in range(plans):
+        plan = qsync_fx.Plan(operators={op_id: draw.choice(FORMATS) for op_id in chosen})
+        begin = time.process_time()
+        found = [(op.precision, op.output, op.reason, op.note.cost) for op in explanation.replanned(plan).operators]
+        taken.append(time.process_time() - begin)
+        assert len(found) == len(explanation.operators)
+    return {"operators": len(explanation.operators), "explain": explained, "replanned": statistics.median(taken)}
+
+
 def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
@@ -69,6 +92,8 @@ def main() -> None:
             seconds = measure_compile(case, precision)
             share = seconds["pipeline"] / seconds["compile"]
             rows.append({"case": name, "precision": precision, "pipeline_share": share, **seconds})
+        torch._dynamo.reset()
+        rows.append({"case": name, "precision": "any", **measure_replanning(case, 3 if options.quick else 21)})
     finish(options, rows)
 
 

@@ -27,6 +27,18 @@ class Case:
     attention: bool
 
 
+class Step(nn.Module):
+    """A model with its loss."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model, self.loss = case.build("sdpa"), case.loss
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.loss(self.model)
+        return found
+
+
 def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     from transformers import BertConfig, BertModel
 

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from tiers import chosen
 
 from qsync_fx.allocator.exact.linear import core
@@ -55,7 +55,9 @@ def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, g
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_OPEN", opened)
         program, groups, weights, limit = drawn(seed, tight)
-        best = least(program, groups, weights, limit + 1e-9)
+        best, less = (least(program, groups, weights, limit + by) for by in (1e-6, -1e-6))
+        # HiGHS takes a row as kept that is missed by 1e-7: a limit so near to a choice's weight lets either be right.
+        assume(best == less)
         found = core.solve(program, gap, 60.0, {})
         assert not found.stopped
         if best is None:
