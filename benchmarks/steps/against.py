@@ -50,6 +50,7 @@ def main() -> None:
         __doc__,
         before={"required": True, "type": Path, "help": "the python that has the other checkout"},
         only={"help": "cases that begin so"},
+        precisions={"nargs": "+", "choices": PRECISIONS, "default": PRECISIONS, "help": "all by default"},
         turns={"type": int, "default": 40, "help": "steps of each, a case (%(default)s)"},
         compiles={"type": int, "default": 6, "help": "compiles of each, a case (%(default)s)"},
     )
@@ -60,7 +61,7 @@ def main() -> None:
     if homes["now"] == homes["before"]:
         raise SystemExit(f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout")
     for name in cases:
-        for precision in PRECISIONS[1:2] if options.quick else PRECISIONS:
+        for precision in PRECISIONS[1:2] if options.quick else options.precisions:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
                 both = {which: Served(python, Path(folder)) for which, python in pythons.items()}

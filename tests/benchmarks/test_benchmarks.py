@@ -19,6 +19,7 @@ ELSEWHERE = {
     "catalog": "needs the times that others published",
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
+    "hybrid": "runs the demo, which has tests of its own",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
 }

@@ -1,0 +1,64 @@
+"""Hybrid training on two ranks, foreseen and measured: the demo, some times over, one row a run.
+
+Each run measures both ranks, finds a plan for the one that stands for an inference GPU, and trains under it and under uniform low
+precision in turns, with the demo's own settings. `longer` is what a step takes longer than under uniform low precision (wanted: at most
+0.02), `less` how much less variance its roundings add (0.3), `off` how far off the step was foreseen (0.05 either way), `waits` what the
+training rank waits longer, as a share of the step, `peak_to_cap` what the other rank held of what it may. Two ranks take two cores for
+themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, show, write_json
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+UNIFORM, PLANNED = "uniform", "planned"
+
+
+def main() -> None:
+    options = arguments(__doc__, runs={"type": int, "default": 3, "help": "of the demo (%(default)s)"})
+    rows: list[Row] = []
+    for run in range(1 if options.quick else options.runs):
+        print(f"run {run + 1}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(DEMO), "--seed", str(run), "--output", folder]
+            subprocess.run([*command, *(["--quick"] if options.quick else [])], check=True)
+            rows.append(row(run, json.loads((Path(folder) / "outcome.json").read_text())))
+        if options.json:
+            write_json(options.json, rows, quick=options.quick)
+    show(rows)
+
+
+def row(seed: int, outcome: Mapping[str, Any]) -> Row:
+    measured, foreseen = outcome["measured"], outcome["foreseen"]
+    seconds = {run: measured[run]["seconds"] for run in (UNIFORM, PLANNED)}
+    waits = {run: measured[run]["ranks"][0]["waiting"] for run in seconds}
+    return {
+        "seed": seed,
+        "steps": measured[PLANNED]["steps"],
+        "step_ms": 1e3 * seconds[PLANNED],
+        "longer": seconds[PLANNED] / seconds[UNIFORM] - 1,
+        "less": 1 - foreseen[PLANNED]["variance"] / foreseen[UNIFORM]["variance"],
+        "off": foreseen[PLANNED]["seconds"] / seconds[PLANNED] - 1,
+        "uniform_off": foreseen[UNIFORM]["seconds"] / seconds[UNIFORM] - 1,
+        "waits": (waits[PLANNED] - waits[UNIFORM]) / seconds[UNIFORM],
+        "peak_to_cap": measured[PLANNED]["peak"][-1] / outcome["memory"],
+        "recovered": measured[PLANNED]["operators"][-1].get("fp32", 0)
+        - measured[UNIFORM]["operators"][-1].get("fp32", 0),
+        "accuracy": measured[PLANNED]["accuracy"],
+        "uniform_accuracy": measured[UNIFORM]["accuracy"],
+    }
+
+
+if __name__ == "__main__":
+    main()
