@@ -94,9 +94,9 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
     assert {"qsync_fx/py.typed", "qsync_fx/_C.pyi"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert sum(name.startswith("qsync_fx/_C.") and name.endswith(".so") for name in names) == 1
-    sources = (path for path in (tree / "cpp/cutlass").rglob("*") if path.is_file())
+    headers = (path for path in (tree / "cpp/cutlass").rglob("*") if path.is_file())
     templates = {
-        f"qsync_fx/backend/cuda/templates/{path.relative_to(tree / 'cpp/cutlass').as_posix()}" for path in sources
+        f"qsync_fx/backend/cuda/templates/{path.relative_to(tree / 'cpp/cutlass').as_posix()}" for path in headers
     }
     assert "qsync_fx/backend/cuda/templates/abi.h" in templates <= names
     assert not [name for name in names - templates if name.endswith((".cpp", ".h", ".pyc"))]

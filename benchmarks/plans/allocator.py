@@ -142,7 +142,7 @@ def main() -> None:
                     rows.append(row(name, limit, problem, gap, gap == 1e-4 and formats is THREE))
                     print(rows[-1], flush=True)
         write(options, rows)
-    for name, make in list(selected(options, MEASURED).items()):
+    for name, make in selected(options, MEASURED).items():
         torch._dynamo.reset()
         case = make(options.quick)
         profile = qsync_fx.measure(

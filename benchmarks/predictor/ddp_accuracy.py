@@ -40,7 +40,7 @@ from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, errors, mixed_plans
-from benchmarks.support.harness import Row, arguments, finish, selected
+from benchmarks.support.harness import Row, arguments, finish, folder as made, selected
 
 RANKS = 2
 BUCKET_MIB = 5
@@ -84,7 +84,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             if options.partial is not None:
-                folder = str(kept(options.partial / name))
+                folder = str(made(options.partial / name))
             if all((Path(folder) / f"rank-{own}.json").exists() for own in range(RANKS)):
                 rows += judged(name, Path(folder))
                 continue
@@ -96,11 +96,6 @@ def main() -> None:
                 raise SystemExit(f"{name}: a rank failed")
             rows += judged(name, Path(folder))
     finish(options, rows)
-
-
-def kept(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def rank(own: int, job: dict[str, Any]) -> None:

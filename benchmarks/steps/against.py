@@ -98,7 +98,7 @@ class Served:
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
-        # Not this checkout's package beside the script, and no cache that knows of the other's graphs.
+        # Not this checkout's package beside the script. Both share a cache of Inductor's C++; no graph is taken from it (`compile_anew`).
         environment = {"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         command = [str(python), "-m", "benchmarks.steps.against", "--serve"]
         self.process = subprocess.Popen(

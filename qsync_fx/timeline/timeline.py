@@ -149,8 +149,8 @@ class Timeline:
             if arrived > max(sent, last):
                 pieces.append(Piece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
             last = max(last, arrived)
-        copied = self.played.after(name) - alone.optimizer - self.played.cluster.devices[name].delay
-        if copied > 0:
+        copied = self.played.returned(name)
+        if copied:
             pieces.append(Piece("gradients out of their buckets", "outside", last, last + copied))
         return [*pieces, Piece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
 

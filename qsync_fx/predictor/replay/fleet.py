@@ -85,6 +85,10 @@ class Played:
         """Returns the seconds from when all of a device is computed and has arrived to the end of its step."""
         return after(self.devices[name].optimizer, self.cluster.devices[name], _whole(self.buckets))
 
+    def returned(self, name: str) -> float:
+        """Returns the seconds of that in which the device copies gradients out of their buckets."""
+        return returned(self.cluster.devices[name], _whole(self.buckets))
+
 
 def played(
     schedules: Mapping[str, Schedule],
@@ -165,13 +169,23 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
 
 def after(optimizer: float, device: Device, nbytes: int) -> float:
     """Returns the seconds from when all is computed and has arrived to the end of a step: so many bytes are copied out of their buckets."""
-    return optimizer + device.delay + (device.copies or 0.0) * nbytes * device.slowdown
+    return optimizer + device.delay + returned(device, nbytes)
+
+
+def returned(device: Device, nbytes: int) -> float:
+    """Returns the seconds in which a device copies so many bytes of gradients out of their buckets."""
+    return _copied(device, nbytes) * device.slowdown
 
 
 def before_sending(device: Device, how: Compression | Coded | None, nbytes: int) -> float:
     """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
     compressing = how.fixed + how.each * nbytes if isinstance(how, Compression) else 0.0
-    return compressing + (device.copies or 0.0) * nbytes
+    return compressing + _copied(device, nbytes)
+
+
+def _copied(device: Device, nbytes: int) -> float:
+    """Returns the seconds of a copy, one way, where the device is as fast as its profile says."""
+    return (device.copies or 0.0) * nbytes
 
 
 def _sending(device: Device, how: Sequence[Compression | Coded | None], buckets: Sequence[Bucket]) -> dict[int, Entry]:
