@@ -145,9 +145,7 @@ class Reducer:
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
         mine = self._given(bucket, flats, parts, "mine")
-        theirs = {peer: self._memory_for(bucket, f"all of {peer}", mine.memory.numel()) for peer in self._others}
-        messages = self._ranked({**theirs, self._own: mine.memory})
-        self._pass(bucket, [(mine, self._others)], [Taken(mine.stretches, messages, flats, over=len(self.members))])
+        self._pass(bucket, [(mine, self._others)], [self._mean_of_all(bucket, mine, "all of", flats)])
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             piece.codec.settle(flat)
 
@@ -164,9 +162,7 @@ class Reducer:
             made = self._given(bucket, _cut(flats, parts), parts, f"to {owner}")
             given.append((made, [owner] if owner != self._own else []))
         mine, _ = given[self._own]
-        theirs = {peer: self._memory_for(bucket, f"from {peer}", mine.memory.numel()) for peer in self._others}
-        messages, own = self._ranked({**theirs, self._own: mine.memory}), _cut(flats, mine.parts)
-        self._pass(bucket, given, [Taken(mine.stretches, messages, own, over=len(self.members))])
+        self._pass(bucket, given, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))])
 
     def _give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
         parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
@@ -184,10 +180,13 @@ class Reducer:
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self.members)) if peer != self._own]
 
-    @staticmethod
-    def _ranked(messages: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Returns messages in the order of their senders, which is that of sums."""
-        return dict(sorted(messages.items()))
+    def _mean_of_all(self, bucket: Bucket, mine: Given, name: str, values: Sequence[Tensor]) -> Taken:
+        """Returns the messages of all members with the parts that `mine` holds, whose mean, summed in the order of members, is to be put
+        into `values`."""
+        theirs = {peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel()) for peer in self._others}
+        messages = {**theirs, self._own: mine.memory}
+        ranked = {member: messages[member] for member in sorted(messages)}
+        return Taken(mine.stretches, ranked, values, over=len(self.members))
 
     def _given(
         self, bucket: Bucket, values: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool = False
