@@ -3,7 +3,7 @@
 `--before` is the python of an environment that has the other checkout installed, native module and all, with the same torch. Each checkout
 runs in a process of its own; the two take turns step by step, so that what the machine does otherwise falls on both. `to_before` is the
 median of the ratios of neighbours, `low` and `high` hold it with 95% (of resampled turns). Processor time, one thread. Compiling is all
-that Python does: Inductor's C++ comes from its cache.
+that Python does: Inductor's C++ comes from its cache. What a run leaves out stays in the file that --json names, each row with its date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +25,7 @@ import torch
 if "--serve" not in sys.argv:  # where this checkout's package would hide the other one
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet
+from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn
 
 # The other checkout has no harness of today: what a process of its own runs must do without.
 CASES: dict[str, Callable[[], Case]] = {
@@ -33,6 +33,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "BERT 2 layers, 8 x 128 tokens": lambda: bert(2, 8),
     "ResNet-18, 8 x 96 x 96": lambda: resnet(batch=8),
     "GPT-2 block, 2 x 256 tokens": lambda: gpt2_block(2),
+    "VGG-16-BN, 8 x 64 x 64": lambda: vgg16_bn(8),
+    "BERT-base, 2 x 64 tokens": lambda: bert(12, 2, 64),
+    "ResNet-50, 2 x 64 x 64": lambda: resnet((3, 4, 6, 3), "bottleneck", 2, 64),
 }
 PRECISIONS = ("fp32", "bf16", "int8", "int8_grad")
 COMPILE = "compile"
@@ -44,7 +47,7 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve()
         return
-    from benchmarks.support.harness import Row, arguments, selected, show, write_json
+    from benchmarks.support.harness import Row, arguments, selected, show, standing, write_json
 
     options = arguments(
         __doc__,
@@ -75,8 +78,14 @@ def main() -> None:
                 for served in both.values():
                     served.end()
             if options.json:
-                write_json(options.json, rows, quick=options.quick, before=commit(homes["before"]))
+                done = {_what(row) for row in rows}
+                kept = [row for row in standing(options.json, options.quick) if _what(row) not in done]
+                write_json(options.json, [*kept, *rows], quick=options.quick, before=commit(homes["before"]))
     show(rows)
+
+
+def _what(row: Mapping[str, object]) -> tuple[object, ...]:
+    return row["case"], row["precision"], row["what"]
 
 
 def home(python: Path) -> Path:

@@ -25,10 +25,14 @@ def charges(graph: fx.Graph) -> dict[fx.Node, Charge]:
     connected with no operator is missing.
     """
     found = {node: charge for node in graph.nodes if computes(node) and (charge := meta.charged(node)) is not None}
-    for node in reversed(graph.nodes):
-        _beside(found, node, node.users)
-    for node in graph.nodes:
-        _beside(found, node, node.all_input_nodes)
+    known = -1
+    # Again while it finds any: what was charged to what it reads may have read constants of its own.
+    while known < len(found):
+        known = len(found)
+        for node in reversed(graph.nodes):
+            _beside(found, node, node.users)
+        for node in graph.nodes:
+            _beside(found, node, node.all_input_nodes)
     return found
 
 

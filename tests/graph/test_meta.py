@@ -126,6 +126,19 @@ def residual() -> tuple[nn.Module, dict[str, Any]]:
     return Residual(), {"x": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
 
 
+def bert_base() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 1000, (2, 128))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    return transformers.BertForSequenceClassification(transformers.BertConfig()), given
+
+
+def resnet50() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    images = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=2)), images
+
+
 def attention() -> tuple[nn.Module, dict[str, Any]]:
     return Attention(), {"x": torch.randn(2, 16, 32, requires_grad=True)}
 
@@ -149,9 +162,15 @@ CASES = [
     *(pytest.param(*case, marks=tiers.ALL) for case in ((bert, "int8"), (residual, "bf16"))),
     *(pytest.param(*case, marks=tiers.EVERY) for case in ((gpt2, "int8"), (bert, "bf16"), (residual, "int8"))),
 ]
+# As they are trained: what has but one layer above may meet another in twelve.
+WHOLE = [
+    pytest.param(make, precision, marks=[tiers.EVERY, pytest.mark.timeout(600)])
+    for make in (bert_base, resnet50)
+    for precision in ("bf16", "int8")
+]
 
 
-@pytest.mark.parametrize(("make", "precision"), CASES)
+@pytest.mark.parametrize(("make", "precision"), [*CASES, *WHOLE])
 def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(make: Any, precision: str) -> None:
     graphs, explanation = trained(make, precision)
     known = {str(operator.id) for operator in explanation.operators}
@@ -192,6 +211,24 @@ def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> 
     assert meta.charged(fused) is None, "nothing is left to find: Inductor says itself what it has fused"
     assert charges(forward)[fused].owner == "/matmul@v#1"
     assert charges(backward)[gradient].owner.startswith("/")
+
+
+def test_a_constant_is_charged_where_its_only_reader_is_charged_to_what_it_reads() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(aten.mm.default, (x, x))
+    meta.charge(product, "linear")
+    classes = graph.call_function(torch.ops.prims.iota.default, (2,))
+    compared = graph.call_function(
+        aten.eq.Tensor, (product, graph.call_function(aten.reshape.default, (classes, [1, 2])))
+    )
+    graph.output((compared,))
+
+    found = charges(graph)
+
+    assert {node: charge.owner for node, charge in found.items()} == dict.fromkeys(
+        filter(computes, graph.nodes), "linear"
+    )
 
 
 @tiers.ALL
