@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.communication import links
 
 
-def found_by(script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float) -> Any:
+def found_by(script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float, node: int = 1) -> Any:
     """Returns what the first rank has written, as JSON, into the file that its job calls "path".
 
     Args:
@@ -24,8 +24,10 @@ def found_by(script: str, job: Mapping[str, Any], ranks: int, rate: str | None, 
         ranks: how many, each with one thread.
         rate: of their links; None for loopback.
         seconds: that all may take.
+        node: how many of them, in a row, share a link, and speak to one another beside it.
     """
-    with tempfile.TemporaryDirectory() as folder, links.shaped(ranks, rate) as places:
+    with tempfile.TemporaryDirectory() as folder, links.shaped(ranks // node, rate) as nodes:
+        places = [place for place in nodes for _ in range(node)]
         path = Path(folder) / "found.json"
         command = [sys.executable, script, "--rank", json.dumps({**job, "path": str(path)})]
         ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=seconds)

@@ -85,7 +85,7 @@ def _paying(codec: str, step: Played) -> Paying:
         codec,
         across,
         found.seconds,
-        sum(bucket.coded.seconds for bucket in step.buckets if bucket.coded is not None),
+        sum(bucket.coded.coding for bucket in step.buckets if bucket.coded is not None),
         float((step.step.arrived - step.step.sent).sum()),
         max(found.sending.values()),
         inside=inside,

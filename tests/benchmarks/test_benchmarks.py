@@ -32,6 +32,7 @@ MORE_OF_A_KIND = {
     "dropout": "step_time",
     "fig6": "fleets",
     "gradient_codecs": "cpu_kernels",
+    "hierarchical_links": "compressed_links",
     "quantize": "cpu_kernels",
     "slow_links": "compressed_links",
     "table3": "replay_accuracy",

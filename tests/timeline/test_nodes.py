@@ -95,16 +95,30 @@ def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, siz
     assert found.inside == (44_000 + HEADER * size if size > 1 else 0)
     encoded, decoded = (0, 0) if nodes == 1 else (1, 2) if nodes == 2 else (1 + 1 / nodes, 2)
     seconds = (40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)) / size
-    if size > 1:
-        seconds += 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9)
-    assert found.seconds == pytest.approx(seconds)
+    copying = 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9) if size > 1 else 0
+    assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
     fleet = cluster(Nodes(size, 1e9 if size > 1 else None, 1e-6), ranks)
     bucket = Bucket(("a", "b"), 44_000, found.nbytes, found)
     across, inside = sent(fleet, bucket)
-    taken = found.seconds
+    taken = found.coding
     taken += inside / 1e9 + 1e-6 if size > 1 else 0
     taken += across / 1e8 + 1e-5 * found.phases / 2 if nodes > 1 else 0
     assert travel(fleet, [bucket])[0] == pytest.approx(taken)
+
+
+def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_before_and_behind() -> None:
+    numel = 16 * 2**20
+    for ranks, size, cuts in ((4, 2, 8), (8, 4, 4), (8, 2, 2)):
+        found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
+        assert found.stretches == cuts
+        for bandwidth in (1e7, 1e13):
+            fleet = cluster(Nodes(size, 1e9, 1e-6), ranks, bandwidth)
+            bucket = Bucket(("a",), 4 * numel, found.nbytes, found)
+            across, inside = sent(fleet, bucket)
+            between = across / bandwidth + 1e-5 * found.phases / 2
+            longer, shorter = sorted((between, found.seconds), reverse=True)
+            (taken,) = travel(fleet, [bucket])
+            assert taken == pytest.approx(longer + shorter / cuts + inside / 1e9 + 1e-6 + found.inside_seconds)
 
 
 def test_links_inside_nodes_let_codecs_pay_less() -> None:

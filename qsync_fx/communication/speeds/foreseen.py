@@ -61,16 +61,16 @@ def coded(
     # Of each rank of a node, a message to every other node in each phase.
     heads = size * sum(_given(HEADER, nodes, True) if whole else HEADER * nodes for whole in set(ways))
     phases = sum(1 if whole else 2 for whole in set(ways))
-    inside = 0.0
+    inside = inside_seconds = 0.0
     if size > 1:
         rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
         # A rank writes all of its gradients and its part's mean, and reads its part of all ranks and the means of the others.
-        seconds += nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
+        inside_seconds = nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
         inside = float(nbytes + HEADER * size)
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
-    # What ranks of a node do in FP32 is not in stretches, and how much of the rest is beside it is not told apart.
-    cuts = 1 if size > 1 else math.ceil(sum(values.values()) / (1 if all(ways) else nodes) / VALUES)
-    return Coded(named, sent + heads, seconds, phases, inside, max(cuts, 1))
+    # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
+    cuts = math.ceil(sum(values.values()) / size / (1 if all(ways) else nodes) / VALUES)
+    return Coded(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
 
 
 def by_bucket(

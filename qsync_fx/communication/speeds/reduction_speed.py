@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from qsync_fx.communication.assigned import to_all
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.hierarchy import Nodes
 
 PLAIN: Final = "torch fp32"
 HALF: Final = "torch fp16"
@@ -72,8 +73,10 @@ class _Whole:
         return True
 
 
-def reductions(codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15) -> list[Reduction]:
-    """Returns what each way takes for so many values. All ranks call it, and get the same."""
+def reductions(
+    codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: Nodes | None = None
+) -> list[Reduction]:
+    """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
@@ -82,8 +85,9 @@ def reductions(codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 1
     for name in codecs:
         # A group of its own each, as `compress` has.
         group = distributed.new_group(backend="gloo") if world > 1 else None
+        assigned = to_all(codec_named(name), [1], 0)
         handles[name] = Compression(
-            group, rank, world, [("gradient", parameter)], to_all(codec_named(name), [1], 0), seed=0, check_every=0
+            group, rank, world, [("gradient", parameter)], assigned, seed=0, check_every=0, nodes=nodes
         )
     hooks: dict[str, Callable[[Any, Any], Any]] = {
         PLAIN: default_hooks.allreduce_hook,

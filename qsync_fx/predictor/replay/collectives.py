@@ -91,18 +91,9 @@ class Levels:
     inside: AllReduce
     size: int
 
-    def seconds(
-        self,
-        nbytes: Sequence[float] | Array,
-        ranks: int,
-        phases: int = _PHASES,
-        inside: Sequence[float] | Array | None = None,
-    ) -> Array:
-        """Returns the seconds where ranks of a node give so many bytes together; `inside`, where other numbers of bytes travel there.
-
-        Phases are those between nodes: inside there are two.
-        """
-        within = self.inside.seconds(nbytes if inside is None else inside, self.size)
+    def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
+        """Returns the seconds where each rank gives so many bytes. Phases are those between nodes: inside there are two."""
+        within = self.inside.seconds(nbytes, self.size)
         found: Array = within + self.across.seconds(nbytes, ranks // self.size, phases)
         return found
 

@@ -25,15 +25,17 @@ from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
 @dataclass(frozen=True)
 class Coded:
     """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches: one
-    travels while the next is coded.
+    travels while the next is coded. Where several ranks share a node that is so between nodes; what is inside comes before and behind it,
+    whole: values are copied, then sent, then summed. Nothing of one bucket goes beside another.
 
     Attributes:
         codec: what it is called.
         nbytes: that a rank, or the ranks of a node together, give in place of gradients: an all-reduce of so many sends as many bytes.
-        seconds: of coding and decoding.
+        seconds: of coding and decoding what goes between ranks, or nodes.
         phases: in which they are exchanged.
         inside: bytes that a rank gives inside its node, where several share one.
         stretches: in which it goes in each phase; 1 where nothing travels while it is coded.
+        inside_seconds: of copying and summing what goes inside the node, in FP32.
     """
 
     codec: str
@@ -42,10 +44,18 @@ class Coded:
     phases: int
     inside: float = 0.0
     stretches: int = 1
+    inside_seconds: float = 0.0
 
-    def with_travel(self, seconds: float) -> float:
-        """Returns how long coding and so many seconds of travelling take together: the longer of both, and of the other a stretch."""
-        return max(seconds, self.seconds) + min(seconds, self.seconds) / self.stretches
+    @property
+    def coding(self) -> float:
+        """Seconds that the thread that communicates does not wait for a link."""
+        return self.seconds + self.inside_seconds
+
+    def with_travel(self, seconds: float, inside: float = 0.0) -> float:
+        """Returns how long it all takes with so many seconds of travelling between ranks, or nodes, and inside these: of coding and
+        travelling the longer, and of the other a stretch; and what is inside, one after the other."""
+        between = max(seconds, self.seconds) + min(seconds, self.seconds) / self.stretches
+        return between + inside + self.inside_seconds
 
 
 @dataclass(frozen=True)
@@ -137,10 +147,13 @@ def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
         taken[plain] = cluster.all_reduce.seconds([buckets[at].travelling for at in plain], cluster.ranks)
-    for at, bucket in enumerate(buckets):
-        if (how := bucket.coded) is not None:
-            (seconds,) = cluster.exchange.seconds([bucket.travelling], cluster.ranks, how.phases, [how.inside])
-            taken[at] = how.with_travel(float(seconds))
+    coded = [(at, bucket, bucket.coded) for at, bucket in enumerate(buckets) if bucket.coded is not None]
+    if coded:
+        levels = cluster.exchange
+        for at, bucket, how in coded:
+            (within,) = levels.inside.seconds([how.inside], levels.size)
+            (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
+            taken[at] = how.with_travel(float(between), float(within))
     return taken
 
 

@@ -1,0 +1,100 @@
+"""Averaging 26 MB of gradients where ranks share nodes: FP32 inside, a codec over slow links between, seconds against what is foreseen.
+
+Two nodes of two ranks: each node is a network namespace with one link of 1 Gbps or 100 Mbps (links.py), and its ranks reach each other
+without it. What is foreseen is what ranks that are up reckon with (docs/predictor.md): from all-reduces inside nodes and between them, and
+from the speed of codecs in a process's own time, all measured in the same run by all ranks at once. Beside it stands what it would be if
+coding and links took turns throughout. Where no links can be made it says why, and there are rows of loopback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from qsync_fx import Cluster
+from qsync_fx.communication.codecs import PLAIN, codec_named
+from qsync_fx.communication.hierarchy import Nodes
+from qsync_fx.communication.speeds import speed
+from qsync_fx.communication.speeds.foreseen import coded
+from qsync_fx.communication.speeds.rates import of_speeds
+from qsync_fx.communication.speeds.reduction_speed import Reduction, reductions
+from qsync_fx.predictor.replay import cluster_parts
+from qsync_fx.predictor.replay.fleet import Bucket, travel
+from qsync_fx.predictor.schedule import Parameter
+from qsync_fx.profiling.measuring.collectives import all_reduces
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.communication import links
+from benchmarks.communication.ranks import found_by
+from benchmarks.support.harness import Row, arguments, finish
+
+RATES = ("1gbit", "100mbit")
+NODES = Nodes(((0, 1), (2, 3)))
+VALUES = round(26e6 / 4)
+CODECS = ("qsgd8", "qsgd4", "1bit*", "fp16")
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(json.loads(sys.argv[2]))
+        return
+    options = arguments(__doc__, repeats={"type": int, "default": 15, "help": "turns (%(default)s)"})
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    ranks = len(NODES.ranks) * NODES.size
+    for rate in RATES if links.told_missing("loopback") is None else (None,):
+        job = {
+            "codecs": CODECS[:1] if options.quick else CODECS,
+            "values": VALUES // 100 if options.quick else VALUES,
+            "repeats": 2 if options.quick else options.repeats,
+        }
+        found = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
+        rows += [{"rate": rate or "loopback", "nodes": len(NODES.ranks), "ranks": ranks, **row} for row in found]
+    finish(options, rows)
+
+
+def rank(job: dict[str, Any]) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    inside = all_reduces(NODES.ranks)
+    across = all_reduces([NODES.across(one) for one in NODES.ranks[0]])
+    distributed.barrier()
+    codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
+    speeds = speed.measured(codecs, job["values"], job["repeats"])
+    found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
+    if distributed.get_rank() == 0:
+        measured = cluster_parts.Nodes(
+            NODES.size,
+            inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
+            across=[(float(NODES.size * nbytes), seconds) for nbytes, seconds in across],
+        )
+        world = distributed.get_world_size()
+        fleet = Cluster({"all": cluster_parts.Device(world)}, nodes=measured)
+        rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]
+        Path(job["path"]).write_text(json.dumps(rows))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def row(found: Reduction, fleet: Cluster, speeds: list[speed.Speed], values: int) -> Row:
+    parameter = Parameter("gradient", values)
+    how = coded([parameter], {"gradient": found.way}, fleet.ranks, of_speeds(speeds, "here"), size=NODES.size)
+    ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}
+    taken = {
+        name: float(travel(fleet, [Bucket(("gradient",), 4 * values, one.nbytes, one)])[0])
+        for name, one in ways.items()
+    }
+    ratios = {f"to_{name}": found.seconds / seconds for name, seconds in taken.items()}
+    return {**dataclasses.asdict(found), "foreseen coding": how.coding, "stretches": how.stretches, **taken, **ratios}
+
+
+if __name__ == "__main__":
+    main()
