@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.compiler.config
@@ -26,6 +26,9 @@ from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
 from qsync_fx.precision import precision
 
+_AS_ROWS: Final = tuple(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view", "clone"))
+"""What flattens a tensor to rows, first of all; a product of images reads them as they are."""
+
 
 @functools.cache
 def register_with_inductor() -> None:
@@ -33,7 +36,8 @@ def register_with_inductor() -> None:
 
     `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph,
     Inductor copied every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came
-    out with channels first, and the step of a ResNet took a tenth longer. The price: random numbers belong to places in memory, so they
+    out with channels first, and the step of a ResNet took a tenth longer. What a linear layer reads as rows has no channels to come last:
+    of four dimensions too, as in a ConvNeXt, it lies as it was made. The price: random numbers belong to places in memory, so they
     are others than in the eager graph. Rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
@@ -60,6 +64,7 @@ def register_with_inductor() -> None:
             (made_here or not can_be_copied(node))
             and (V.graph.layout_opt or convolves())
             and len(x.get_size()) in (4, 5)
+            and not _rows_alone(node)
         ):
             channels_last = (
                 ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
@@ -97,6 +102,13 @@ def register_with_inductor() -> None:
     called(torch.ops.qsync.quantize_transposed.default, as_traced)
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(relu.lower_gate)
     fusing.register()
+
+
+def _rows_alone(quantized: fx.Node) -> bool:
+    """Whether what is quantized is read as rows alone, which is how linear layers read it, and by something."""
+    values = [part for part in quantized.users if part.args[1:] == (0,)]
+    readers = [reader for part in values for reader in part.users if reader.op == "call_function"]
+    return bool(readers) and all(reader.target in _AS_ROWS for reader in readers)
 
 
 def captures(options: Options, device: torch.device) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qsync_fx.backend.inductor.tuned import register_with_inductor
 
@@ -22,3 +25,37 @@ def test_inductor_is_free_with_operators_that_take_any_layout() -> None:
 
     register_with_inductor()
     assert maybe_layout_constraints(torch.ops.qsync.integer_convolution.default) is None
+
+
+class Block(nn.Module):
+    """The begin of a block of a ConvNeXt: a linear layer behind convolutions, on images that are no matrix."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), nn.LayerNorm(channels)
+        self.depth = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.up = nn.Linear(channels, 4 * channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.up(self.norm(self.depth(self.first(x)).permute(0, 2, 3, 1)))
+        return rows
+
+
+def test_what_linear_layers_read_as_rows_is_quantized_as_rows() -> None:
+    """In a graph with convolutions, too, whose images have their channels last: a copy stood between quantizer and layer."""
+    from torch._inductor.utils import run_and_get_code
+
+    n, h, w, c = 2, 5, 7, 24
+    compiled = torch.compile(Block(c), backend="qsync", options={"precision": "int8"})
+    with torch.compiler.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(compiled, torch.randn(n, 3, h, w))
+    lies: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for quantized in re.findall(r"(\w+) = torch\.ops\.qsync\.quantize\.default\(", code):
+        (values,) = re.findall(rf"(\w+) = {quantized}\[0\]", code)
+        ((shape, strides),) = re.findall(rf"assert_size_stride\({values}, \(([\d, ]+)\), \(([\d, ]+)\)", code)
+        sizes, steps = (tuple(int(number) for number in part.split(",") if number) for part in (shape, strides))
+        lies.setdefault(sizes, set()).add(steps)
+    assert lies[n, c, h, w] == {(h * w * c, 1, w * c, c)}, "the input of a convolution: channels last"
+    assert lies[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
+    copied = rf"empty_strided_cpu\(\({n * h * w}, {c}\), \({c}, 1\), torch\.int8\)"
+    assert not re.search(copied, code), "values are quantized, and then copied"
