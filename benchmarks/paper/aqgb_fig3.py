@@ -29,7 +29,7 @@ from qsync_fx.communication.assigned import to_all
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.compression import Compression
-from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.exchange import Flight
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -162,14 +162,26 @@ def rank(job: dict[str, Any]) -> None:
     busy: list[tuple[float, float]] = []
     began = 0.0
 
-    def recorded(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-        begin = time.perf_counter() - began
-        exchange(group, outgoing, incoming, about)
-        if min(message.numel() for message in outgoing.values()) > 1000:  # no head
-            busy.append((begin, time.perf_counter() - began))
+    class Recorded(Flight):
+        """Notes from when to when each message is under way."""
+
+        def __init__(self, group: Any, about: str) -> None:
+            super().__init__(group, about)
+            self.sent: dict[int, float] = {}
+
+        def send(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
+            if message.numel() > 1000:  # no head
+                self.sent[number] = time.perf_counter() - began
+            super().send(rank, message, number)
+
+        def arrived(self, rank: int, number: int = 0) -> None:
+            super().arrived(rank, number)
+            if number in self.sent:
+                before = busy[-1][1] if busy else 0.0
+                busy.append((max(self.sent[number], before), time.perf_counter() - began))
 
     for module in (gathering, reduction):
-        vars(module)["exchange"] = recorded
+        vars(module)["Flight"] = Recorded
     found = []
     for step in range(job["steps"]):
         distributed.barrier()

@@ -1,7 +1,9 @@
 """AQGB's way of a bucket: every rank sends all of it to all others, in levels that it chooses segment by segment, and all sum what came.
 
 How long a message is its sender alone knows, so a head goes before it, written twice, as nothing else says whether its length is right.
-When all heads are here all ranks are, and the time from then on is that of the link, whoever came late.
+When all heads are here all ranks are, and the time from then on is that of the link, whoever came late. The head of a segment goes before
+the message of the one before it, so that a message is awaited when that one has come, and the link need not wait: for the heads, nor for
+codecs, which work while messages are under way.
 
 Invariant: all ranks end with the same bits: each takes of its own values what it has sent, and sums are taken in the order of ranks.
 """
@@ -24,9 +26,10 @@ from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.reduction import Reducer
 from qsync_fx.communication.wire import messages
-from qsync_fx.communication.wire.exchange import exchange
+from qsync_fx.communication.wire.exchange import Flight
 from qsync_fx.communication.wire.messages import HEADER, Head
 
+_HEADS = 2 * HEADER
 _SEGMENTS = 2**12
 """More than a bucket has: the head of a message says which bucket's it is, and which segment's."""
 
@@ -48,6 +51,33 @@ class Run:
 
 
 @dataclass
+class _Segment:
+    """Values of a bucket whose levels are chosen at once.
+
+    Attributes:
+        number: which it is.
+        begin, end: their places in the bucket.
+        heads: bytes that say what messages there are, by rank.
+        runs: how they go from here.
+        messages: the bytes that they go in, by rank.
+        sent: when its message was sent.
+    """
+
+    number: int
+    begin: int
+    end: int
+    heads: Mapping[int, Tensor]
+    runs: list[Run] = field(default_factory=list)
+    messages: dict[int, Tensor] = field(default_factory=dict)
+    sent: float = 0.0
+
+    @property
+    def tags(self) -> tuple[int, int]:
+        """What tells its head and its message from others."""
+        return 2 * self.number, 2 * self.number + 1
+
+
+@dataclass
 class Gatherer:
     """Reduces buckets as a `Reducer` does.
 
@@ -61,6 +91,7 @@ class Gatherer:
     reducer: Reducer
     controller: Controller
     _memory: dict[str, Tensor] = field(default_factory=dict)
+    _arrived: float = 0.0
 
     def reduce(self, bucket: Bucket) -> None:
         """Puts the mean over ranks in the place of a bucket's values.
@@ -68,62 +99,100 @@ class Gatherer:
         Raises:
             RankError: a rank is gone.
         """
-        size, world = bucket.values.numel(), self.reducer.state.world
-        step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
-        levels: Counter[int] = Counter()
-        for number, begin in enumerate(range(0, size, step)):
-            levels.update(self._segment(bucket, number, begin, min(begin + step, size)))
-        bucket.values.div_(world)
-        theory = sum(bits * values for bits, values in levels.items()) / 8
-        self.reducer.end(bucket, (world - 1) * PLAIN.nbytes(size), (world - 1) * theory)
+        tally, size = self.reducer.tally, bucket.values.numel()
+        started, coding = time.perf_counter(), tally.coding
+        flight = Flight(self.reducer.group, bucket.about)
+        segments = self._segments(flight, size)
+        stages = (self._announce, self._send, self._take)
+        for turn in range(len(segments) + len(stages) - 1):
+            for late, stage in enumerate(stages):
+                if 0 <= turn - late < len(segments):
+                    stage(flight, bucket, segments[turn - late])
+        flight.end()
+        bucket.values.div_(self.reducer.state.world)
+        tally.transfer += time.perf_counter() - started - (tally.coding - coding)
+        others = len(self._others)
+        theory = sum(one.bits * (one.end - one.begin) for segment in segments for one in segment.runs) / 8
+        self.reducer.end(bucket, others * PLAIN.nbytes(size), others * theory)
 
-    def _segment(self, bucket: Bucket, number: int, begin: int, end: int) -> Counter[int]:
-        """Reduces values of a bucket; returns how many of them went in which level."""
-        reducer = self.reducer
-        values, runs = bucket.values[begin:end], self._runs(bucket, begin, end)
-        given = _given(values, runs, begin) if bucket.measured else None
-        most = _most(end - begin, len(bucket.pieces))
-        message = self._encoded(bucket.values, runs, self._bytes("message", most))
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.reducer.state.world) if peer != self.reducer.state.rank]
+
+    def _segments(self, flight: Flight, size: int) -> list[_Segment]:
+        """Returns the segments of a bucket, whose heads are received from now on."""
+        step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
+        cuts = range(0, size, step)
+        heads = {
+            rank: torch.split(self._bytes(f"heads of {rank}", len(cuts) * _HEADS), _HEADS)
+            for rank in range(self.reducer.state.world)
+        }
+        found = []
+        for number, begin in enumerate(cuts):
+            own = {rank: memory[number] for rank, memory in heads.items()}
+            found.append(_Segment(number, begin, min(begin + step, size), own))
+            for peer in self._others:
+                flight.expect(peer, own[peer], found[-1].tags[0])
+        return found
+
+    def _announce(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+        """Chooses levels, encodes, and sends a head, which says how long the message will be."""
+        reducer, values = self.reducer, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
-        received, seconds = self._exchanged(bucket, number, message, most)
-        reducer.tally.transfer += time.perf_counter() - started
-        levels: Counter[int] = Counter()
-        for run in runs:
-            levels[run.bits] += run.end - run.begin
-        # The link was in use for the longer of both ways.
-        carried = max(message.numel(), sum(found.numel() for found in received.values()) / len(received))
-        self.controller.carried(PLAIN.nbytes(end - begin), carried, seconds, levels)
+        segment.runs = self._runs(bucket, segment.begin, segment.end)
+        given = _given(values, segment.runs, segment.begin) if bucket.measured else None
+        # One is taken, one is under way, and this one.
+        memory = self._bytes(f"message {segment.number % 3}", _most(values.numel(), len(bucket.pieces)))
+        message = segment.messages[reducer.state.rank] = self._encoded(bucket.values, segment.runs, memory)
         if given is not None:
             reducer.tally.measure(given, self.codec, message)
-        received[reducer.state.rank] = message
-        self._decode(bucket, received, values)
-        return levels
+        head = segment.heads[reducer.state.rank]
+        for half in torch.split(head, HEADER):
+            self._head(bucket, segment, reducer.state.rank, message.numel()).write(half)
+        reducer.tally.encode += time.perf_counter() - started
+        for peer in self._others:
+            flight.send(peer, head, segment.tags[0])
+        reducer.tally.wire += (head.numel() + message.numel()) * len(self._others)
 
-    def _exchanged(self, bucket: Bucket, number: int, message: Tensor, most: int) -> tuple[dict[int, Tensor], float]:
-        """Returns the messages of all others, and the seconds that the link took."""
-        reducer, rank = self.reducer, self.reducer.state.rank
-        others = [peer for peer in range(reducer.state.world) if peer != rank]
-        what, where = messages.hash_of(reducer.state.codec), bucket.index * _SEGMENTS + number
-        head, mine = Head(what, rank, where, bucket.step, message.numel()), self._bytes("head", 2 * HEADER)
-        heads = {peer: self._bytes(f"head of {peer}", 2 * HEADER) for peer in others}
-        head.write(mine[:HEADER])
-        head.write(mine[HEADER:])
-        exchange(reducer.group, dict.fromkeys(others, mine), heads, bucket.about)
-        received = {}
-        for peer, found in heads.items():
+    def _send(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+        """Sends a message once the heads of all others are here, and receives theirs."""
+        reducer, most = self.reducer, _most(segment.end - segment.begin, len(bucket.pieces))
+        for peer in self._others:
+            flight.arrived(peer, segment.tags[0])
+            found = segment.heads[peer]
             length = messages.length_of(found[HEADER:])
-            fault = replace(head, sender=peer, length=length).fault(found[:HEADER])
+            fault = self._head(bucket, segment, peer, length).fault(found[:HEADER])
             if fault is None and length > most:
                 fault = f"its length is {length}, and can be {most}"
             if fault is not None:
                 reducer.fault(bucket, peer, fault)
             # Of a message whose length is not known as much is taken as comes.
-            received[peer] = self._bytes(f"from {peer}", most)[: most if fault is not None else length]
-        begin = self.controller.clock()
-        exchange(reducer.group, dict.fromkeys(others, message), received, bucket.about)
-        seconds = self.controller.clock() - begin
-        reducer.tally.wire += (mine.numel() + message.numel()) * len(others)
-        return received, seconds
+            memory = self._bytes(f"from {peer}, {segment.number % 2}", most)
+            segment.messages[peer] = memory[: most if fault is not None else length]
+            flight.expect(peer, segment.messages[peer], segment.tags[1])
+        segment.sent = self.controller.clock()
+        for peer in self._others:
+            flight.send(peer, segment.messages[reducer.state.rank], segment.tags[1])
+
+    def _take(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+        """Sums the messages of a segment when they are here."""
+        reducer = self.reducer
+        for peer in self._others:
+            flight.arrived(peer, segment.tags[1])
+            flight.gone(peer, segment.tags[1])
+        # From when it had nothing before it on the link, which was in use for the longer of both ways.
+        now, received = self.controller.clock(), [segment.messages[peer].numel() for peer in self._others]
+        seconds, self._arrived = now - max(segment.sent, self._arrived), now
+        carried = max(segment.messages[reducer.state.rank].numel(), sum(received) / len(received))
+        levels: Counter[int] = Counter()
+        for run in segment.runs:
+            levels[run.bits] += run.end - run.begin
+        self.controller.carried(PLAIN.nbytes(segment.end - segment.begin), carried, seconds, levels)
+        self._decode(bucket, segment.messages, bucket.values[segment.begin : segment.end])
+
+    def _head(self, bucket: Bucket, segment: _Segment, sender: int, length: int) -> Head:
+        what = messages.hash_of(self.reducer.state.codec)
+        return Head(what, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
 
     def _runs(self, bucket: Bucket, begin: int, end: int) -> list[Run]:
         """Returns in which level which values go, in their order."""
@@ -145,13 +214,12 @@ class Gatherer:
         return found
 
     def _encoded(self, values: Tensor, runs: Sequence[Run], message: Tensor) -> Tensor:
-        begin, at = time.perf_counter(), 0
+        at = 0
         for run in runs:
             codec = Truncated(run.bits, self.codec.partition)
             nbytes = codec.nbytes(run.end - run.begin)
             codec.encode(values[run.begin : run.end], message[at : at + nbytes], Draw(), run.residual)
             at += nbytes
-        self.reducer.tally.encode += time.perf_counter() - begin
         return message[:at]
 
     def _decode(self, bucket: Bucket, received: Mapping[int, Tensor], values: Tensor) -> None:

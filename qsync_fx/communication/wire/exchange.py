@@ -24,7 +24,7 @@ class Flight:
         """
         self._group, self._about = group, about
         self._coming: dict[tuple[int, int], Any] = {}
-        self._going: list[tuple[int, Any]] = []
+        self._going: dict[tuple[int, int], Any] = {}
 
     def expect(self, rank: int, message: Tensor, number: int = 0) -> None:
         """Receives a stretch from a rank; before anything is sent."""
@@ -33,9 +33,10 @@ class Flight:
         )
 
     def send(self, rank: int, message: Tensor, number: int = 0) -> None:
-        """Sends a stretch to a rank; it stays as it is until `end`."""
-        work = self._tried(rank, lambda: distributed.isend(message, group=self._group, group_dst=rank, tag=number))
-        self._going.append((rank, work))
+        """Sends a stretch to a rank; it stays as it is until `gone`, or `end`."""
+        self._going[rank, number] = self._tried(
+            rank, lambda: distributed.isend(message, group=self._group, group_dst=rank, tag=number)
+        )
 
     def arrived(self, rank: int, number: int = 0) -> None:
         """Returns when a stretch is here.
@@ -45,6 +46,14 @@ class Flight:
         """
         self._tried(rank, self._coming.pop((rank, number)).wait)
 
+    def gone(self, rank: int, number: int = 0) -> None:
+        """Returns when a stretch is sent.
+
+        Raises:
+            RankError: the rank is gone, or takes longer than the group may.
+        """
+        self._tried(rank, self._going.pop((rank, number)).wait)
+
     def end(self) -> None:
         """Returns when all that was expected is here, and all that was sent is gone.
 
@@ -53,9 +62,8 @@ class Flight:
         """
         for rank, number in list(self._coming):
             self.arrived(rank, number)
-        for rank, work in self._going:
-            self._tried(rank, work.wait)
-        self._going.clear()
+        for rank, number in list(self._going):
+            self.gone(rank, number)
 
     def _tried(self, rank: int, do: Callable[[], Any]) -> Any:
         try:

@@ -22,14 +22,30 @@ class Clock:
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
-        sent = gathering.exchange
+        clock, sent = self, gathering.Flight
 
-        def exchange(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-            sent(group, outgoing, incoming, about)
-            mine, *_ = (message.numel() for message in outgoing.values())
-            self.link += max(mine, sum(message.numel() for message in incoming.values()) / len(incoming)) / self.rate
+        class Timed(sent):  # type: ignore[misc, valid-type]
+            """Lets the link take its time when the last message of a segment is here."""
 
-        gathering.exchange = exchange
+            def __init__(self, group: Any, about: str) -> None:
+                super().__init__(group, about)
+                self.sizes: dict[int, tuple[list[int], list[int]]] = {}
+
+            def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
+                super().expect(rank, message, number)
+                self.sizes.setdefault(number, ([], []))[0].append(message.numel())
+
+            def send(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
+                super().send(rank, message, number)
+                self.sizes[number][1].append(message.numel())
+
+            def arrived(self, rank: int, number: int = 0) -> None:
+                super().arrived(rank, number)
+                theirs, mine = self.sizes[number]
+                if number % 2 and not any(tag == number for _, tag in self._coming):  # no head
+                    clock.link += max(mine[0], sum(theirs) / len(theirs)) / clock.rate
+
+        gathering.Flight = Timed
 
     def __call__(self) -> float:
         if threading.current_thread().name == "qsync communication":

@@ -22,7 +22,6 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     model = parallel()
     handle, optimizer, how = compress(model, job.get("codec", "qsgd8"), check_every=1), sgd(model), job["how"]
     list(train(model, optimizer, range(2)))
-    sound = gathering.exchange
 
     def harm(message: torch.Tensor, about: str) -> None:
         if rank == 0 and "bucket 1" in about and how in ("magic", "length", "late"):
@@ -30,25 +29,24 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and "bucket 1" in about and how == "payload":
             message[60:90] ^= 5
 
-    def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
-        sound(group, outgoing, incoming, about)
-        if rank == 0:
-            harm(incoming[1], about)
-
     class Harmed(reduction.Flight):
-        """Harms what rank 1 sends when it is here."""
+        """Harms what rank 1 sends first, and AQGB's message behind that, when it is here."""
+
+        def __init__(self, group: Any, about: str) -> None:
+            super().__init__(group, about)
+            self.first: dict[tuple[int, int], torch.Tensor] = {}
 
         def expect(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
             super().expect(rank, message, number)
-            if (rank, number) == (1, 0):
-                self.first = message
+            if (rank, number) in ((1, 0), (1, 1)):
+                self.first[rank, number] = message
 
         def arrived(self, rank: int, number: int = 0) -> None:
             super().arrived(rank, number)
-            if (rank, number) == (1, 0):
-                harm(self.first, self._about)
+            if (rank, number) in self.first:
+                harm(self.first[rank, number], self._about)
 
-    gathering.exchange, reduction.Flight = harmed, Harmed
+    gathering.Flight = reduction.Flight = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:
