@@ -32,6 +32,31 @@ def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(tmp
     assert "nothing was tested" in done.stderr and not list(tmp_path.iterdir())
 
 
+def test_smoke_knows_what_else_the_packages_that_it_brings_require(tmp_path: Path) -> None:
+    """It installs them without what they require, as pip would put another numpy in front of the machine's."""
+    site = tmp_path / "site"
+    requires = {
+        "brought": ("also-brought>1", "nowhere-else>=1.5", "pytest>=1", "if-asked; extra == 'all'", "old; python_version < '3'"),
+        "also-brought": ("neither.there",),
+        "nvidia-cutlass": ("cuda-python>=11.8",),
+    }  # fmt: skip
+    for name, needed in requires.items():
+        folder = site / f"{name.replace('-', '_')}-2.0.dist-info"
+        folder.mkdir(parents=True)
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            "Version: 2.0",
+            *(f"Requires-Dist: {line}" for line in needed),
+        ]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    done = ran(
+        sys.executable, "-c", "import pathlib, smoke, sys; print(*sorted(smoke.unmet(pathlib.Path(sys.argv[1]))))", str(site),
+        PYTHONPATH=str(ROOT / "tests" / "gpu"),
+    )  # fmt: skip
+    assert done.stdout.split() == ["neither.there", "nowhere-else>=1.5"], done.stderr
+
+
 @tiers.ALL
 def test_smoke_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     """Every stage is there: what needs a GPU says so, all else runs."""

@@ -13,10 +13,12 @@ Invariant: a stage that does not run is named with the reason, and the status is
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -72,9 +74,32 @@ def install(site: Path) -> None:
         "--upgrade",
     ]
     headers = [] if importlib.util.find_spec("cutlass_library") else project["optional-dependencies"]["cuda"][:1]
-    for wanted in ([*missing, *headers], [str(ROOT)]):
-        if wanted:
-            subprocess.run([*pip, "--no-deps", *wanted], check=True)
+    wanted, asked = [*missing, *headers], set[str]()
+    while wanted:
+        subprocess.run([*pip, "--no-deps", *wanted], check=True)
+        asked |= {*wanted}
+        wanted = [name for name in unmet(site) if name not in asked]
+    subprocess.run([*pip, "--no-deps", str(ROOT)], check=True)
+
+
+def unmet(site: Path) -> list[str]:
+    """Returns what packages in a folder require that is neither there nor on this machine.
+
+    Pip itself would put what is here in the folder again, numpy in front of the one that torch is used with. Of CUTLASS nothing but headers
+    is read.
+    """
+    from pip._vendor.packaging.requirements import Requirement
+
+    found: dict[str, None] = {}
+    for package in importlib.metadata.distributions(path=[str(site)]):
+        for line in (package.requires or ()) if package.name != "nvidia-cutlass" else ():
+            needed = Requirement(line)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            here = importlib.util.find_spec(re.sub(r"\W", "_", needed.name))
+            if here is None and not [*importlib.metadata.distributions(name=needed.name, path=[str(site), *sys.path])]:
+                found[f"{needed.name}{needed.specifier}"] = None
+    return [*found]
 
 
 def versions(device: Any) -> dict[str, Any]:
