@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 
 import pytest
 import tiers
@@ -148,6 +149,58 @@ def test_weights_are_cast_where_they_are_read() -> None:
     model.bias.data.neg_()
     assert model.weight._version == version
     assert torch.equal(compiled(x), -before), "the same magnitudes, hence the same scales and roundings"
+
+
+def _stepped(layer: nn.Linear) -> None:
+    layer.weight.grad = layer.weight.detach().clone()
+    qsync_fx.optim.SGD([layer.weight], lr=2.0).step()
+
+
+def _copied(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(-layer.weight)
+
+
+def _taken_apart(layer: nn.Linear) -> None:
+    layer.weight.detach().numpy()[:] *= -1
+
+
+def _moved(layer: nn.Linear) -> None:
+    layer.weight.data = -layer.weight.data
+
+
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "a step": _stepped,
+    "copy_": _copied,
+    "load_state_dict": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}),
+    "load_state_dict, assigned": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}, assign=True),
+    "another .data": _moved,
+    "through .data": lambda layer: layer.weight.data.neg_(),
+    "through numpy": _taken_apart,
+    "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(-layer.weight.detach())),
+}
+"""Ways to negate a weight; some of them leave its version as it was."""
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_weight_that_was_changed_is_read_as_it_is(inner: str, evaluated: bool) -> None:
+    """However it was changed: after a training step, and between two passes that no step parts."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
+    compiled = torch.compile(
+        layer, backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner": inner}
+    )
+    for name, write in WRITES.items():
+        with torch.set_grad_enabled(not evaluated):
+            before, again = compiled(x).detach().clone(), compiled(x).detach().clone()
+            write(layer)
+            after = compiled(x)
+        assert torch.equal(before, again) and before.any()
+        assert torch.equal(after, -before), f"stale after {name}"
+        if not evaluated:
+            (gradient,) = torch.autograd.grad(after, layer.weight, torch.ones_like(after))
+            assert torch.isfinite(gradient).all() and gradient.any()
 
 
 def test_micro_batches_round_weights_for_themselves() -> None:
