@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,3 +169,38 @@ def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
     machine.patch.setenv("QSYNC_KERNELS", "off")
     assert machine.has(nvcc=False, cutlass=False).arch is None
     assert missing.told(CUDA) == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "arch", "compiles", "why"),
+    [
+        ({}, "sm_80", True, ""),
+        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is no nvcc that runs"),
+        ({"QSYNC_CUTLASS_PATH": "/nowhere"}, "sm_80", True, "CUTLASS"),
+        ({"QSYNC_KERNELS": "off"}, None, True, "switched off by QSYNC_KERNELS"),
+    ],
+)
+def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_here(
+    named: dict[str, str], arch: str | None, compiles: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is asked nothing is put in place but the GPU."""
+    try:
+        toolchain.toolchain("sm_80")
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    kept = devices._kept
+    Machine(monkeypatch).patch.setattr(devices, "_kept", kept)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    forget()
+    try:
+        found, made = devices.known_of(CUDA), decision(INT8, CUDA)
+        absent = devices.known_of(torch.device("cuda", 1))
+    finally:
+        monkeypatch.undo()
+        forget()
+    assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (not why or "off" in why)
+    assert why in (found.reason or found.lacks or "")
+    assert (made.config is not None) is (not why) and why in made.reason
+    assert absent.arch is None and ("no device cuda:1" in absent.reason or "off" in why)

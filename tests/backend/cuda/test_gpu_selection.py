@@ -1,0 +1,82 @@
+"""Which tests of tests/gpu run on which GPU: what they ask of the device, asked here of devices that are not at hand.
+
+Only what torch says of a device is put in place; formats, kernels and reasons are those that the tests get.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+FORMATS = ("fp32", "fp16", "bf16", "tf32", "int8", "int8_grad", "fp8")
+DEVICES = {(7, 0): "sm_70", (7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
+LACKS: dict[tuple[int, int], set[str]] = {
+    (7, 0): {"bf16", "tf32", "int8", "int8_grad", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
+}  # fmt: skip
+"""Formats that a GPU has no unit of its own for. A V100 multiplies INT8 on its ordinary units: its kernels are tested, models are not."""
+
+ASKS = """
+import importlib, json, sys
+from types import SimpleNamespace
+import torch
+from qsync_fx.backend.cuda.kernel.hardware import BY_CAPABILITY, SHARED_MEMORY
+from qsync_fx.backend.cuda.run import device
+formats, found = json.loads(sys.argv[1]), {}
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+device._table = lambda index: None
+for capability in [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)]:
+    arch = BY_CAPABILITY[capability]
+    torch.cuda.get_device_capability = lambda *given: capability
+    torch.cuda.get_device_properties = lambda *given: SimpleNamespace(
+        multi_processor_count=40, shared_memory_per_block_optin=SHARED_MEMORY[arch]
+    )
+    device.forget()
+    kit = importlib.reload(importlib.import_module("gpu.kit"))
+    configs = kit.configs("gemm", "fprop", "dgrad", "wgrad")
+    found[".".join(map(str, capability))] = {
+        "arch": kit.arch(), "missing": kit.missing(), "lacks": {fmt: kit.lacks(fmt) for fmt in formats},
+        "marks": [len(param.marks) for param in kit.each_of(*formats)], "here": list(kit.here(*formats)),
+        "archs": sorted({config.arch for config in configs}), "multiplied": sorted({config.a for config in configs}),
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("QSYNC_KERNELS", "QSYNC_NVCC", "QSYNC_GPU_COLLECT")}
+    path = os.pathsep.join([str(TESTS), str(TESTS / "support/cuda/on_cpu"), *sys.path])
+    command = [sys.executable, "-c", ASKS, json.dumps(FORMATS)]
+    done = subprocess.run(
+        command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_a_gpu_is_asked_for_what_it_has(capability: tuple[int, int], asked: dict[str, dict[str, Any]]) -> None:
+    found = asked[".".join(map(str, capability))]
+    lacks = {fmt: why for fmt, why in found["lacks"].items() if why}
+    assert set(lacks) == LACKS[capability]
+    for why in lacks.values():
+        assert f"this GPU is of {capability[0]}.{capability[1]}" in why, "who is left out is told why"
+    assert found["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
+    assert found["marks"] == [int(fmt in lacks) for fmt in FORMATS]
+    if found["missing"]:
+        assert found["missing"].startswith("no kernels: "), (
+            "nothing here compiles for it: no test runs, and each says why"
+        )
+        return
+    assert found["arch"] == DEVICES[capability] and found["archs"] == [found["arch"]]
+    # What is left out has no kernel there, and what is not left out has one, or is torch's.
+    without = LACKS[capability] - ({"int8"} if capability == (7, 0) else set())
+    assert not without & set(found["multiplied"]) and {"fp16", "int8"} <= set(found["multiplied"])
