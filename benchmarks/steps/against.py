@@ -25,7 +25,7 @@ import torch
 if "--serve" not in sys.argv:  # where this checkout's package would hide the other one
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn
+from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn, vit
 
 # The other checkout has no harness of today: what a process of its own runs must do without.
 CASES: dict[str, Callable[[], Case]] = {
@@ -34,6 +34,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ResNet-18, 8 x 96 x 96": lambda: resnet(batch=8),
     "GPT-2 block, 2 x 256 tokens": lambda: gpt2_block(2),
     "VGG-16-BN, 8 x 64 x 64": lambda: vgg16_bn(8),
+    "ViT 2 layers, 8 x 224 x 224": vit,
     "BERT-base, 2 x 64 tokens": lambda: bert(12, 2, 64),
     "ResNet-50, 2 x 64 x 64": lambda: resnet((3, 4, 6, 3), "bottleneck", 2, 64),
 }
