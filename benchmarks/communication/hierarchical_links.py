@@ -24,10 +24,10 @@ from qsync_fx.communication.speeds import speed
 from qsync_fx.communication.speeds.foreseen import coded
 from qsync_fx.communication.speeds.rates import of_speeds
 from qsync_fx.communication.speeds.reduction_speed import Reduction, reductions
+from qsync_fx.distributed import hosts
 from qsync_fx.predictor.replay import cluster_parts
 from qsync_fx.predictor.replay.fleet import Bucket, travel
 from qsync_fx.predictor.schedule import Parameter
-from qsync_fx.profiling.measuring.collectives import all_reduces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -64,18 +64,12 @@ def rank(job: dict[str, Any]) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    inside = all_reduces(NODES.ranks)
-    across = all_reduces([NODES.across(one) for one in NODES.ranks[0]])
+    measured = hosts.measured(NODES)
     distributed.barrier()
     codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
     speeds = speed.measured(codecs, job["values"], job["repeats"])
     found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
     if distributed.get_rank() == 0:
-        measured = cluster_parts.Nodes(
-            NODES.size,
-            inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
-            across=[(float(NODES.size * nbytes), seconds) for nbytes, seconds in across],
-        )
         world = distributed.get_world_size()
         fleet = Cluster({"all": cluster_parts.Device(world)}, nodes=measured)
         rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]

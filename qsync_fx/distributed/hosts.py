@@ -92,17 +92,21 @@ def links_between_nodes(meeting: Meeting, hierarchical: bool | int | None, limit
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
         return Links(uneven=uneven)
+    return Links(measured(nodes), in_a_row=not isinstance(hierarchical, bool | None))
+
+
+def measured(nodes: Nodes) -> cluster_parts.Nodes:
+    """Returns what all-reduces take inside nodes and between them, the same on all ranks, which call it together."""
     size, count = nodes.size, len(nodes.ranks)
     inside = all_reduces(nodes.ranks)
     across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]]) if count > 1 else []
-    found = cluster_parts.Nodes(
+    return cluster_parts.Nodes(
         size,
         ring=distributed.get_backend() == "gloo",
         inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
         across=[(float(size * nbytes), seconds) for nbytes, seconds in across],
         count=count if across else None,
     )
-    return Links(found, in_a_row=not isinstance(hierarchical, bool | None))
 
 
 def in_a_row(size: int, world: int) -> list[str]:

@@ -28,10 +28,10 @@ from types import SimpleNamespace
 import torch
 from qsync_fx.backend.cuda.kernel.hardware import BY_CAPABILITY, SHARED_MEMORY
 from qsync_fx.backend.cuda.run import device
-formats, found = json.loads(sys.argv[1]), {}
+(formats, capabilities), found = json.loads(sys.argv[1]), {}
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 device._table = lambda index: None
-for capability in [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)]:
+for capability in map(tuple, capabilities):
     arch = BY_CAPABILITY[capability]
     torch.cuda.get_device_capability = lambda *given: capability
     torch.cuda.get_device_properties = lambda *given: SimpleNamespace(
@@ -53,7 +53,7 @@ print(json.dumps(found))
 def asked() -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k not in ("QSYNC_KERNELS", "QSYNC_NVCC", "QSYNC_GPU_COLLECT")}
     path = os.pathsep.join([str(TESTS), str(TESTS / "support/cuda/on_cpu"), *sys.path])
-    command = [sys.executable, "-c", ASKS, json.dumps(FORMATS)]
+    command = [sys.executable, "-c", ASKS, json.dumps([FORMATS, list(DEVICES)])]
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
     )
