@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import operators, overflow
+from qsync_fx.backend.dynamo.parallel import compile_anew_where_split
 from qsync_fx.backend.dynamo.record import record
 from qsync_fx.backend.dynamo.shared_code import tell_of_shared_code
 from qsync_fx.backend.dynamo.skipped import told
@@ -104,6 +105,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     graph = rewrite(module, inputs, options, seen=_seen(here, options), unasked=unasked)
     note_unasked(graph, here, options)
     record(graph, here, options, module, alone)
+    compile_anew_where_split(inputs)
     overflow.watch(graph, here.root)
     if not options.automatic and graph.operators("adjustable"):
         warn_at_the_limit(here)

@@ -1,8 +1,8 @@
 """Foreseen against real: two ranks with gloo on this machine, each with a mixed plan of its own, that was not measured for the profile.
 
-Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, then how
-long all-reduces take, then what the model's step in BF16 and buckets that travel beside it slow one another down. Then each pair of plans
-is compiled under DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of
+Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, and how
+long all-reduces take and what of that they take of a rank that computes. Then each pair of plans is compiled under
+DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of
 the two ranks. `floor` is what the same pairs differ by between odd and even rounds; `apart` what the slower rank takes alone, without
 gradients that travel; `no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was
 measured is kept in the folder of --partial, and judged anew where it stands.
@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,7 @@ RANKS = 2
 BUCKET_MIB = 5
 """Smaller than DDP's own, so that models of these sizes send several."""
 STEPS = 4
-TIMES = 9
 MANY = 2**16
-BEHIND = 3
-"""Buckets travel beside a step for at least so many times as long as it takes alone."""
 
 
 class Called(nn.Module):
@@ -122,7 +119,6 @@ def rank(own: int, job: dict[str, Any]) -> None:
         )
         dist.barrier()
         profile.save(folder / f"profile-{own}.json")
-    between = contention(case)
     ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
     plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
     seconds: list[list[float]] = [[] for _ in plans]
@@ -136,7 +132,7 @@ def rank(own: int, job: dict[str, Any]) -> None:
                 for _ in range(STEPS):
                     step()
                 seconds[at].append((time.perf_counter() - begin) / STEPS)
-    found = {"contention": asdict(between), "seconds": seconds, "plans": [plan.to_json() for plan in plans]}
+    found = {"seconds": seconds, "plans": [plan.to_json() for plan in plans]}
     (folder / f"rank-{own}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -162,72 +158,6 @@ def training(case: Case, plan: Plan) -> Callable[[], None]:
     return step
 
 
-@dataclass(frozen=True)
-class Contention:
-    """How computing and gradients that travel slow one another down.
-
-    Attributes:
-        compute: what a step's passes take longer while buckets travel; 0.1 for a tenth.
-        transfer: what buckets take longer beside it.
-    """
-
-    compute: float
-    transfer: float
-
-
-def contention(case: Case) -> Contention:
-    """Measures on both ranks at once, with the model in BF16."""
-    model = copy.deepcopy(case.model)
-    options: dict[str, Any] = {"plan": Plan.uniform("bf16")}
-    compiled = torch.compile(model, backend="qsync", options=options, dynamic=False)
-
-    def compute() -> None:
-        case.step(compiled, case.batch).backward()  # type: ignore[no-untyped-call]
-        model.zero_grad()
-
-    alone = timed(compute)
-    whole = timed(lambda: finished(sent(16))) / 16
-    # As many on each rank, or they would wait for one another for ever.
-    wanted = torch.tensor(BEHIND * alone / whole)
-    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    count = 16 + int(wanted)
-    beside, arrived = [], []
-    for _ in range(TIMES):
-        dist.barrier()
-        works = sent(count)
-        begin = time.perf_counter()
-        compute()
-        beside.append(time.perf_counter() - begin)
-        arrived.append(sum(work.is_completed() for work in works))
-        finished(works)
-    slower = statistics.median(beside)
-    return Contention(
-        max(0.0, slower / alone - 1),
-        max(0.0, slower / max(1.0, statistics.median(arrived)) / whole - 1),
-    )
-
-
-def timed(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(TIMES + 2):
-        dist.barrier()
-        begin = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[2:])
-
-
-def sent(count: int) -> list[dist.Work]:
-    """Sets so many buckets travelling."""
-    works = (dist.all_reduce(torch.zeros(BUCKET_MIB * 2**18), async_op=True) for _ in range(count))
-    return [work for work in works if isinstance(work, dist.Work)]
-
-
-def finished(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 def judged(name: str, folder: Path) -> list[Row]:
     """Returns how far off what was foreseen is."""
     found = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
@@ -239,15 +169,14 @@ def judged(name: str, folder: Path) -> list[Row]:
         for at in range(len(pairs))
     ]
     real = {str(at): statistics.median(turns) for at, turns in enumerate(every)}
-    measured = [Contention(**one["contention"]) for one in found]
-    mean = Contention(*(statistics.mean(values) for values in zip(*map(astuple, measured), strict=True)))
-    table = [(float(nbytes), seconds) for nbytes, seconds in profiles["rank 0"].collectives[0].seconds]
-    alone = Network(all_reduce=table, ranks=RANKS)
-    busy = replace(alone, slows_compute=mean.compute, slows_transfer=mean.transfer)
+    links = profiles["rank 0"].collectives[0]
+    table = [(float(nbytes), seconds) for nbytes, seconds in links.seconds]
+    busy = Network(all_reduce=table, ranks=RANKS, busy=links.busy)
+    alone = replace(busy, busy=0.0)
     ways = {
         "replayed": (busy, False, None),
         "replayed, nothing is copied": (busy, False, 0.0),
-        "replayed, nothing slows down": (alone, False, None),
+        "replayed, sending takes no core": (alone, False, None),
         "no overlap": (alone, True, None),
     }
     limit = BUCKET_MIB * 2**20
@@ -275,7 +204,7 @@ def judged(name: str, folder: Path) -> list[Row]:
                 "mean_%": off,
                 "worst_%": worst,
                 "bias_%": 100 * statistics.mean(foreseen[pair] / real[pair] - 1 for pair in real),
-                **(asdict(mean) if way == "replayed" else {}),
+                **({"busy": links.busy} if way == "replayed" else {}),
             }
         )
     apart = {

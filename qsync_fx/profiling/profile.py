@@ -72,11 +72,13 @@ class Collective:
         backend: of torch.distributed.
         ranks: how many took part.
         seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
+        busy: what of these a rank that computes beside it computes later for; between 0 and 1.
     """
 
     backend: str
     ranks: int
     seconds: list[tuple[int, float]]
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)

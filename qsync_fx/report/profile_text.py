@@ -121,6 +121,7 @@ def _notes(profile: Profile) -> list[str]:
         size, seconds = collective.seconds[-1]
         lines.append(
             f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
+            + (f", of which {collective.busy:.0%} are the processor's" if collective.busy else "")
         )
     threads = many(machine.threads, "thread")
     lines.append(f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}")

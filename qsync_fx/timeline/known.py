@@ -159,5 +159,5 @@ def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
     for profile in profiles.values():
         for measured in getattr(profile, "collectives", ()):
             table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
-            return replace(fleet, network=Network(all_reduce=table, ranks=measured.ranks))
+            return replace(fleet, network=Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy))
     return fleet

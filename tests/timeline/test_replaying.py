@@ -88,11 +88,14 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     path.write_text("[devices.here]\ncount = 4")
     with pytest.raises(ProfileError, match="says of the link of 'here' no bandwidth"):
         qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=path)
-    known = Known(MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)])])
+    known = Known(MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)], 0.25)])
     timeline = qsync_fx.replay(Plan.uniform("fp32"), known, cluster=path)
     (bucket,) = timeline.played.buckets
     taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
     assert bucket.nbytes > 1024 and taken > 0.5
+    assert timeline.played.cluster.network == Network(
+        all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25
+    )
     assert taken == pytest.approx(float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0]))
 
 

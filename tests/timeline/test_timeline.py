@@ -70,7 +70,7 @@ def test_the_fast_wait_for_the_slow() -> None:
 
 
 @pytest.mark.parametrize("copies", [None, 2e-11])
-@pytest.mark.parametrize("network", [{}, {"slows_compute": 0.2, "slows_transfer": 0.3}])
+@pytest.mark.parametrize("network", [{}, {"slows_compute": 0.2, "slows_transfer": 0.3}, {"busy": 0.5}])
 def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float | None) -> None:
     devices = {name: replace(device, copies=copies) for name, device in CLUSTER.devices.items()}
     cluster = Cluster(devices, Network(1e9, 1e-5, **network), CLUSTER.buckets)  # type: ignore[arg-type]
@@ -81,7 +81,22 @@ def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float 
         assert all(a.end == pytest.approx(b.begin) for a, b in pairwise(pieces))
     by_operator = sum(one.seconds for one in fleet.by_operator() if one.device == "slow")
     into_buckets = (copies or 0.0) * sum(bucket.nbytes for bucket in fleet.played.buckets)
-    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets)
+    travelled = (fleet.played.step.arrived - fleet.played.step.sent).sum()
+    beside = network.get("busy", 0.0) * float(travelled)
+    assert by_operator == pytest.approx(SLOW.seconds - SLOW.optimizer + into_buckets + beside)
+
+
+def test_what_sends_computes_later() -> None:
+    """Where a device spends all of the time that buckets travel on them, it is as if nothing travelled beside computing."""
+    one = {"here": Device(count=2)}
+    steps = {
+        busy: timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)).seconds
+        for busy in (0.0, 0.5, 1.0)
+    }
+    fleet = timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5), CLUSTER.buckets))
+    travels = float((fleet.played.step.arrived - fleet.played.step.sent).sum())
+    assert steps[0.0] < steps[0.5] < steps[1.0]
+    assert steps[1.0] == pytest.approx(SLOW.seconds + travels)
 
 
 def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:

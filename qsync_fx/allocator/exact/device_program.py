@@ -23,7 +23,7 @@ from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
-from qsync_fx.predictor.replay.fleet import after, before_sending
+from qsync_fx.predictor.replay.fleet import after, before_sending, beside_computing
 
 THOUSANDTHS = 1000.0
 
@@ -125,9 +125,10 @@ def device_program(
     outside = prices.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit
+    beside = sends.slowdown * beside_computing(problem.cluster)
     parts: list[Expression] = []
     for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
-        ahead: list[tuple[float, Expression]] = [(-1.0, travel[number - 1])] if number else []
+        ahead: list[tuple[float, Expression]] = [(beside - 1.0, travel[number - 1])] if number else []
         if number == 0:
             ahead = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
         parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))

@@ -18,6 +18,7 @@ from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, Progra
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.communication.codecs import PLAIN
+from qsync_fx.predictor.replay.fleet import beside_computing
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterato
             continue
         fleet = judge.timeline.played
         device = fleet.devices[name]
-        ends = np.append(device.ready, device.computed) + fleet.after(name)
+        beside = problem.cluster.devices[name].slowdown * beside_computing(problem.cluster)
+        # What the device does beside buckets that travel follows their codecs; all else is the same under all of them.
+        known = beside * np.cumsum([0.0, *judge.transfer])
+        ends = np.append(device.ready, device.computed) - known + fleet.after(name)
         for at, end in enumerate(ends.tolist()):
-            yield total((1.0, {CONSTANT: scale * end}), *((1.0, one) for one in found.travel[at:]))
+            sent = [(beside, one) for one in found.travel[:at]] if beside else []
+            yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, one) for one in found.travel[at:]))

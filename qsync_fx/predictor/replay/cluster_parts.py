@@ -52,6 +52,8 @@ class Network:
         latency: seconds of the smallest all-reduce; between nodes, where there are some.
         all_reduce: pairs of bytes and seconds that were measured, in place of the two.
         ranks: how many ranks took part in these; all devices of the cluster where None.
+        busy: what of the time that a bucket travels a device spends on it itself, and computes later for it: 1 where the cores that
+            compute send and sum, too, 0 where others do. As much is measured where all-reduces are.
         slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
     """
 
@@ -59,6 +61,7 @@ class Network:
     latency: float = 0.0
     all_reduce: list[tuple[float, float]] = field(default_factory=list)
     ranks: int | None = None
+    busy: float = 0.0
     slows_compute: float = 0.0
     slows_transfer: float = 0.0
 
@@ -93,8 +96,8 @@ class Buckets:
     Attributes:
         first_bytes: at which the first bucket is full.
         bytes: at which further ones are.
-        whole_graphs: whether gradients of a compiled graph come out together, as those of DDP(torch.compile(model)) do.
-            torch.compile(DDP(model)) splits graphs where buckets end, so that each is sent when its last gradient is whole.
+        whole_graphs: whether gradients of a compiled graph come out together, as with torch._dynamo.config.optimize_ddp = False. Else
+            DistributedDataParallel has graphs split where buckets end, so that each is sent when its last gradient is whole.
     """
 
     first_bytes: int = FIRST_BYTES
@@ -117,7 +120,17 @@ class Compression:
     each: float = 0.0
 
 
-_ZERO_IS_FINE: Final = ("latency", "delay", "launch", "slows_compute", "slows_transfer", "fixed", "each", "copies")
+_ZERO_IS_FINE: Final = (
+    "latency",
+    "delay",
+    "launch",
+    "busy",
+    "slows_compute",
+    "slows_transfer",
+    "fixed",
+    "each",
+    "copies",
+)
 
 
 def _positive(value: Any) -> str | None:
@@ -151,6 +164,8 @@ def _network(network: Network) -> str | None:
         return " has both a bandwidth and all_reduce"
     if network.ranks is not None and network.ranks < 2:
         return " has an all_reduce of fewer than 2 ranks"
+    if network.busy > 1:
+        return f" has the busy {network.busy}, which must be at most 1"
     return _positive(network)
 
 

@@ -131,13 +131,19 @@ def played(
         what = f"compression of {len(how)} buckets for {len(indices)}"
         raise ProfileError(what, where="compression", do="give one for each bucket, or None")
     buckets = tuple(_bucket(parameters, which, one) for which, one in zip(indices, how, strict=True))
+    taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
+    beside = _entries(dict(enumerate((beside_computing(cluster) * taken).tolist())))
     devices = {
         name: local(
-            schedules[name], indices, slowdown=one.slowdown, launch=one.launch, extra=_sending(one, how, buckets)
+            schedules[name],
+            indices,
+            slowdown=one.slowdown,
+            launch=one.launch,
+            extra=_sending(one, how, buckets),
+            beside=beside,
         )
         for name, one in cluster.devices.items()
     }
-    taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
     return Played(cluster, devices, buckets, _steady(devices, cluster, buckets, taken))
 
 
@@ -196,6 +202,11 @@ def before_sending(device: Device, how: Compression | Coded | None, nbytes: int)
     return compressing + _copied(device, nbytes)
 
 
+def beside_computing(cluster: Cluster) -> float:
+    """Returns what of the time that a bucket travels each device, as fast as its profile says, computes later for it."""
+    return 0.0 if cluster.network is None else cluster.network.busy
+
+
 def _copied(device: Device, nbytes: int) -> float:
     """Returns the seconds of a copy, one way, where the device is as fast as its profile says."""
     return (device.copies or 0.0) * nbytes
@@ -205,6 +216,10 @@ def _sending(device: Device, how: Sequence[Compression | Coded | None], buckets:
     """Returns by bucket what the device does to send it."""
     each = enumerate(zip(how, buckets, strict=True))
     seconds = {at: before_sending(device, one, bucket.nbytes) for at, (one, bucket) in each}
+    return _entries(seconds)
+
+
+def _entries(seconds: Mapping[int, float]) -> dict[int, Entry]:
     return {at: Entry("", Part.OUTSIDE, one) for at, one in seconds.items() if one}
 
 

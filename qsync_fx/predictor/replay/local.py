@@ -69,6 +69,7 @@ def local(
     slowdown: float = 1.0,
     launch: float = 0.0,
     extra: Mapping[int, Entry] = MappingProxyType({}),
+    beside: Mapping[int, Entry] = MappingProxyType({}),
 ) -> Local:
     """Returns a device's step.
 
@@ -78,11 +79,14 @@ def local(
         slowdown: what each entry takes longer than the schedule says; 1.1 for a tenth.
         launch: seconds that the host takes to hand over an entry.
         extra: by bucket, what the device does to send it, such as compressing it.
+        beside: by bucket, what it does while that travels, before it goes on to compute.
     """
     entries, done = [*schedule.forward, *schedule.backward], done_after(schedule, buckets)
-    for at in sorted(extra, reverse=True):
-        entries.insert(done[at], extra[at])
-        done[at:] = [count + 1 for count in done[at:]]
+    for at in sorted({*extra, *beside}, reverse=True):
+        before, behind = ([found[at]] if at in found else [] for found in (extra, beside))
+        entries[done[at] : done[at]] = [*before, *behind]
+        done[at:] = [count + len(before) for count in done[at:]]
+        done[at + 1 :] = [count + len(behind) for count in done[at + 1 :]]
     seconds = np.array([entry.seconds for entry in entries]) * slowdown
     handed_over = np.arange(1, len(entries) + 1) * launch
     all_ends = ends(handed_over, seconds)

@@ -27,14 +27,15 @@ class Fleet:
     slowdowns: list[float]
     launches: list[float]
     extra: list[dict[int, Entry]]
+    beside: list[dict[int, Entry]]
     transfers: list[float]
     begins: list[float]
 
     def locals(self) -> list[Local]:
-        ways = zip(self.schedules, self.slowdowns, self.launches, self.extra, strict=True)
+        ways = zip(self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True)
         return [
-            local(schedule, self.buckets, slowdown=slowdown, launch=launch, extra=extra)
-            for schedule, slowdown, launch, extra in ways
+            local(schedule, self.buckets, slowdown=slowdown, launch=launch, extra=extra, beside=beside)
+            for schedule, slowdown, launch, extra, beside in ways
         ]
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -65,6 +66,8 @@ class Fleet:
                         if bucket in self.extra[at]:
                             seconds.append(self.extra[at][bucket].seconds)
                         shifted[bucket] = len(seconds)
+                        if bucket in self.beside[at]:
+                            seconds.append(self.beside[at][bucket].seconds)
                 if position < len(entries):
                     seconds.append(entries[position].seconds)
             seconds = [one * self.slowdowns[at] for one in seconds]
@@ -90,6 +93,12 @@ def fleets(draw: st.DrawFn) -> Fleet:
     def a_device(kind: st.SearchStrategy[float]) -> list[float]:
         return [draw(kind) for _ in range(devices)]
 
+    def at_buckets() -> list[dict[int, Entry]]:
+        return [
+            {at: Entry("", Part.OUTSIDE, draw(SECONDS)) for at in range(len(buckets)) if draw(st.booleans())}
+            for _ in range(devices)
+        ]
+
     return Fleet(
         [
             Schedule(entries(Part.FORWARD, forward), entries(Part.BACKWARD, backward), draw(SECONDS), parameters, ready)
@@ -98,10 +107,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
         buckets,
         a_device(st.sampled_from([1.0, 1.3])),
         a_device(st.sampled_from([0.0, 0.0, 0.5, 4.0])),
-        [
-            {at: Entry("", Part.OUTSIDE, draw(SECONDS)) for at in range(len(buckets)) if draw(st.booleans())}
-            for _ in range(devices)
-        ],
+        at_buckets(),
+        at_buckets(),
         [draw(SECONDS) for _ in buckets],
         a_device(SECONDS),
     )

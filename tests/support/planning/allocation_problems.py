@@ -73,5 +73,5 @@ def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: typ
     fast = replace(slow, times=times(seed + 1), kept=slow.uniform("fp32"))
     slower = Device(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)
     devices = {"fast": Device(count=2, batch=4, copies=1e-8), "slow": slower}
-    cluster = Cluster(devices, Network(1e7, 1e-5), Buckets(first_bytes=64, bytes=256))
+    cluster = Cluster(devices, Network(1e7, 1e-5, busy=0.4), Buckets(first_bytes=64, bytes=256))
     return Problem({"fast": fast, "slow": slow}, cluster)

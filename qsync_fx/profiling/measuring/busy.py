@@ -1,0 +1,73 @@
+"""What all-reduces take of a rank that computes beside them.
+
+Invariant: all ranks measure together, send as much, and know the same number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import distributed
+
+_TRAVEL: Final = 0.02
+"""Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""
+_LONGEST: Final = 0.01
+"""Seconds that one message takes at most, where there are shorter ones."""
+_LARGEST: Final = 2**22
+"""Bytes of a message: a few of them lie in memory, as buckets do, and not in a cache."""
+_BESIDE: Final = 4
+"""How much longer than they travel a rank computes, so that each has arrived before the next one, slowed down as it is."""
+_REPEATS: Final = 7
+_WARM: Final = 16
+"""Products of which it is seen how long one takes."""
+_SIZE: Final = 256
+"""Of the products that a rank computes: they lie in a core's cache, so that cores are what is shared."""
+
+
+def busy(table: Sequence[tuple[int, float]]) -> float:
+    """Returns what of the seconds that all-reduces travel a rank computes later, between 0 and 1; the same on all ranks, which call it
+    together.
+
+    Products are computed by as many threads as torch uses, once alone and once with messages handed over one after the other meanwhile, as
+    a backward pass does it. All at once they cost less: what sends is woken up once.
+
+    Args:
+        table: bytes and seconds of all-reduces between the ranks, the same on all of them.
+    """
+    short = [one for one in table if one[0] <= _LARGEST and one[1] <= _LONGEST]
+    nbytes, seconds = max(short, default=min(table))
+    messages = [torch.zeros(max(1, nbytes // 4)) for _ in range(math.ceil(_TRAVEL / seconds))]
+    travel = len(messages) * seconds
+    every = max(1, round(_BESIDE * seconds * _WARM / _computed(_WARM)))
+    found = []
+    for _ in range(_REPEATS):
+        distributed.barrier()
+        alone = _computed(every * len(messages))
+        distributed.barrier()
+        beside = _computed(every * len(messages), messages)
+        found.append((beside - alone) / travel)
+    mean = torch.tensor(statistics.median(found))
+    distributed.all_reduce(mean)
+    return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))
+
+
+def _computed(turns: int, messages: Sequence[torch.Tensor] = ()) -> float:
+    """Returns the seconds of so many products, a multiple of the number of messages, which are handed over evenly among them."""
+    values, out = torch.ones(_SIZE, _SIZE), torch.empty(_SIZE, _SIZE)
+    every = turns // max(1, len(messages))
+    works = []
+    begin = time.perf_counter()
+    for turn in range(turns):
+        if messages and turn % every == 0:
+            works.append(distributed.all_reduce(messages[turn // every], async_op=True))
+        torch.mm(values, values, out=out)
+    taken = time.perf_counter() - begin
+    for work in works:
+        if work is not None:
+            work.wait()
+    return taken

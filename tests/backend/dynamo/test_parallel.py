@@ -1,0 +1,103 @@
+"""DistributedDataParallel splits graphs where its buckets end, also of a model that was compiled before it was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+
+WIDTH = 600
+"""Of layers of 1.4 MB each, of which a bucket of 1 MiB holds one."""
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file: Path = tmp_path_factory.mktemp("world") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[int]]:
+    """How many operators each graph has that is compiled."""
+    torch._dynamo.reset()
+    yield []
+    torch._dynamo.reset()
+
+
+def options(graphs: list[int]) -> dict[str, Any]:
+    @qsync_fx.graph_pass(after="lower")
+    def count(graph: qsync_fx.PrecisionGraph) -> None:
+        graphs.append(len(graph.operators("adjustable")))
+
+    return {"precision": "bf16", "inner": "aot_eager", "passes": [count]}
+
+
+def compiled(model: nn.Module, graphs: list[int]) -> Callable[..., Any]:
+    return torch.compile(model, backend="qsync", options=options(graphs))
+
+
+def step(model: Callable[..., Any]) -> None:
+    model(torch.ones(2, WIDTH)).backward()
+
+
+def test_a_model_that_made_a_step_before_is_split(graphs: list[int]) -> None:
+    fast = compiled(Layers(), graphs)
+    step(fast)
+    assert graphs == [3]
+    step(DistributedDataParallel(fast, bucket_cap_mb=1))
+    assert graphs == [3, 1, 1, 1]
+    # What was split is taken again inside, and what was not, outside.
+    step(DistributedDataParallel(fast, bucket_cap_mb=1))
+    step(fast)
+    assert len(graphs) == 4
+
+
+def test_in_the_other_order_too(graphs: list[int]) -> None:
+    model, same = Layers(), options(graphs)
+    step(torch.compile(model, backend="qsync", options=same))
+    step(torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="qsync", options=same))
+    assert graphs == [3, 1, 1, 1]
+
+
+def test_what_one_bucket_holds_is_not_compiled_again(graphs: list[int]) -> None:
+    fast = compiled(Layers(), graphs)
+    step(fast)
+    step(DistributedDataParallel(fast, bucket_cap_mb=25))
+    assert graphs == [3]
+
+
+def test_nor_where_torch_is_told_not_to_split(graphs: list[int]) -> None:
+    fast = compiled(Layers(), graphs)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        step(fast)
+        step(DistributedDataParallel(fast, bucket_cap_mb=1))
+    assert graphs == [3]
+
+
+def test_evaluation_is_not_split(graphs: list[int]) -> None:
+    fast = compiled(Layers(), graphs)
+    with torch.no_grad():
+        fast(torch.ones(2, WIDTH))
+        DistributedDataParallel(fast, bucket_cap_mb=1)(torch.ones(2, WIDTH))
+    assert graphs == [3]
