@@ -2,13 +2,15 @@
 
 A device that would be done just when another is makes both wait for each other: each step takes as long as the one that happens to be
 slower. So devices that plans are chosen for are planned on as though they took longer than their profiles say, by as much as what is
-foreseen and what is measured may differ and still be held to agree.
+foreseen and what is measured may differ and still be held to agree. That is uncertain of those, too, that set the pace: one that is quicker
+than its profile says waits as long as if the others were slower.
 
 Invariant: what is said of a plan is said of devices as they are; a margin takes a plan away from no problem that has one.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +33,7 @@ def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -
     Args:
         problem: what is asked.
         known: of each class.
-        asked: by the user; None for what is uncertain of each class, as it was measured.
+        asked: by the user; None for what is uncertain of each class, and of those that set the pace, as it was measured.
     """
     if asked is not None and not 0 <= asked < 1:
         raise OptionError(
@@ -39,7 +41,8 @@ def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -
         )
     if problem.seconds is None or (asked is None and len(problem.classes) == 1):
         return {}
-    found = {name: uncertain(known[name]) if asked is None else asked for name in problem.open}
+    pace = max((uncertain(known[name]) for name in problem.classes if name not in problem.open), default=0.0)
+    found = {name: _either(uncertain(known[name]), pace) if asked is None else asked for name in problem.open}
     return {name: share for name, share in found.items() if share > 0}
 
 
@@ -48,6 +51,11 @@ def uncertain(profile: Known) -> float:
     runs = profile.runs if isinstance(profile, Profile) else []
     spreads = [run.spread for run in runs if len(run.steps) > 1]
     return min(MOST, max(AGREES, statistics.median(spreads))) if spreads else 0.0
+
+
+def _either(own: float, pace: float) -> float:
+    """Returns by what share a step and the pace may differ from what is foreseen of the two, each by itself."""
+    return min(MOST, math.hypot(own, pace))
 
 
 def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:

@@ -54,7 +54,7 @@ def leaves(answer: Answer) -> dict[str, float]:
     return {note.device: note.numbers["share"] for note in notes}
 
 
-@pytest.mark.parametrize(("spread", "share"), [(0.0, 0.02), (0.05, 0.05), (0.5, MOST)])
+@pytest.mark.parametrize(("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)])
 def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> None:
     answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
     assert leaves(answer) == {"slow": pytest.approx(share)}
@@ -74,6 +74,8 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
 
 def test_nothing_is_left_that_nobody_asked_for() -> None:
     assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
+    for fast, slow in ((measured(0.05), reckoned()), (reckoned(), measured(0.05))):
+        assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {"slow": pytest.approx(0.05)}
     alone = qsync_fx.find_plan(measured(0.05), target="fp16", objective="hybrid")
     assert leaves(alone) == {}  # nobody waits
     assert leaves(qsync_fx.find_plan(measured(0.05), objective="fastest", budget=float("inf"), margin=0.1)) == {}
