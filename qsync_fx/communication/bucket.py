@@ -34,12 +34,22 @@ class Bucket:
     gradients: Sequence[Tensor]
     measured: bool = False
 
-    def flats(self) -> list[Tensor]:
-        """Returns the values of each parameter in the order they are coded in: views, or copies where they lie otherwise."""
-        orders = [geometry.ordered(piece, g) for piece, g in zip(self.pieces, self.gradients, strict=True)]
-        return [
-            _flat(self.values, g) if order is None else order for g, order in zip(self.gradients, orders, strict=True)
-        ]
+    @property
+    def reordered(self) -> int:
+        """How many values lie in another order than they are coded in."""
+        both = zip(self.pieces, self.gradients, strict=True)
+        return sum(piece.size for piece, g in both if piece.codec.columns(g) is not None)
+
+    def flats(self, room: Tensor | None = None) -> list[Tensor]:
+        """Returns the values of each parameter in the order they are coded in: views, or copies where they lie otherwise, in `room`, which
+        has as many values as `reordered` says."""
+        found, used = list[Tensor](), 0
+        for piece, gradient in zip(self.pieces, self.gradients, strict=True):
+            own = None if room is None else room[used : used + piece.size]
+            order = geometry.ordered(piece, gradient, own)
+            used += 0 if order is None else piece.size
+            found.append(_flat(self.values, gradient) if order is None else order)
+        return found
 
     def put_back(self, flats: Sequence[Tensor]) -> None:
         """Writes what `flats` returned back to where it is from."""

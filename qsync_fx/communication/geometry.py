@@ -81,10 +81,15 @@ def views(values: Tensor, buffer: Tensor, gradients: Sequence[Tensor]) -> list[T
     return [values.as_strided(g.size(), g.stride(), g.storage_offset() + shift) for g in gradients]
 
 
-def ordered(piece: Piece, gradient: Tensor) -> Tensor | None:
-    """Returns the values of a gradient in the order they are coded in, as a copy; None where they lie so already."""
+def ordered(piece: Piece, gradient: Tensor, room: Tensor | None = None) -> Tensor | None:
+    """Returns the values of a gradient in the order they are coded in, as a copy, in `room` where it is given; None where they lie so
+    already."""
     columns = piece.codec.columns(gradient)
-    return None if columns is None else columns.contiguous().view(-1)
+    if columns is None:
+        return None
+    found = columns.new_empty(piece.size) if room is None else room
+    found.view(columns.shape).copy_(columns)
+    return found
 
 
 def flat(piece: Piece, gradient: Tensor) -> Tensor:

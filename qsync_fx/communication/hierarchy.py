@@ -84,13 +84,13 @@ class Hierarchy:
         Raises:
             RankError: a rank is gone.
         """
-        flats, wholes = bucket.flats(), [self._whole(piece) for piece in bucket.pieces]
+        flats, wholes = self.reducer.flats(bucket), [self._whole(piece) for piece in bucket.pieces]
         shares = [self.share(piece) for piece in bucket.pieces]
         own = [flat[whole.part(self._place)] for flat, whole in zip(flats, wholes, strict=True)]
         self._sum(bucket, flats, wholes, own)
         self.reducer.mean(replace(bucket, pieces=shares), own)
         self._give(bucket, flats, wholes, own)
-        bucket.put_back(flats)
+        self.reducer.put_back(bucket, flats)
         across = self.nodes.across(self.reducer.state.rank)
         self.reducer.end(bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across)))
 

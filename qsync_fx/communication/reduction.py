@@ -62,9 +62,9 @@ class Reducer:
         Raises:
             RankError: a rank is gone.
         """
-        flats = bucket.flats()
+        flats = self.flats(bucket)
         self.mean(bucket, flats)
-        bucket.put_back(flats)
+        self.put_back(bucket, flats)
         self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
@@ -85,13 +85,13 @@ class Reducer:
         Raises:
             RankError: a rank is gone.
         """
-        flats = bucket.flats()
+        flats = self.flats(bucket)
         self._sum(bucket, flats)
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             own = piece.part(self._own)
             flat[: own.start].zero_()
             flat[own.stop :].zero_()
-        bucket.put_back(flats)
+        self.put_back(bucket, flats)
         self._count(*scattering(bucket.pieces, self._own))
 
     def give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
@@ -141,6 +141,20 @@ class Reducer:
         self.used = verdict.settle(self.group, rank, world, step, faults, digest, finite, told)
         self.state.settle(self.used)
         self.tally.checks += compared
+
+    def flats(self, bucket: Bucket) -> list[Tensor]:
+        """Returns a bucket's values in the order they are coded in; what is copied for that is coding."""
+        begin = time.perf_counter()
+        room = self._memory_for(bucket, "order", 4 * size).view(torch.float32) if (size := bucket.reordered) else None
+        flats = bucket.flats(room)
+        self.tally.encode += time.perf_counter() - begin
+        return flats
+
+    def put_back(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        """Writes what `flats` returned back to where it is from."""
+        begin = time.perf_counter()
+        bucket.put_back(flats)
+        self.tally.decode += time.perf_counter() - begin
 
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
