@@ -2,10 +2,11 @@
 
 Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, and how
 long all-reduces take and what of that they take of a rank that computes. Then each pair of plans is compiled under
-DistributedDataParallel, and pairs take turns. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of
-the two ranks. `floor` is what the same pairs differ by between odd and even rounds; `apart` what the slower rank takes alone, without
-gradients that travel; `no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was
-measured is kept in the folder of --partial, and judged anew where it stands.
+DistributedDataParallel, and pairs take turns with steps of a uniform plan that each rank makes without sending: what these take longer
+than their profile says, the machine is slower by than when the profile was measured, and `pace` is what devices are replayed at. A step is
+foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks. `floor` is what the same pairs differ by between odd and
+even rounds; `apart` what the slower rank takes alone, without gradients that travel; `no overlap` what it takes when they travel once all
+are whole; `bias` is the mean error with its sign. What was measured is kept in the folder of --partial, and judged anew where it stands.
 
 Two ranks take two cores for themselves: what else runs falls on the numbers.
 """
@@ -46,6 +47,7 @@ RANKS = 2
 BUCKET_MIB = 5
 """Smaller than DDP's own, so that models of these sizes send several."""
 STEPS = 4
+REFERENCE = "bf16"
 MANY = 2**16
 
 
@@ -122,26 +124,28 @@ def rank(own: int, job: dict[str, Any]) -> None:
     ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
     plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
     seconds: list[list[float]] = [[] for _ in plans]
+    reference: list[float] = []
     # All versions are of one function, of which Dynamo keeps few.
     with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
         steps = [training(case, plan) for plan in plans]
+        alone = training(case, Plan.uniform(REFERENCE), parallel=False)
         for _ in range(job["rounds"]):
-            for at, step in enumerate(steps):
+            for step, into in [(alone, reference), *zip(steps, seconds, strict=True)]:
                 dist.barrier()
                 begin = time.perf_counter()
                 for _ in range(STEPS):
                     step()
-                seconds[at].append((time.perf_counter() - begin) / STEPS)
-    found = {"seconds": seconds, "plans": [plan.to_json() for plan in plans]}
+                into.append((time.perf_counter() - begin) / STEPS)
+    found = {"seconds": seconds, "reference": reference, "plans": [plan.to_json() for plan in plans]}
     (folder / f"rank-{own}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def training(case: Case, plan: Plan) -> Callable[[], None]:
-    """Returns a step of a copy of the model under a plan, compiled and run until DDP has built its buckets anew."""
+def training(case: Case, plan: Plan, parallel: bool = True) -> Callable[[], None]:
+    """Returns a step of a copy of the model under a plan, compiled and run until DDP, if it is parallel, has built its buckets anew."""
     model = copy.deepcopy(case.model)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB) if parallel else model
     kind = type(case.optimizer)
     keywords = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
     optimizer = kind(model.parameters(), **keywords)
@@ -169,6 +173,10 @@ def judged(name: str, folder: Path) -> list[Row]:
         for at in range(len(pairs))
     ]
     real = {str(at): statistics.median(turns) for at, turns in enumerate(every)}
+    pace = {
+        key: statistics.median(one["reference"]) / qsync_fx.replay(Plan.uniform(REFERENCE), profile).seconds
+        for one, (key, profile) in zip(found, profiles.items(), strict=True)
+    }
     links = profiles["rank 0"].collectives[0]
     table = [(float(nbytes), seconds) for nbytes, seconds in links.seconds]
     busy = Network(all_reduce=table, ranks=RANKS, busy=links.busy)
@@ -183,7 +191,7 @@ def judged(name: str, folder: Path) -> list[Row]:
     rows: list[Row] = []
     for way, (network, whole, copies) in ways.items():
         cluster = Cluster(
-            dict.fromkeys(profiles, Device(copies=copies)),
+            {key: Device(copies=copies, slowdown=pace[key]) for key in profiles},
             network,
             Buckets(limit, limit, whole_graphs=whole),
         )
@@ -204,13 +212,13 @@ def judged(name: str, folder: Path) -> list[Row]:
                 "mean_%": off,
                 "worst_%": worst,
                 "bias_%": 100 * statistics.mean(foreseen[pair] / real[pair] - 1 for pair in real),
-                **({"busy": links.busy} if way == "replayed" else {}),
+                **({"busy": links.busy, "pace": list(pace.values())} if way == "replayed" else {}),
             }
         )
     apart = {
         str(at): max(
-            qsync_fx.replay(Plan.from_json(text), profile).seconds
-            for text, profile in zip(both, profiles.values(), strict=True)
+            qsync_fx.replay(Plan.from_json(text), profile).seconds * pace[key]
+            for text, (key, profile) in zip(both, profiles.items(), strict=True)
         )
         for at, both in enumerate(pairs)
     }
