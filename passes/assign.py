@@ -1,7 +1,8 @@
 """Gives every adjustable operator the plan's precision.
 
 Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's choice, restricted by what the operator
-and the device can run. What the model itself says by autocast gives way to an explicit choice for the operator, not to a default.
+and the device can run. What the model itself says by autocast gives way to an explicit choice for the operator, not to a default. Where
+nobody asked, what is as fast in FP32 runs in FP32 (giving_way.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from qsync_fx.graph import Operator, PrecisionGraph
 from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
+from qsync_fx.passes.giving_way import give_way
 from qsync_fx.plan.plan_check import check_plan
 from qsync_fx.precision import FP32, Precision
 from qsync_fx.resolve import stays
@@ -26,9 +28,11 @@ class Assign:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         _check(graph)
+        unasked: list[Operator] = []
         for operator in graph.operators():
-            if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned:
-                _assign(operator.graph, operator)
+            if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned and _assign(operator.graph, operator):
+                unasked.append(operator)
+        give_way(graph, unasked)
 
 
 def _check(graph: PrecisionGraph) -> None:
@@ -40,7 +44,8 @@ def _check(graph: PrecisionGraph) -> None:
     check_plan(context.plan, ids, complete, context.seen, context.modules)
 
 
-def _assign(graph: PrecisionGraph, operator: Operator) -> None:
+def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
+    """Gives an operator its precision; returns whether it is the device's default, for which nobody asked."""
     choice = graph.context.plan.precision_for(operator.id)
     own = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit
@@ -59,7 +64,8 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> None:
     ):
         operator.decide(own, f"the model holds it in {own}, which no default changes")
     elif graph.context.automatic:
-        reason = "no precision was asked for, and this is the device's default"
-        operator.decide(choice.precision, reason, where_faster=where_faster)
+        operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
+        return True
     else:
         operator.decide(choice.precision, choice.reason, where_faster=where_faster)
+    return False

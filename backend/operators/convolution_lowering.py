@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
-from qsync_fx.backend.operators.multiplying import conv_on_cpu, wide
+from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.graph import Context
 from qsync_fx.graph.nodes import arguments, map_arguments
 from qsync_fx.ops import row_for
-from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions
+from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions, extent
 from qsync_fx.precision import Precision
 
 
@@ -66,9 +66,16 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         return wide.because(node, row, fmt, context, _emit, _keep if context.options.scaling == "channel" else _none)
     found, geometry = arguments(node), _geometry(node)
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
-    if geometry is None or x.dim() != weight.dim() or fmt.plain:
+    if geometry is None or x.dim() != weight.dim():
         return None
     stride, *_, transposed, _, groups = geometry
+    if fmt.plain:
+        # As a product: what has been gathered for all places of a channel, with the channel's weight.
+        out = x if transposed else node.meta["val"]
+        places, channels, summed = map(extent, ((*out.shape[:1], *out.shape[2:]), weight.shape[:1], weight.shape[1:]))
+        if places is None or channels is None or summed is None:
+            return None
+        return on_cpu.too_small(places, channels, summed, fmt)
     if transposed or groups != 1 or weight.dim() != 4:
         return "the CPU's kernel is for convolutions in two dimensions, neither transposed nor in groups"
     return conv_on_cpu.too_small(weight.shape, stride)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
+from qsync_fx.backend.operators.multiplying import on_cpu
 from qsync_fx.cached.kept import KEPT, KeptPlan
 
 PLANNED = {"first/linear": "fp32", "second/linear": "int8"}
@@ -52,6 +53,8 @@ def profile(breaks: bool = False) -> Profile:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("QSYNC_CACHED_PLAN", "1")
+    # The default of these layers, in little, is that of layers that are large enough for it.
+    monkeypatch.setitem(on_cpu.ENOUGH_WORK, 16, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         yield tmp_path

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
 from qsync_fx import Plan
+from qsync_fx.backend.operators.multiplying import on_cpu
 from qsync_fx.devices import default_precision
 
 torch.set_num_threads(1)
@@ -112,7 +113,8 @@ def test_a_weight_used_twice_is_cast_once_as_in_eager_mode() -> None:
     assert_equal(gradients(model), gradients(plain))
 
 
-def test_automatic_precision_without_a_region_is_the_default_of_the_device() -> None:
+def test_automatic_precision_without_a_region_is_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(on_cpu.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for it
     found = _precisions(build(Attention), torch.randn(2, 5, 16), None)
     assert set(found.values()) == {default_precision(torch.device("cpu")).name}
 

@@ -46,7 +46,7 @@ def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[s
         monkeypatch.setattr(offers, name, lambda: unit)
     offers.forget()
     try:
-        inputs = torch.randn(2, 3, 16, 16), torch.randn(ROWS, 1024)
+        inputs = torch.randn(8, 3, 32, 32), torch.randn(ROWS, 1024)
         with warnings.catch_warnings():
             warnings.simplefilter("error", PlanWarning)
             explained = qsync_fx.explain(Net(), *inputs, options=options)

@@ -21,11 +21,12 @@ from qsync_fx.precision import Precision, encoding
 LONGEST: Final = 131_071
 """Up to here INT32 holds every sum over products of two INT8 numbers."""
 
-ENOUGH_WORK: Final = {8: 2**25, 16: 2**23}
+ENOUGH_WORK: Final = {8: 2**25, 16: 3 * 2**20}
 """Multiplications of a layer's output from which on its three products are faster in a format than in the next wider one, what is
 quantized or converted for them counted, by the format's bits. With half as many INT8 took 1.1 to 1.2 times as long as BF16, with twice
-as many 0.75 to 0.9; BF16 0.6 to 1.7 times as long as FP32, and 0.6 (one core, AVX512-VNNI and AVX512-BF16;
-`benchmarks/kernels/cpu_kernels.py`)."""
+as many 0.75 to 0.9 (`benchmarks/kernels/cpu_kernels.py`). With 2**20 BF16 took 1.24 times as long as FP32 (the median of layers; that of
+convolutions is 0.97), with 2**21 0.93 (1.10), with 2**22 0.76 (0.76) and with 2**23 0.65 (0.66) (`benchmarks/kernels/bf16_pays.py`). One
+core, AVX512-VNNI and AVX512-BF16."""
 
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -46,6 +47,9 @@ def multiplies(a: Tensor, b: Tensor) -> bool:
 
 def too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
     """Returns why a wider format is as fast for a layer of `m` rows, `n` channels and sums of `k` products; None where it is not."""
+    if fmt.bits == 16 and m == 1:
+        # Converting the weight and its gradient goes over as much memory as the products: 1.7 to 2.5 times FP32's time, at all sizes.
+        return f"{m} x {n} x {k} is one row, for which {encoding(fmt)} does not pay"
     if m * n * k >= ENOUGH_WORK.get(fmt.bits, 0):
         return None
     return f"{m} x {n} x {k} is too small for {encoding(fmt)} to pay"

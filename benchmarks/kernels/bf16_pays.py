@@ -1,0 +1,115 @@
+"""From which size on a layer is faster in BF16 than in FP32 on the CPU: what `on_cpu.ENOUGH_WORK` says of 16 bits.
+
+The three products of a training step, of linear layers and of convolutions whose channels lie last. BF16 converts weight and bias from FP32
+and the weight's gradient back to FP32, as autocast and this backend do; activations and their gradients are in BF16 already, as between
+layers. `work` is the binary logarithm of the multiplications of the output; `to_fp32` is BF16's time by that of FP32, in turns. One thread
+is timed by its own clock, which leaves out what else runs on its core.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish, measure, show
+
+LAST = torch.channels_last
+WIDTHS = (32, 64, 128, 256, 512, 1024)
+LAYERS = tuple(
+    (rows, outputs, inputs)
+    for outputs in WIDTHS
+    for inputs in WIDTHS
+    if max(outputs, inputs) <= 4 * min(outputs, inputs)
+    for rows in (8, 32, 128, 512, 1024, 4096)
+    if 2**19 <= rows * outputs * inputs <= 2**24
+)
+"""Rows, outputs and inputs."""
+ONE_ROW = tuple(
+    (1, outputs, inputs) for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
+)
+CONVOLUTIONS = tuple(
+    (batch, side, inputs, outputs, kernel)
+    for inputs, outputs in ((16, 16), (16, 64), (32, 32), (64, 64), (128, 128))
+    for kernel in (1, 3)
+    for batch, side in ((1, 4), (8, 4), (1, 16), (8, 8), (8, 16))
+    if 2**19 <= batch * side**2 * inputs * outputs * kernel**2 <= 2**24.5
+)
+"""Images, pixels of a side, channels of the input and of the output, values of a side of the kernel."""
+
+Step = Callable[[], object]
+
+
+def layer(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Step:
+    x, gradient = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+
+    def step() -> tuple[Tensor, ...]:
+        w, b = weight.to(dtype), bias.to(dtype)
+        found = torch.addmm(b, x, w.t()), gradient @ w, (gradient.t() @ x).float()
+        return *found, gradient.sum(0, dtype=torch.float32)
+
+    return step
+
+
+def convolution(batch: int, side: int, inputs: int, outputs: int, kernel: int, dtype: torch.dtype) -> Step:
+    x, gradient = (
+        torch.randn(batch, n, side, side).to(dtype).contiguous(memory_format=LAST) for n in (inputs, outputs)
+    )
+    weight = torch.randn(outputs, inputs, kernel, kernel).contiguous(memory_format=LAST)
+    how = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+
+    def step() -> tuple[Tensor, ...]:
+        w = weight.to(dtype)
+        out = torch.ops.aten.convolution.default(x, w, None, *how)
+        back = torch.ops.aten.convolution_backward.default(gradient, x, w, None, *how, [True, True, False])
+        return out, back[0], back[1].float()
+
+    return step
+
+
+def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
+    """Yields what is compared: kind, name, multiplications, BF16 and FP32."""
+    for shape in (*LAYERS[:2], ONE_ROW[0]) if quick else (*LAYERS, *ONE_ROW):
+        kind, name = "layer" if shape[0] > 1 else "one row", "x".join(map(str, shape))
+        yield kind, name, math.prod(shape), layer(*shape, torch.bfloat16), layer(*shape, torch.float32)
+    for geometry in CONVOLUTIONS[:2] if quick else CONVOLUTIONS:
+        batch, side, inputs, outputs, kernel = geometry
+        name = f"{batch}x{side}x{side}, {inputs} to {outputs}, {kernel}x{kernel}"
+        both = convolution(*geometry, torch.bfloat16), convolution(*geometry, torch.float32)
+        yield "convolution", name, batch * side**2 * inputs * outputs * kernel**2, *both
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.manual_seed(0)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    rows: list[Row] = []
+    with torch.no_grad():
+        for kind, name, work, bf16, fp32 in steps(options.quick):
+            times = measure({"bf16": bf16, "fp32": fp32}, 3 if options.quick else 11, clock=clock)
+            microseconds = {f"{fmt}_us": times.median(fmt) * 1e6 for fmt in times}
+            ratio = times.ratio("bf16", "fp32")
+            rows.append({"kind": kind, "case": name, "work": math.log2(work), **microseconds, "to_fp32": ratio})
+    finish(options, rows)
+    by_work: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        by_work.setdefault((row["kind"], round(row["work"])), []).append(row["to_fp32"])
+    show(
+        [
+            {"kind": kind, "work": work, "least": min(found), "median": statistics.median(found), "most": max(found)}
+            for (kind, work), found in sorted(by_work.items())
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
