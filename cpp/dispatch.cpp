@@ -7,8 +7,8 @@
 
 namespace qsync {
 
-const std::vector<Path> &available_paths() {
-    static const std::vector<Path> paths = [] {
+std::vector<Path> &available_paths() {
+    static std::vector<Path> paths = [] {
         std::vector<Path> found;
 #ifdef QSYNC_X86
         __builtin_cpu_init();

@@ -20,8 +20,8 @@ struct Path {
     const Optimizers *optimizers;
 };
 
-// Those that this build and this processor have, best first; "scalar" is always the last.
-const std::vector<Path> &available_paths();
+// Those that this build and this processor have, best first; "scalar" is always the last. Only spoil.h changes one.
+std::vector<Path> &available_paths();
 
 // Returns whether a path gives the scalar path's bits for every kernel, on values of all kinds and on sizes that leave a tail.
 bool agrees_with_scalar(const Path &path);

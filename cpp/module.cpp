@@ -3,6 +3,7 @@
 #include "arguments.h"
 #include "bits.h"
 #include "quantizer/quantizer.h"
+#include "spoil.h"
 
 #include <pybind11/stl.h>
 
@@ -34,6 +35,15 @@ const Path *find(const std::string &name) {
     return nullptr;
 }
 
+// Paths that were tried, and gave other results than the scalar one.
+std::vector<std::string> refused;
+
+bool passes(const Path &path) {
+    if (qsync::agrees_with_scalar(path)) return true;
+    refused.push_back(path.name);
+    return false;
+}
+
 void warn(const std::string &text) {
     if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
 }
@@ -42,7 +52,7 @@ const Path &choose() {
     const auto &paths = qsync::available_paths();
     if (const char *asked = std::getenv("QSYNC_CPU_ISA"); asked != nullptr && *asked != '\0') {
         const Path *path = find(asked);
-        if (path != nullptr && qsync::agrees_with_scalar(*path)) return *path;
+        if (path != nullptr && passes(*path)) return *path;
         const py::object error = py::module_::import("qsync_fx.errors").attr("OptionError");
         const std::string named = "'" + std::string(asked) + "'";
         const std::string what = path == nullptr ? "this build and this processor have no path " + named
@@ -53,7 +63,7 @@ const Path &choose() {
         throw py::error_already_set();
     }
     for (const auto &path : paths) {
-        if (qsync::agrees_with_scalar(path)) return path;
+        if (passes(path)) return path;
         warn("qsync_fx: the " + path.name + " kernels give other results than the scalar ones on this processor; they are not used");
     }
     return paths.back();
@@ -64,6 +74,10 @@ const Path &chosen() {
     static const Path *path = nullptr;
     if (path == nullptr) path = &choose();
     return *path;
+}
+
+Path &named_path(const std::string &isa) {
+    return qsync::available_paths()[static_cast<std::size_t>(qsync::named("isa", isa, available_isas()))];
 }
 
 qsync::Rounding rounding_of(const std::string &name) {
@@ -127,8 +141,7 @@ template <Bits *convert> void bits(std::uintptr_t src, std::uintptr_t dst, std::
 namespace qsync {
 
 const Path &path(const std::optional<std::string> &isa) {
-    if (!isa) return chosen();
-    return available_paths()[static_cast<std::size_t>(named("isa", *isa, available_isas()))];
+    return isa ? named_path(*isa) : chosen();
 }
 
 int named(const char *what, const std::string &name, const std::vector<std::string> &names) {
@@ -148,6 +161,13 @@ PYBIND11_MODULE(_C, module) {
 #endif
     module.def("available_isas", &available_isas);
     module.def("isa", [] { return chosen().name; });
+    module.def("refused_isas", [] { return refused; });
+    module.def("agrees", [](const std::string &isa) { return qsync::agrees_with_scalar(named_path(isa)); }, py::arg("isa"));
+    module.def("spoilable", &qsync::spoilable);
+    module.def(
+        "spoil", [](const std::string &isa, const std::string &kernel, int which) { qsync::spoil(named_path(isa), kernel, which); },
+        py::arg("isa"), py::arg("kernel"), py::arg("which") = 0);
+    module.def("mend", &qsync::mend);
     module.def("quantize", &quantize, py::arg("src"), py::arg("dst"), py::arg("scales"), py::arg("rows"), py::arg("columns"),
                py::arg("dtype"), py::arg("rounding"), py::arg("levels") = 127, py::arg("seed") = 0, py::arg("stream") = 0,
                py::arg("threads") = 1, py::arg("first") = 0, py::arg("isa") = py::none());

@@ -298,8 +298,26 @@ def isa() -> str:
     That is tried once, on first use. Raises OptionError where the path that QSYNC_CPU_ISA asks for is not there, or gives other results.
     """
 
+def refused_isas() -> list[str]:
+    """Returns the paths that were tried, and are not used since they gave other results than the scalar one; none before `isa` is known."""
+
 def available_isas() -> list[str]:
     """Returns the paths that this build and this processor have, best first: "amx", "avx512_vnni", "avx512", "avx2", "scalar".
 
     The first three differ in their products of matrices alone.
     """
+
+def agrees(isa: str) -> bool:
+    """Tries whether a path gives the scalar path's bits: what `isa` asks of each before it is used."""
+
+def spoilable() -> list[tuple[str, int]]:
+    """Returns the kernels that `spoil` knows, with how many there are of each."""
+
+def spoil(isa: str, kernel: str, which: int = 0) -> None:
+    """For tests: one of a path's kernels gets a bit of its result wrong from here on, until `mend` or the next `spoil`.
+
+    Raises ValueError where there is no such path or kernel.
+    """
+
+def mend() -> None:
+    """Makes right again what `spoil` has made wrong."""

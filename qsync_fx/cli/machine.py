@@ -25,12 +25,16 @@ from qsync_fx.precision import FORMATS, Precision
 
 @dataclass(frozen=True)
 class Quantizer:
-    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `reason` saying why."""
+    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `reason` saying why.
+
+    `refused` are paths that are there, and are not used since they give other results than the scalar one.
+    """
 
     path: str | None
     available: tuple[str, ...]
     openmp: bool
     reason: str = ""
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def look() -> Report:
 def _quantizer() -> Quantizer:
     available = tuple(_C.available_isas())
     try:
-        return Quantizer(_C.isa(), available, _C.openmp)
+        return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()))
     except QSyncError as error:
         return Quantizer(None, available, _C.openmp, str(error))
 

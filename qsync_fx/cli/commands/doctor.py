@@ -74,7 +74,8 @@ def _quantizer_text(quantizer: machine.Quantizer) -> str:
     if quantizer.path is None:
         return quantizer.reason
     threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
-    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}"
+    wrong = "".join(f"; {path} gives wrong results on this processor and is not used" for path in quantizer.refused)
+    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}{wrong}"
 
 
 def _tool_text(tool: machine.Tool | QSyncError) -> str:

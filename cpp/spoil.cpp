@@ -1,0 +1,110 @@
+#include "spoil.h"
+
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+
+namespace qsync {
+
+namespace {
+
+// The path that is spoiled: copies of its tables, in which one kernel is wrong, and where the right ones are.
+struct Spoiled {
+    Path &path;
+    const Path before;
+    Kernels kernels;
+    Codecs codecs;
+    Multiplier multiplier;
+    Optimizers optimizers;
+};
+
+std::optional<Spoiled> spoiled;
+
+// The kernel that is spoiled, by its type: what the wrong one calls first.
+template <class Function> Function right;
+
+void flip(void *first) { static_cast<unsigned char *>(first)[0] ^= 1; }
+
+// Changes a bit of what a kernel has written to its argument at the place OUT.
+template <int OUT, class... Arguments> void wrong(Arguments... arguments) {
+    right<void (*)(Arguments...)>(arguments...);
+    flip(std::get<OUT>(std::tie(arguments...)));
+}
+
+template <int OUT, class... Arguments> void replace(void (*&kernel)(Arguments...)) {
+    right<void (*)(Arguments...)> = kernel;
+    kernel = &wrong<OUT, Arguments...>;
+}
+
+using Absmax = std::uint32_t (*)(const void *, std::size_t);
+using Finish = void (*)(const std::int32_t *, std::size_t, std::size_t, const Target &);
+
+std::uint32_t wrong_absmax(const void *source, std::size_t n) { return right<Absmax>(source, n) ^ 1; }
+
+void wrong_finish(const std::int32_t *tile, std::size_t rows, std::size_t columns, const Target &target) {
+    right<Finish>(tile, rows, columns, target);
+    flip(target.to);
+}
+
+struct Kind {
+    const char *name;
+    int count;
+    void (*spoil)(Spoiled &, int);
+};
+
+const Kind KINDS[] = {
+    {"absmax", TYPES,
+     [](Spoiled &in, int i) {
+         right<Absmax> = in.kernels.absmax[i];
+         in.kernels.absmax[i] = wrong_absmax;
+     }},
+    {"quantize", TYPES * ROUNDINGS, [](Spoiled &in, int i) { replace<1>(in.kernels.quantize[i / ROUNDINGS][i % ROUNDINGS]); }},
+    {"round_float", ROUNDINGS, [](Spoiled &in, int i) { replace<1>(in.kernels.round_float[i]); }},
+    {"keep", 1, [](Spoiled &in, int) { replace<0>(in.kernels.keep); }},
+    {"qsgd_encode", WIDTHS * LAYOUTS, [](Spoiled &in, int i) { replace<5>(in.codecs.qsgd_encode[i / LAYOUTS][i % LAYOUTS]); }},
+    {"qsgd_decode", WIDTHS * LAYOUTS, [](Spoiled &in, int i) { replace<4>(in.codecs.qsgd_decode[i / LAYOUTS][i % LAYOUTS]); }},
+    {"onebit_encode", 1, [](Spoiled &in, int) { replace<5>(in.codecs.onebit_encode); }},
+    {"onebit_decode", 1, [](Spoiled &in, int) { replace<4>(in.codecs.onebit_decode); }},
+    {"truncate_encode", 1, [](Spoiled &in, int) { replace<4>(in.codecs.truncate_encode); }},
+    {"truncate_decode", 1, [](Spoiled &in, int) { replace<3>(in.codecs.truncate_decode); }},
+    {"pack_rows", 1, [](Spoiled &in, int) { replace<1>(in.multiplier.pack_rows); }},
+    {"pack_columns", 1, [](Spoiled &in, int) { replace<1>(in.multiplier.pack_columns); }},
+    {"multiply", 1, [](Spoiled &in, int) { replace<4>(in.multiplier.multiply); }},
+    {"finish", 1,
+     [](Spoiled &in, int) {
+         right<Finish> = in.multiplier.finish;
+         in.multiplier.finish = wrong_finish;
+     }},
+    {"adam", DECAYS * 2 * 2, [](Spoiled &in, int i) { replace<0>(in.optimizers.adam[i / 4][i / 2 % 2][i % 2]); }},
+    {"sgd", 2 * MOMENTA * 2, [](Spoiled &in, int i) { replace<0>(in.optimizers.sgd[i / (2 * MOMENTA)][i / 2 % MOMENTA][i % 2]); }},
+};
+
+} // namespace
+
+std::vector<std::pair<std::string, int>> spoilable() {
+    std::vector<std::pair<std::string, int>> found;
+    for (const Kind &kind : KINDS) found.emplace_back(kind.name, kind.count);
+    return found;
+}
+
+void mend() {
+    if (spoiled) spoiled->path = spoiled->before;
+    spoiled.reset();
+}
+
+void spoil(Path &path, const std::string &name, int which) {
+    mend();
+    for (const Kind &kind : KINDS) {
+        if (kind.name != name || which < 0 || which >= kind.count) continue;
+        spoiled.emplace(Spoiled{path, path, *path.kernels, *path.codecs, *path.multiplier, *path.optimizers});
+        kind.spoil(*spoiled, which);
+        path.kernels = &spoiled->kernels;
+        path.codecs = &spoiled->codecs;
+        path.multiplier = &spoiled->multiplier;
+        path.optimizers = &spoiled->optimizers;
+        return;
+    }
+    throw std::invalid_argument("there is no kernel " + name + " " + std::to_string(which));
+}
+
+} // namespace qsync

@@ -1,0 +1,97 @@
+"""Kernels that give wrong results on a processor are found out before they are used, told, and replaced by those of the next path.
+
+One bit of one kernel's result is made wrong (`_C.spoil`), in a process of its own where the path is yet to be chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qsync_fx import _C
+
+PATHS = _C.available_isas()
+KERNELS = [(name, which) for name, count in _C.spoilable() for which in range(count)]
+
+several = pytest.mark.skipif(
+    len(PATHS) == 1, reason="this processor has the scalar path alone, against which others are tried"
+)
+
+QUANTIZED = """
+import sys
+import torch
+from qsync_fx import _C
+from qsync_fx.backend.numerics import native, reference
+from qsync_fx.backend.operators.multiplying import on_cpu
+from qsync_fx.precision import precision
+
+_C.spoil(_C.available_isas()[0], sys.argv[1], int(sys.argv[2]))
+torch.manual_seed(0)
+x, seed, int8 = torch.randn(33, 65), torch.tensor([7]), precision("int8")
+q, scale = native.quantize(x, seed, 3, int8, "stochastic", [])
+expected, its_scale = reference.quantize(x, seed, 3, int8, "stochastic", [])
+assert torch.equal(q, expected) and torch.equal(scale, its_scale)
+product = on_cpu.gemm(q, q.t(), None, None, None, torch.float32)
+assert torch.equal(product, (q.int() @ q.t().int()).float())
+print("path", _C.isa(), "refused", *_C.refused_isas())
+from qsync_fx.cli.commands import doctor
+from qsync_fx.cli import machine
+print(doctor._quantizer_text(machine.look().quantizer))
+"""
+
+
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in os.environ.items() if name != "QSYNC_CPU_ISA"} | environment
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=given, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("isa", PATHS)
+def test_a_wrong_bit_of_any_kernel_is_found(isa: str) -> None:
+    assert _C.agrees(isa)
+    try:
+        for name, which in KERNELS:
+            _C.spoil(isa, name, which)
+            assert not _C.agrees(isa), f"{name} {which}"
+    finally:
+        _C.mend()
+    assert _C.agrees(isa)
+
+
+@several
+@pytest.mark.parametrize(("kernel", "which"), [("quantize", 0), ("multiply", 0), ("sgd", 19)])
+def test_its_path_is_refused_and_told_and_the_next_one_is_right(kernel: str, which: int) -> None:
+    done = run(QUANTIZED, kernel, str(which))
+    assert done.returncode == 0, done.stderr
+    chosen, report = done.stdout.splitlines()
+    first, second = PATHS[:2]
+    assert chosen == f"path {second} refused {first}"
+    assert f"RuntimeWarning: qsync_fx: the {first} kernels give other results than the scalar ones" in done.stderr
+    assert report.startswith(f"{second} (of ") and f"; {first} gives wrong results on this processor" in report
+
+
+@several
+def test_a_wrong_path_that_is_asked_for_is_an_error() -> None:
+    done = run(QUANTIZED, "quantize", "0", QSYNC_CPU_ISA=PATHS[0])
+    assert f"OptionError: the path '{PATHS[0]}' gives other results than the scalar one" in done.stderr
+    assert "QSYNC_CPU_ISA" in done.stderr and not done.stdout
+
+
+def test_what_is_right_is_not_refused() -> None:
+    done = run("from qsync_fx import _C; print(_C.isa(), _C.refused_isas())")
+    assert done.stdout.strip() == f"{PATHS[0]} []" and not done.stderr
+
+
+def test_a_kernel_that_is_not_there_is_none() -> None:
+    for isa, name, which in (
+        ("quantum", "keep", 0),
+        (PATHS[0], "kept", 0),
+        (PATHS[0], "keep", 1),
+        (PATHS[0], "keep", -1),
+    ):
+        with pytest.raises(ValueError, match=r"is not one of|there is no kernel"):
+            _C.spoil(isa, name, which)
