@@ -27,6 +27,7 @@ from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.second_order import telling
 from qsync_fx.backend.unasked import candidates, note_unasked, tell_of_a_stale_profile, with_cached_plan
+from qsync_fx.backend.weights_once import Lifted, lift
 from qsync_fx.cached.candidates import Candidates
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
@@ -124,7 +125,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         conv_on_cpu.laid_out_later() if options.inner == "inductor" else nullcontext(),
     ):
         extras = tuned.captures(options, device), options.keep_less
-        compiled = inner_compiler(options.inner, device, fast_dropout, *extras)(graph.module, inputs)
+        lifted = lift(graph) if options.weights_once else Lifted(device)
+        compiler = inner_compiler(options.inner, device, fast_dropout, *extras)
+        compiled = lifted.around(compiler(graph.module, [*inputs, *lifted.inputs]))
     run = telling(compiled, graph, options.inner)
     if (
         here.root is not None

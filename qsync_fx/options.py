@@ -50,6 +50,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         'mode="reduce-overhead" does, which means the same; False by default',
         "keep_less": "True: what the backward pass can compute again in one pass over memory is not kept for it, and masks of dropout are "
         "kept in bits; False by default",
+        "weights_once": "True: a weight is quantized to int8 or fp8 when torch counts a write to it, once a step, and not in each pass, "
+        "which is right while nobody writes to weights past torch (through .data, numpy); False by default",
         "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
         "fastest plan within the variance of bf16 that was found from it is in force",
         "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
@@ -91,6 +93,7 @@ class Options:
     fast_dropout: bool = False
     cudagraphs: bool = False
     keep_less: bool = False
+    weights_once: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
@@ -108,7 +111,7 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in ("exact", "where_faster", "fast_dropout", "cudagraphs", "keep_less", "cached_plan", "strict"):
+        for name in (found.name for found in fields(self) if isinstance(found.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
         for name, why, who in (

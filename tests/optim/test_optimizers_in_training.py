@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 
 import pytest
 import tiers
@@ -12,6 +11,7 @@ import torch
 from compared_optimizers import PAIRS, assert_alike, parameters, steps
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from weight_writes import COUNTED, UNCOUNTED
 
 import qsync_fx
 
@@ -151,37 +151,6 @@ def test_weights_are_cast_where_they_are_read() -> None:
     assert torch.equal(compiled(x), -before), "the same magnitudes, hence the same scales and roundings"
 
 
-def _stepped(layer: nn.Linear) -> None:
-    layer.weight.grad = layer.weight.detach().clone()
-    qsync_fx.optim.SGD([layer.weight], lr=2.0).step()
-
-
-def _copied(layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight.copy_(-layer.weight)
-
-
-def _taken_apart(layer: nn.Linear) -> None:
-    layer.weight.detach().numpy()[:] *= -1
-
-
-def _moved(layer: nn.Linear) -> None:
-    layer.weight.data = -layer.weight.data
-
-
-WRITES: dict[str, Callable[[nn.Linear], object]] = {
-    "a step": _stepped,
-    "copy_": _copied,
-    "load_state_dict": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}),
-    "load_state_dict, assigned": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}, assign=True),
-    "another .data": _moved,
-    "through .data": lambda layer: layer.weight.data.neg_(),
-    "through numpy": _taken_apart,
-    "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(-layer.weight.detach())),
-}
-"""Ways to negate a weight; some of them leave its version as it was."""
-
-
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_weight_that_was_changed_is_read_as_it_is(inner: str, evaluated: bool) -> None:
@@ -191,7 +160,7 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner: str, evaluated: bool)
     compiled = torch.compile(
         layer, backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner": inner}
     )
-    for name, write in WRITES.items():
+    for name, write in {**COUNTED, **UNCOUNTED}.items():
         with torch.set_grad_enabled(not evaluated):
             before, again = compiled(x).detach().clone(), compiled(x).detach().clone()
             write(layer)
