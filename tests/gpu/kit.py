@@ -56,13 +56,20 @@ def arch() -> Arch:
 
 
 def lacks(fmt: str) -> str:
-    """Returns why tests in a format are left out on this GPU: it has no unit for it; "" where it has."""
-    since = CUDA_SINCE.get(fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name, (0, 0))
+    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of ours multiplies it; "" where one does.
+
+    A V100 has no unit for INT8, and kernels that multiply it on the ordinary ones.
+    """
+    read = fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name
+    since = CUDA_SINCE.get(read, (0, 0))
     here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
+    compiled_for = known_of(DEVICE).arch if AVAILABLE else None
+    multiplied = {config.a for config in candidates.all_configs(compiled_for)} if compiled_for is not None else set()
+    if here >= since or read in multiplied:
+        return ""
     return (
-        ""
-        if here >= since
-        else f"{fmt} has units from compute capability {since[0]}.{since[1]} on, and this GPU is of {here[0]}.{here[1]}"
+        f"{fmt} has units from compute capability {since[0]}.{since[1]} on, this GPU is of {here[0]}.{here[1]}, and there is no kernel "
+        "without them"
     )
 
 

@@ -21,7 +21,7 @@ from qsync_fx.backend.cuda.choose.ahead import of_problems
 from qsync_fx.backend.cuda.choose.select import known, way
 from qsync_fx.backend.cuda.kernel.config import Arch
 from qsync_fx.backend.cuda.libraries import kernels
-from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.run import device as known_devices
 from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.backend.cuda.source.unit import Unit
@@ -133,6 +133,14 @@ def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[Unit]:
 def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
     found = way(problem, arch, known)
     return () if isinstance(found, str) else found.configs[:1]
+
+
+def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
+    """Returns the operators that compute problems which kernels of this architecture serve: a V100 has none for convolutions."""
+    served = [problem for problem in asked if _first(problem, arch)]
+    found = {"qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product" for problem in served}
+    assert found, f"{arch} has no kernel for any of these"
+    return found
 
 
 def winning(asked: Sequence[Problem], arch: Arch, environment: table.Environment | None = None) -> Table:

@@ -82,7 +82,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 models.step(name, fast, x)
             called = {event.key for event in profile.key_averages()}
-            assert ("qsync::gemm" if name == "bert" else "qsync::conv2d_product") in called, "no kernel of ours ran"
+            assert models.operators_with_kernels(asked, kit.arch()) <= called, "no kernel of ours ran"
         refused = {
             p: why for p, why in reasons.reasons().items() if "its kernel does not" in why or "cannot be st" in why
         }

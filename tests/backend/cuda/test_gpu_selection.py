@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu import models
+
+from qsync_fx.backend.cuda.kernel.config import Arch
 
 TESTS = Path(__file__).parents[2]
 FORMATS = ("fp32", "fp16", "bf16", "tf32", "int8", "int8_grad", "fp8")
 DEVICES = {(7, 0): "sm_70", (7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
 LACKS: dict[tuple[int, int], set[str]] = {
-    (7, 0): {"bf16", "tf32", "int8", "int8_grad", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
+    (7, 0): {"bf16", "tf32", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
 }  # fmt: skip
-"""Formats that a GPU has no unit of its own for. A V100 multiplies INT8 on its ordinary units: its kernels are tested, models are not."""
+"""Formats that nothing multiplies on a GPU. A V100 multiplies INT8 on its ordinary units, by kernels of ours: so do its models."""
 
 ASKS = """
 import importlib, json, sys
@@ -66,7 +69,9 @@ def asked() -> dict[str, dict[str, Any]]:
 def test_a_gpu_is_asked_for_what_it_has(capability: tuple[int, int], asked: dict[str, dict[str, Any]]) -> None:
     found = asked[".".join(map(str, capability))]
     lacks = {fmt: why for fmt, why in found["lacks"].items() if why}
-    assert set(lacks) == LACKS[capability]
+    # Where nothing compiles for a V100, it has no kernels for INT8 either.
+    unserved = {"int8", "int8_grad"} if found["missing"] and capability == (7, 0) else set()
+    assert set(lacks) == LACKS[capability] | unserved
     for why in lacks.values():
         assert f"this GPU is of {capability[0]}.{capability[1]}" in why, "who is left out is told why"
     assert found["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
@@ -77,6 +82,14 @@ def test_a_gpu_is_asked_for_what_it_has(capability: tuple[int, int], asked: dict
         )
         return
     assert found["arch"] == DEVICES[capability] and found["archs"] == [found["arch"]]
-    # What is left out has no kernel there, and what is not left out has one, or is torch's.
-    without = LACKS[capability] - ({"int8"} if capability == (7, 0) else set())
-    assert not without & set(found["multiplied"]) and {"fp16", "int8"} <= set(found["multiplied"])
+    assert not LACKS[capability] & set(found["multiplied"]) and {"fp16", "int8"} <= set(found["multiplied"])
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_90a"])
+@pytest.mark.parametrize(("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")])
+def test_models_are_asked_for_the_operators_that_have_kernels_there(arch: Arch, name: str, precision: str) -> None:
+    """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no convolutions."""
+    asked = models.problems(name, precision, arch)
+    assert any(problem.a == "int8" for problem in asked)
+    convolved = {"qsync::conv2d_product"} if name == "resnet" and arch != "sm_70" else set()
+    assert models.operators_with_kernels(asked, arch) == {"qsync::gemm"} | convolved
