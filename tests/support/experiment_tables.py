@@ -1,4 +1,4 @@
-"""Tables of docs/experiments.md and docs/communication.md, from the results of benchmarks/paper.
+"""Tables of docs/experiments.md, docs/communication.md and docs/predictor.md, from the results of benchmarks.
 
 Invariant: each number is one of the file's, rounded; what was run where stands above its table.
 """
@@ -86,6 +86,34 @@ def convergence() -> str:
     return _table("convergence", columns)
 
 
+def hybrid() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "seed": lambda row: str(row["seed"]),
+        "step": lambda row: f"{row['step_ms']:.1f} ms",
+        "longer than uniform's (goal 2%)": lambda row: f"{row['longer']:+.1%}",
+        "foreseen (goal 5%)": lambda row: f"{row['off']:+.1%}",
+        "less variance (goal 30%)": lambda row: f"{row['less']:.0%}",
+        "rank 0 waits more, of a step": lambda row: f"{row['waits']:+.1%}",
+        "memory, of the cap": lambda row: f"{row['peak_to_cap']:.0%}",
+        "operators back in FP32": lambda row: str(row["recovered"]),
+        "accuracy": lambda row: f"{row['accuracy']:.2%}",
+        "uniform's": lambda row: f"{row['uniform_accuracy']:.2%}",
+    }
+    return _table("hybrid", columns)
+
+
+def ddp_accuracy() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row["case"],
+        "foreseen": lambda row: row["way"],
+        "pairs": lambda row: str(row.get("pairs", "")),
+        "off in the mean": lambda row: f"{row['mean_%']:.1f}%",
+        "at worst": lambda row: f"{row['worst_%']:.1f}%",
+        "in the mean, with its sign": lambda row: f"{row['bias_%']:+.1f}%" if "bias_%" in row else "",
+    }
+    return _table("ddp_accuracy", columns)
+
+
 def aqgb_fig3() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
@@ -114,7 +142,19 @@ def slow_links() -> str:
 
 TABLES = {
     made.__name__: made
-    for made in (table2, table4, table6, fig6, fig8, codec_accuracy, aqgb_fig3, slow_links, convergence)
+    for made in (
+        table2,
+        table4,
+        table6,
+        fig6,
+        fig8,
+        codec_accuracy,
+        aqgb_fig3,
+        slow_links,
+        convergence,
+        hybrid,
+        ddp_accuracy,
+    )
 }
 
 
