@@ -53,7 +53,8 @@ class Exact:
             raise why_not(search)
         bound = search.bound if whole else search.proved
         plans, codecs = search.best[0], search.best[1].codecs
-        judged = Judge(problem, plans, codecs).judged()
+        # What a step holds is left out of a search where nothing limits it.
+        judged = search.best[1] if search.whole else Judge(problem, plans, codecs).judged()
         value = judged.value(problem)
         took = time.perf_counter() - began
         notes = () if whole or search.near else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)

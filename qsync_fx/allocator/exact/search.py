@@ -127,10 +127,11 @@ class Search(Learned):
 
     def _above(self) -> bool:
         """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
-        found = [
-            certain.add_above(self.judge.states(name).names, self._asked.memory[name])
-            for name, certain in self._certain.items()
-        ]
+        found = []
+        for name, certain in self._certain.items():
+            memory = self.judge.memory(name)
+            assert memory is not None, "it is limited"
+            found.append(certain.add_above(self.judge.states(name).names, self._asked.memory[name], memory.written))
         return any(found)
 
     def lean(self, rounds: int) -> bool:

@@ -14,6 +14,7 @@ from qsync_fx.allocator.judging.memories import Memories
 from qsync_fx.allocator.judging.remembered import remembered
 from qsync_fx.allocator.problem import Plans, Problem
 from qsync_fx.predictor.mapper import CostMapper, States, scheduled, states
+from qsync_fx.predictor.model.value import StateNames
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.timeline.timeline import Timeline
@@ -22,6 +23,8 @@ TOLERANCE = 1e-9
 """By how much, of a limit, rounding may take a plan beyond it."""
 _MANY = 0.1
 """The share of operators from which on changing them one by one takes longer than looking at all."""
+_SEEN = 8
+"""Plans of which it is kept what they hold."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Judge:
         self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
         self._memories: dict[str, Memories] = {}
+        self._seen: dict[tuple[str, tuple[StateNames, ...]], Memories] = {}
         self._timeline: Timeline | None = None
         fleet = played(self.schedules(), problem.cluster)
         parameters = next(iter(self._schedules.values())).parameters
@@ -184,7 +188,13 @@ class Judge:
         """Returns what a step of a class holds; None where that is not known."""
         part = self.problem.classes[name]
         if name not in self._memories and part.training is not None:
-            self._memories[name] = Memories(part, self.states(name))
+            found = self.states(name)
+            key = name, found.names
+            # What a step holds takes long to know, and a search comes back to plans: uniform ones, and the best so far.
+            known = self._seen.pop(key) if key in self._seen else Memories(part, found)
+            self._memories[name] = self._seen[key] = known
+            while len(self._seen) > _SEEN:
+                del self._seen[next(iter(self._seen))]
         return self._memories.get(name)
 
     def peak(self, name: str) -> int | None:

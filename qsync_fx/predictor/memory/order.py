@@ -42,6 +42,7 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
     """
     groups: list[_Kernel] = []
     needs: list[set[int]] = []
+    needed_by: list[set[int]] = []
     place: dict[Buffer, int] = {}
     touching: defaultdict[Buffer, set[int]] = defaultdict(set)
     for task in tasks:
@@ -50,18 +51,18 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
         if not task.library:
             # What it joins has some of its reads in common with it, and waits for nothing that the task needs.
             near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
-            behind: set[int] | None = None
             for at in near:
-                if groups[at].takes(task):
-                    behind = reaching(needs, needed) if behind is None else behind
-                    if at not in behind:
-                        found = at
-                        break
+                if groups[at].takes(task) and not _waits(needed_by, at, needed):
+                    found = at
+                    break
         if found == len(groups):
             groups.append(_Kernel())
             needs.append(set())
+            needed_by.append(set())
         groups[found].add(task)
         needs[found] |= needed - {found}
+        for at in needed - {found}:
+            needed_by[at].add(found)
         for buffer in task.writes:
             place[buffer] = found
             touching[buffer].add(found)
@@ -110,6 +111,19 @@ def reaching(needs: Sequence[Set[int]], needed: Iterable[int]) -> set[int]:
             found.add(at)
             left.append(at)
     return found
+
+
+def _waits(needed_by: Sequence[Set[int]], at: int, needed: Set[int]) -> bool:
+    """Whether any of the needed ones waits for one place: what waits for a late one is little."""
+    found: set[int] = set()
+    left = [at]
+    while left:
+        new = needed_by[left.pop()] - found
+        if not needed.isdisjoint(new):
+            return True
+        found |= new
+        left += new
+    return False
 
 
 def visit(

@@ -16,16 +16,24 @@ class Values:
     def __init__(self, states: States) -> None:
         self.states, self.graph = states, states.graph
         self._products = frozenset(row.name for row in table().values() if row.products)
-        self._same: dict[int, int] = {}
+        self._roots = [value.tensor for value in self.graph.values]
+        same: dict[int, int] = {}
         for operator in self.graph.operators:
             if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
                 # Without a mask it gives back what it reads.
-                self._same[operator.result] = self.root(operator.reads[0].value)
+                tensor = self._roots[operator.reads[0].value]
+                same[operator.result] = same.get(tensor, tensor)
+        self._roots = [same.get(tensor, tensor) for tensor in self._roots]
+        values = [self.graph.values[root] for root in self._roots]
+        self._given = [value.source != "operator" for value in values]
+        self._makers = [
+            None if given or value.operator is None else self.graph.operators[value.operator]
+            for value, given in zip(values, self._given, strict=True)
+        ]
 
     def root(self, value: int) -> int:
         """Returns the place of the value whose memory a value lies in."""
-        found = self.graph.values[value].tensor
-        return self._same.get(found, found)
+        return self._roots[value]
 
     def bytes(self, value: int, fmt: Name) -> int:
         """Returns the bytes of a value in a format."""
@@ -39,12 +47,11 @@ class Values:
 
     def made_by(self, value: int) -> Operator | None:
         """Returns the operator that makes a value; None for what is there before the step."""
-        maker = self.graph.values[self.root(value)].operator
-        return None if maker is None or self.given(value) else self.graph.operators[maker]
+        return self._makers[value]
 
     def given(self, value: int) -> bool:
         """Whether a value is there before the step."""
-        return self.graph.values[self.root(value)].source != "operator"
+        return self._given[value]
 
     def is_part(self, value: int) -> bool:
         """Whether it is a view of a part of a larger value, which a product reads from a copy."""

@@ -9,19 +9,16 @@ Invariant: at whole choices a value that is computed again is so from no more th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from qsync_fx.allocator.exact.bounding.kept import Kept
+from qsync_fx.allocator.exact.bounding.unary import Count, added, exactly, least, one_or_more, where_so
 from qsync_fx.allocator.exact.bounding.waiting import Waiting, beside
-from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.exact.linear.program import ONE, Expression, Program, total
 from qsync_fx.allocator.exact.terms.formats import Spread
 from qsync_fx.precision import FORMATS
-from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.memory.telling import GATES, pools
 from qsync_fx.predictor.model.value import Name, StateNames
-
-MANY: Final = 64
-"""More than anything is computed from: what is above `READS` is written down, so that more need not be told apart."""
 
 
 class Where(Protocol):
@@ -77,7 +74,7 @@ class Again:
         keepers = self._keepers.get(value, ())
         return keepers[0] if len(keepers) == 1 and not self.products(value) else None
 
-    def many(self, value: int) -> Expression:
+    def many(self, value: int) -> Count:
         """Returns from how many buffers a value is computed again at most, where it is."""
         return self._again[value]
 
@@ -101,7 +98,7 @@ class Again:
         if self.products(value) and not self._told(value):
             return ONE
         again = total((1.0, scaled), (1.0, (self._lost if lost is None else lost)[value]))
-        return least_of(self.program, [ONE, again, total((1.0, ONE), (-1.0, self._certain_as_held(value)))])
+        return self.program.at_most([again, total((1.0, ONE), (-1.0, self._certain_as_held(value)))])
 
     def certain(self, value: int, fmt: Name) -> Expression:
         """Returns where some product keeps a value in a format."""
@@ -137,33 +134,35 @@ class Again:
                 continue
             used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
             parts = [self.lost_part(value, found) for value in self._waiting.computed(sorted(used - {result}))]
-            found[result] = least_of(self.program, [ONE, total(*((1.0, part) for part in parts))])
+            found[result] = self.program.at_most([total(*((1.0, part) for part in parts))])
         return found
 
-    def _computed_again(self) -> Sequence[Expression]:
+    def _computed_again(self) -> Sequence[Count]:
         """From how much each value is computed again at most, where it is."""
         forward, waiting = self._forward, self._waiting
-        found: list[Expression] = [ONE] * len(self.graph.values)
+        found: list[Count] = [exactly(1)] * len(self.graph.values)
         for operator in self.graph.operators:
             result = operator.result
             if forward.multiplies(operator) or result in self._kept.lost:
                 continue
             reads = {forward.root(read.value) for read in operator.reads}
             used = sorted(waiting.computed((reads | set(self._kept.saved(operator))) - {result}))
-            many = total((float(beside(operator)), ONE), *((1.0, self._part(value, found[value])) for value in used))
-            cuts = [where_so(self._only_scaled(value), ONE) for value in used if value in reads]
-            found[result] = least_of(self.program, [many, {CONSTANT: READS + 1.0}, *cuts])
+            many = added(
+                self.program, [exactly(beside(operator)), *(self._part(value, found[value]) for value in used)]
+            )
+            cuts = [where_so(self._only_scaled(value), exactly(1)) for value in used if value in reads]
+            found[result] = least(self.program, [many, *cuts])
         return found
 
-    def _part(self, value: int, again: Expression) -> Expression:
+    def _part(self, value: int, again: Count) -> Count:
         """As how many buffers a value counts that another is computed again from."""
         maker = self._forward.made_by(value)
         assert maker is not None
         if self._forward.multiplies(maker):
-            return ONE if self.keeper(value) is not None else {CONSTANT: 2.0}
+            return exactly(1 if self.keeper(value) is not None else 2)
         if len(self.products(value)) > 1 or self._waiting.writes(maker) or value in self._kept.lost:
-            return {CONSTANT: float(max(2, self._waiting.again[value]))}
-        return least_of(self.program, [where_so(self._certain_as_held(value), ONE), one_or_more(again)])
+            return exactly(max(2, self._waiting.again[value]))
+        return least(self.program, [where_so(self._certain_as_held(value), exactly(1)), one_or_more(again)])
 
     def _certain_as_held(self, value: int) -> Expression:
         """Where some product keeps a value in the format that it has."""
@@ -199,41 +198,6 @@ class Again:
         """Whether an operator reads all of a value, and no view of a part."""
         reads = [read.value for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
         return not any(self._forward.is_part(read) for read in reads)
-
-
-def where_so(condition: Expression, many: Expression) -> Expression:
-    """What is `many` where a condition is 1, and more than anything elsewhere."""
-    known = constant(condition)
-    if known is not None:
-        return many if known == 1 else {CONSTANT: float(MANY)}
-    return total((1.0, many), (float(MANY), ONE), (-float(MANY), condition))
-
-
-def one_or_more(many: Expression) -> Expression:
-    known = constant(many)
-    return many if known is None else {CONSTANT: max(1.0, known)}
-
-
-def least_of(program: Program, several: Sequence[Expression]) -> Expression:
-    """Returns what is no more than each of several."""
-    known = min((size for e in several if (size := constant(e)) is not None), default=INFINITY)
-    free = [one for one in several if constant(one) is None]
-    if not free:
-        return {CONSTANT: known}
-    if len(free) == 1 and known >= most(program, free[0]):
-        return free[0]
-    found = {program.variable(upper=min([known, *(most(program, one) for one in free)])): 1.0}
-    for one in free:
-        program.row(total((1.0, found), (-1.0, one)), most=0.0)
-    return found
-
-
-def most(program: Program, expression: Expression) -> float:
-    """Returns what an expression is at most."""
-    return sum(
-        factor if variable == CONSTANT else max(0.0, factor) * program.upper[variable]
-        for variable, factor in expression.items()
-    )
 
 
 def scaled(fmt: Name) -> bool:

@@ -25,6 +25,8 @@ _MORE: Final = 4
 """Moments that are added at a time."""
 _ASKED: Final = 2_000_000
 """Operators at moments that are looked at in all to find these."""
+_NEAR: Final = 1e-6
+"""How much below a limit, of it, what the judge says that is held is taken for what may be above."""
 _BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
 
@@ -64,11 +66,24 @@ class Certain:
         self.moments += new
         return bool(new)
 
-    def add_above(self, names: Sequence[StateNames], limit: float) -> bool:
-        """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are."""
+    def add_above(self, names: Sequence[StateNames], limit: float, written: Memory) -> bool:
+        """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are.
+
+        Args:
+            names: the states that the plan puts operators into.
+            limit: in bytes.
+            written: what is held under it in the order in which a pass is written: no less than is certain.
+        """
+        more = self._before - sum(written.moments[0].of(category) for category in _BEFORE)
+        high = {
+            moment.operator
+            for moment in written.moments
+            if moment.place == "backward" and moment.bytes + more > limit * (1 - _NEAR)
+        }
+        above = [moment for moment in self.during.moments if self._operator(moment) in high]
         # Of thousands of operators all moments would take minutes.
-        every = 1 + len(names) * len(self.during.moments) // _ASKED
-        rest = [moment for moment in self.during.moments[::every] if moment not in self.moments]
+        every = 1 + len(names) * len(above) // _ASKED
+        rest = [moment for moment in above[::every] if moment not in self.moments]
         # To know it to the byte takes long, and most limits are missed by more.
         for exact in (False, True):
             found = {
@@ -81,6 +96,9 @@ class Certain:
                 break
         self.moments += sorted(new)
         return bool(new)
+
+    def _operator(self, moment: Moment) -> str:
+        return self.kept.graph.operators[moment[0]].id
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         before: Expression = {CONSTANT: float(self._before)}

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from qsync_fx.allocator.exact.bounding.again import MANY, Again, Where, least_of, most, one_or_more, scaled, where_so
+from qsync_fx.allocator.exact.bounding.again import Again, Where, scaled
 from qsync_fx.allocator.exact.bounding.forced import Forced
 from qsync_fx.allocator.exact.bounding.kept import Kept, factors, norms
+from qsync_fx.allocator.exact.bounding.unary import TOP, Count, added, exactly, least, one_or_more, where, where_so
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
-from qsync_fx.allocator.exact.linear.program import CONSTANT, ONE, Expression, total
+from qsync_fx.allocator.exact.linear.program import Expression, constant, total
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.model.value import Operator
 
@@ -37,43 +38,47 @@ class Counts:
         self.again = Again(kept, waiting, where)
         self._waiting, self._where = waiting, where
         self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
-        self.arriving: dict[int, dict[int, Expression]] = {}
+        self.arriving: dict[int, dict[int, Count]] = {}
         self.written: dict[int, Expression] = {}
+        self._written_of: dict[tuple[int, tuple[int, ...]], Expression] = {}
         self._forced = Forced(kept, waiting, where, self.again)
         self._arrive()
 
-    def sources(self, value: int) -> Expression:
+    def sources(self, value: int) -> Count:
         """Returns from how many buffers the gradient of a value is computed at most."""
         arriving = list(self.arriving[value].values())
-        every = total(*((1.0, one) for one in arriving))
+        every = added(self.program, arriving)
         written = self.written.get(value)
         if written is None:
             return every
-        rest = total((1.0, ONE), *((1.0, one) for one in arriving[1:]))
-        return least_of(self.program, [every, {CONSTANT: float(READS)}, where_so(written, rest)])
+        rest = added(self.program, [exactly(1), *arriving[1:]])
+        return least(self.program, [every, exactly(READS), where_so(written, rest)])
 
-    def written_down(self, arriving: Iterable[Expression]) -> Expression:
-        """Returns whether a gradient is written down that is computed from so many; nothing where it never is."""
-        many = total(*((1.0, one) for one in arriving))
-        if most(self.program, many) <= READS:
-            return {}
-        found = {self.program.variable(whole=True): 1.0}
-        self.program.row(total((READS + 1.0, found), (-1.0, many)), most=0.0)
-        return found
+    def written_down(self, value: int, behind: Iterable[int]) -> Expression:
+        """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
+        key = value, tuple(behind)
+        if key not in self._written_of:
+            enough = added(self.program, [self.arriving[value][at] for at in key[1]])[TOP - 1]
+            found: Expression = {}
+            if constant(enough) != 0:
+                found = {self.program.variable(whole=True): 1.0}
+                self.program.row(total((1.0, found), (-1.0, enough)), most=0.0)
+            self._written_of[key] = found
+        return self._written_of[key]
 
     def _arrive(self) -> None:
         waiting, forward = self._waiting, self._forward
         for read in self.graph.outputs:
             if waiting.differentiated(read.value):
-                self._add(forward.root(read.value), -1, ONE)
+                self._add(forward.root(read.value), -1, exactly(1))
         for at, operator in reversed(list(enumerate(self.graph.operators))):
             value = operator.result
             if value not in self.arriving or forward.root(value) != value:
                 continue
-            if written := self.written_down(self.arriving[value].values()):
+            if written := self.written_down(value, self.arriving[value]):
                 self.written[value] = written
                 self._forced.add(value, written, self.arriving, self.written)
-            leaving = total((1.0, self.sources(value)), (1.0, self._keeps(at, operator)))
+            leaving = added(self.program, [self.sources(value), self._keeps(at, operator)])
             passed: set[int] = set()
             for place, read in enumerate(operator.reads):
                 root = forward.root(read.value)
@@ -85,31 +90,31 @@ class Counts:
                     passed.add(root)
                     self._add(root, at, leaving)
 
-    def _add(self, value: int, at: int, many: Expression) -> None:
+    def _add(self, value: int, at: int, many: Count) -> None:
         into = self.arriving.setdefault(value, {})
-        into[at] = total((1.0, into.get(at, {})), (1.0, many))
+        into[at] = added(self.program, [into[at], many]) if at in into else many
 
-    def _product(self, at: int, operator: Operator, place: int) -> Expression:
+    def _product(self, at: int, operator: Operator, place: int) -> Count:
         """The gradient that a product gives, and the scale of its other factor where it has one."""
         if not self._forward.multiplies(operator):
-            return {CONSTANT: 2.0}
+            return exactly(2)
         wanted = [read.wanted for at, read in enumerate(factors(operator)) if at != place]
         also = [
-            where
-            for state, where in self._where.states[at].items()
+            there
+            for state, there in self._where.states[at].items()
             if any(scaled(formats.get(state[0] or "")) for formats in wanted)
         ]
-        return total((1.0, ONE), *((1.0, where) for where in also))
+        return added(self.program, [exactly(1), where(total(*((1.0, one) for one in also)))])
 
-    def _keeps(self, at: int, operator: Operator) -> Expression:
+    def _keeps(self, at: int, operator: Operator) -> Count:
         """What the gradients of an operator's operands are computed from beside its own."""
         if self._waiting.writes(operator):
-            return {}
+            return exactly(0)
         certain = self.again.result_kept(at)
         if certain is None:
-            return {CONSTANT: float(self._waiting.added(operator))}
+            return exactly(self._waiting.added(operator))
         there = total(*((1.0, where) for where in certain.values()))
-        several = [where_so(there, ONE), one_or_more(self.again.many(operator.result))]
+        several = [where_so(there, exactly(1)), one_or_more(self.again.many(operator.result))]
         if (behind := self._gate_behind(operator.result)) is not None:
             gate, passed = behind
             later = self.again.result_kept(gate)
@@ -120,8 +125,8 @@ class Counts:
             # Unless that reads what a product keeps of it in a format that it has not itself.
             first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
             new.append(self._forced.lies(operator.result, first, but_as_held=True))
-            several.append(total(*((float(MANY), one) for one in new)))
-        return least_of(self.program, several)
+            several.append([total(*((1.0, one) for one in new))] * TOP)
+        return least(self.program, several)
 
     def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
         """Returns the gate that is computed from a value by elementwise operators alone, and what is computed between."""

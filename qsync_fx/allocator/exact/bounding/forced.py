@@ -11,10 +11,11 @@ Invariant: at whole choices what a row forces is so.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from qsync_fx.allocator.exact.bounding.again import Again, Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
+from qsync_fx.allocator.exact.bounding.unary import Count
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
 from qsync_fx.allocator.exact.linear.program import ONE, Expression, constant, total
 from qsync_fx.predictor.memory.backward import READS
@@ -39,7 +40,7 @@ class Forced:
         self,
         value: int,
         written: Expression,
-        arriving: Mapping[int, Mapping[int, Expression]],
+        arriving: Mapping[int, Mapping[int, Count]],
         others: Mapping[int, Expression],
     ) -> None:
         """Adds rows that have the gradient of a value written down; `arriving` and `others` are `Counts.arriving` and `.written`."""
@@ -67,7 +68,7 @@ class Forced:
         """Whether it is known in which states a gate's result is kept, and not what it is computed again from."""
         return self._again.result_kept(at) is not None and self._products(gate.result) is not None
 
-    def _gradients(self, arriving: Mapping[int, Expression]) -> int:
+    def _gradients(self, arriving: Iterable[int]) -> int:
         """Returns from how many gradients one is computed at least that is not written down itself."""
         elementwise = 0
         found = 0

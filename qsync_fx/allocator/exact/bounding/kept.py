@@ -134,7 +134,11 @@ class Kept:
                 if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
         for result in _of(readers, self.results):
+            # An operator keeps a value in one format: parts of where it is that one are one part.
+            parts: dict[Name, Expression] = {}
             for fmt, where in self._result(formats, result):
+                parts[fmt] = total((1.0, parts.get(fmt, {})), (1.0, where))
+            for fmt, where in parts.items():
                 wants.setdefault((result.value, fmt), []).append(where)
         for at, sizes in self.extras.items():
             if self._extras_read(readers, at):

@@ -9,10 +9,11 @@ Invariant: at the best of these variables the expression is no more than what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from qsync_fx.allocator.exact.bounding.again import Where, most
+from qsync_fx.allocator.exact.bounding.again import Where
 from qsync_fx.allocator.exact.bounding.counts import Counts
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, gradients
@@ -20,7 +21,9 @@ from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Exp
 from qsync_fx.allocator.exact.terms.formats import Spread
 from qsync_fx.predictor.memory.backward import computed_in
 from qsync_fx.predictor.memory.telling import whole
-from qsync_fx.predictor.model.value import Name, Operator, StateNames
+from qsync_fx.predictor.model.value import Operator, StateNames
+
+Key = TypeVar("Key")
 
 
 class Planned:
@@ -34,11 +37,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Item:
-    """What is there where an expression is 1: so many bytes in each state of an operator."""
+    """Bytes that are there where an expression, 0 or 1, is 1 and nothing of `unless` is."""
 
-    at: int
-    sizes: Mapping[StateNames, Expression]
-    most: int
+    size: int
+    where: Expression
+    unless: Expression
 
 
 class Streams:
@@ -52,12 +55,14 @@ class Streams:
         self._kept, self._waiting = kept, waiting
         self.graph, self._forward = kept.graph, kept.passes[0].forward
         self._counts: tuple[Where, Counts] | None = None
+        self._known: dict[Moment, Expression] = {}
+        self._repeated = any(operator.repeated for operator in self.graph.operators)
         self._counted_elsewhere = {result.value for result in kept.results}
 
     def of(self, planned: Planned, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
         """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
         found, program = self.expression(planned, moment), planned.program
-        if constant(found) is not None or most(program, found) <= above:
+        if constant(found) is not None or program.most(found) <= above:
             return found.get(CONSTANT, 0.0)
         before, program.costs = program.costs, [0.0] * len(program.costs)
         for variable, factor in found.items():
@@ -71,11 +76,16 @@ class Streams:
 
     def expression(self, where: Where, moment: Moment) -> Expression:
         """Returns the bytes, with variables that are at their best where these are least."""
-        if any(operator.repeated for operator in self.graph.operators):
+        if self._repeated:
             return {}
         if self._counts is None or self._counts[0] is not where:
-            self._counts = where, Counts(self._kept, self._waiting, where)
-        counts, program, place = self._counts[1], where.program, moment[0]
+            self._counts, self._known = (where, Counts(self._kept, self._waiting, where)), {}
+        if moment not in self._known:
+            self._known[moment] = self._expression(self._counts[1], where, moment)
+        return self._known[moment]
+
+    def _expression(self, counts: Counts, where: Where, moment: Moment) -> Expression:
+        program, place = where.program, moment[0]
         there: dict[int, Expression] = {}
         read: dict[int, Expression] = {}
         found: dict[int, float] = {}
@@ -84,10 +94,10 @@ class Streams:
             if not any(now.values()):
                 there[value] = {}
                 continue
-            behind = {at: many for at, many in counts.arriving[value].items() if at > place or at < 0}
+            behind = [at for at in counts.arriving[value] if at > place or at < 0]
             written = counts.written.get(value, {})
             if len(behind) < len(counts.arriving[value]):
-                written = counts.written_down(behind.values()) if written else {}
+                written = counts.written_down(value, behind) if written else {}
             there[value] = program.any_of([now], written) if written else now
             if written:
                 both = written if constant(now) == 1 else program.any_of([written], total((1.0, ONE), (-1.0, now)))
@@ -135,28 +145,19 @@ class Streams:
                 wide = where.program.any_of([here], total((1.0, ONE), (-1.0, both)))
                 add(found, wide, sizes[fmt] - least)
 
-    def _hold(self, found: dict[int, float], program: Program, there: Expression, items: Sequence[_Item]) -> None:
+    def _hold(self, found: dict[int, float], program: Program, there: Expression, items: Iterable[_Item]) -> None:
         """Adds bytes that are held where an expression is 1."""
-        if not items:
-            return
-        held: dict[int, float] = {}
+        gone = {} if constant(there) == 1 else total((1.0, ONE), (-1.0, there))
         for item in items:
-            for where in item.sizes.values():
-                add(held, where, 1.0)
-        if constant(there) == 1:
-            for variable, factor in held.items():
-                found[variable] = found.get(variable, 0.0) + factor
-            return
-        limit = float(sum(item.most for item in items))
-        known = {program.variable(upper=limit / _UNIT): 1.0}
-        # Nothing where it is not there, which takes all of it away.
-        gone = total((limit / _UNIT, ONE), (-limit / _UNIT, there))
-        program.row(total((1.0 / _UNIT, held), (-1.0, gone), (-1.0, known)), most=0.0)
-        add(found, known, _UNIT)
+            if constant(item.unless) != 0:
+                # Several things may be otherwise at once, so that what is left is no expression of its own.
+                rest = program.at_least(total((1.0, item.where), (-1.0, item.unless), (-1.0, gone)))
+            else:
+                rest = there if constant(item.where) == 1 else program.any_of([item.where], gone)
+            add(found, rest, item.size)
 
-    def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> list[_Item]:
+    def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> Iterator[_Item]:
         """The gradients of a value that products have written."""
-        found: list[_Item] = []
         for at in behind:
             product = self.graph.operators[at]
             if not self._forward.multiplies(product):
@@ -165,48 +166,50 @@ class Streams:
                 read = product.reads[place].value
                 if self._forward.root(read) == value:
                     sizes = {state: self._forward.bytes(read, computed_in(state[0])[1]) for state in product.costs}
-                    found.append(_item(at, where, sizes))
-        return found
+                    yield from self._items(where.states[at], sizes)
 
-    def _gate(self, counts: Counts, where: Where, at: int, moment: Moment) -> list[_Item]:
+    def _gate(self, counts: Counts, where: Where, at: int, moment: Moment) -> Iterator[_Item]:
         """What a gate keeps: its result where a product keeps that; elsewhere a byte an element, or what it is computed again from."""
         kept = counts.again.result_kept(at)
         operator = self.graph.operators[at]
         if kept is None or operator.result in self._counted_elsewhere:
-            return []
+            return
         hows = self._kept.formats_of(at, operator.result)
         assert hows is not None
         product = self._product(counts, operator, moment)
         floor = whole(self.graph.values[operator.result].numel) if product is not None else 0
-        sizes = {state: self._forward.bytes(operator.result, hows[state]) - floor for state in kept}
-        found: dict[StateNames, Expression] = {
-            state: total((float(sizes[state]), there)) for state, there in kept.items()
-        }
-        items = [_Item(at, found, max(sizes.values()))]
+        sizes = {state: self._forward.bytes(operator.result, hows[state]) for state in kept}
+        yield _Item(floor, ONE, {})
+        for size, least in _levels(sizes, floor):
+            yield _Item(size, total(*((1.0, kept[state]) for state in least)), {})
         if product is not None:
-            items.append(_Item(at, {(None, None): {CONSTANT: float(floor)}}, floor))
             otherwise = total(*((1.0, there) for there in kept.values()), (1.0, counts.again.lost(operator.result)))
-            items.append(self._computed_from(counts, where, product, floor, otherwise))
-        return items
+            yield from self._computed_from(counts, where, product, floor, otherwise)
 
-    def _computed_from(self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression) -> _Item:
+    def _computed_from(
+        self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression
+    ) -> Iterator[_Item]:
         """A product's result that a gate keeps, beyond a number of bytes, but where something is otherwise."""
         keeper = counts.again.keeper(product)
         assert keeper is not None
         hows = self._kept.formats_of(keeper, product)
         assert hows is not None
-        by_format: dict[Name, Expression] = {}
-        for state, there in where.states[keeper].items():
-            by_format[hows[state]] = total((1.0, by_format.get(hows[state], {})), (1.0, there))
-        found: dict[int, float] = {}
-        most = 0
-        for fmt, there in by_format.items():
-            for output, given in where.outputs[self._place(product)].items():
-                size = min(self._forward.bytes(product, fmt), self._forward.bytes(product, output)) - floor
-                no = total((1.0, otherwise), (1.0, ONE), (-1.0, given))
-                add(found, where.program.any_of([there], no), size)
-                most = max(most, size)
-        return _Item(keeper, {(None, None): found}, most)
+        outputs = where.outputs[self._place(product)]
+        by_state = {state: self._forward.bytes(product, hows[state]) for state in where.states[keeper]}
+        by_output = {fmt: self._forward.bytes(product, fmt) for fmt in outputs}
+        # It is kept in the narrower of the two.
+        before = floor
+        for least in sorted({*by_state.values(), *by_output.values()}):
+            if before < least <= min(max(by_state.values()), max(by_output.values())):
+                wide = _sum_of(where.states[keeper], [s for s, size in by_state.items() if size >= least])
+                narrow = _sum_of(outputs, [fmt for fmt, size in by_output.items() if size < least])
+                yield _Item(least - before, wide, total((1.0, otherwise), (1.0, narrow)))
+                before = least
+
+    @staticmethod
+    def _items(there: Mapping[Key, Expression], sizes: Mapping[Key, int]) -> Iterator[_Item]:
+        for size, least in _levels({key: sizes[key] for key in there}, 0):
+            yield _Item(size, _sum_of(there, least), {})
 
     def _product(self, counts: Counts, gate: Operator, moment: Moment) -> int | None:
         """Returns the product's result, of its size, that a gate is computed again from, and no other gate; None for none.
@@ -236,6 +239,14 @@ _UNIT = 1e6
 """Bytes that variables are in: rows of a program are to be of one size."""
 
 
-def _item(at: int, where: Where, sizes: Mapping[StateNames, int]) -> _Item:
-    found = {state: total((float(sizes[state]), here)) for state, here in where.states[at].items()}
-    return _Item(at, found, max(sizes.values()))
+def _levels(sizes: Mapping[Key, int], before: int) -> Iterator[tuple[int, Sequence[Key]]]:
+    """Yields by how much sizes grow beyond one, and which are as large."""
+    for size in sorted(set(sizes.values())):
+        if size > before:
+            yield size - before, [key for key, other in sizes.items() if other >= size]
+            before = size
+
+
+def _sum_of(spread: Mapping[Key, Expression], keys: Sequence[Key]) -> Expression:
+    """Returns where something is in one of several states, of which it is in one."""
+    return ONE if len(keys) == len(spread) else total(*((1.0, spread[key]) for key in keys))

@@ -67,6 +67,7 @@ class Program:
         self._most: list[float] = []
         self._any: dict[object, Expression] = {}
         self._all: dict[object, Expression] = {}
+        self._least_of: dict[object, Expression] = {}
 
     @property
     def choices(self) -> Array:
@@ -112,6 +113,45 @@ class Program:
                 self.row(total((1.0, want), (-1.0, unless or {}), (-1.0, found)), most=0.0)
             self._any[key] = found
         return self._any[key]
+
+    def at_least(self, expression: Expression) -> Expression:
+        """Returns what is no less than an expression that is 1 at most, nor than nothing; it may be more where that wins nothing."""
+        known = constant(expression)
+        if known is not None:
+            return {CONSTANT: max(0.0, known)}
+        key = frozenset([tuple(sorted(expression.items()))]), ()
+        if key not in self._any:
+            found = {self.variable(): 1.0}
+            self.row(total((1.0, expression), (-1.0, found)), most=0.0)
+            self._any[key] = found
+        return self._any[key]
+
+    def at_most(self, bounds: Iterable[Expression]) -> Expression:
+        """Returns what is no more than any of several bounds, nor than 1; it may be less where that wins nothing."""
+        distinct: dict[tuple[tuple[int, float], ...], Expression] = {}
+        for bound in bounds:
+            known = constant(bound)
+            if known is None:
+                distinct[tuple(sorted(bound.items()))] = bound
+            elif known <= 0:
+                return {}
+        if not distinct:
+            return ONE
+        if len(distinct) == 1 and self.most(only := next(iter(distinct.values()))) <= 1:
+            return only
+        key = frozenset(distinct)
+        if key not in self._least_of:
+            self._least_of[key] = found = {self.variable(): 1.0}
+            for bound in distinct.values():
+                self.row(total((1.0, found), (-1.0, bound)), most=0.0)
+        return self._least_of[key]
+
+    def most(self, expression: Expression) -> float:
+        """Returns what an expression is at most."""
+        return sum(
+            factor if variable == CONSTANT else max(0.0, factor) * self.upper[variable]
+            for variable, factor in expression.items()
+        )
 
     def all_of(self, wants: Iterable[Expression]) -> Expression:
         """Returns what is 1 where all of `wants`, each 0 or 1, are, and 0 elsewhere, whatever wins."""
