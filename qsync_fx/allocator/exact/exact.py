@@ -10,7 +10,7 @@ from qsync_fx.allocator.answer import Answer, Note, NoteKind
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.exact.trying import begin_elsewhere, every, few, widen
-from qsync_fx.allocator.judging.judge import Judge
+from qsync_fx.allocator.judging.judge import with_peaks
 from qsync_fx.allocator.problem import Problem
 
 GAP: Final = 1e-4
@@ -52,9 +52,8 @@ class Exact:
         if search.best is None:
             raise why_not(search)
         bound = search.bound if whole else search.proved
-        plans, codecs = search.best[0], search.best[1].codecs
-        # What a step holds is left out of a search where nothing limits it.
-        judged = search.best[1] if search.whole else Judge(problem, plans, codecs).judged()
+        plans = search.best[0]
+        judged = with_peaks(problem, *search.best)
         value = judged.value(problem)
         took = time.perf_counter() - began
         notes = () if whole or search.near else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)

@@ -29,12 +29,10 @@ class Learned:
         best: the best plans that keep all limits, None where none were found.
         smallest: by class, the least that a step was seen to hold at most.
         proved: what no plan is below; None where that is not known.
-        whole: whether all that the judge says of a problem's plans is known of these.
     """
 
     def __init__(self, problem: Problem) -> None:
         # What a step holds takes long to know, and matters where it is limited.
-        self.whole = all(part.training is None or part.memory is not None for part in problem.classes.values())
         self.problem = replace(
             problem,
             classes={

@@ -7,7 +7,7 @@ Invariant: says what `qsync_fx.replay` says of the same plans, but for peaks: th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qsync_fx.allocator.coding import Codecs, options_of
 from qsync_fx.allocator.judging.memories import Memories
@@ -257,6 +257,16 @@ class Judge:
         self._timeline = None
         for known in (self._states, self._schedules, self._memories):
             known.pop(name, None)
+
+
+def with_peaks(problem: Problem, plans: Plans, found: Judged) -> Judged:
+    """Returns what was judged of plans where what a step holds was left out of some classes, as a judge of the problem says it."""
+    figures = dict(found.classes)
+    for name, part in problem.classes.items():
+        if part.training is not None and figures[name].peak_bytes is None:
+            peak = Memories(part, states(part.graph, plans[name])).peak_bytes
+            figures[name] = replace(figures[name], peak_bytes=peak)
+    return replace(found, classes=figures)
 
 
 def judged(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Judged:

@@ -5,7 +5,7 @@ Invariant: a buffer is there from the task that writes it to the last that reads
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,7 +107,7 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
         if not buffer.stays:
             dying[at].append(buffer)
     held: set[Buffer] = set()
-    kinds: Counter[K] = Counter()
+    kinds: dict[K, int] = {}
     found: list[Live[K]] = []
     at = 0
     while at < len(tasks):
@@ -124,11 +124,13 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
                     held.remove(under)
                     kinds[kind(under)] -= under.bytes
                 held.add(buffer)
-                kinds[kind(buffer)] += buffer.bytes
+                what = kind(buffer)
+                kinds[what] = kinds.get(what, 0) + buffer.bytes
         last, working = tasks[end - 1], max(task.workspace for task in tasks[at:end])
-        now = Counter(kinds)
-        now[workspace] += working
-        found.append(Live(last.operator, last.backward, +now))
+        now = {what: size for what, size in kinds.items() if size > 0}
+        if working:
+            now[workspace] = now.get(workspace, 0) + working
+        found.append(Live(last.operator, last.backward, now))
         for buffer in gone:
             if buffer in held:
                 held.remove(buffer)

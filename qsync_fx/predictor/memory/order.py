@@ -10,7 +10,7 @@ Invariant: an order runs nothing before what it reads.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -163,10 +163,12 @@ class _Pass:
 
     def expected(self, order: Sequence[int]) -> int:
         """The peak that the compiler expects of an order."""
-        steps = {at: step for step, at in enumerate(order)}
-        freed: Counter[int] = Counter()
+        steps = [0] * len(order)
+        for step, at in enumerate(order):
+            steps[at] = step
+        freed = [0] * len(order)
         for buffer, readers in self.readers.items():
-            freed[max(steps[at] for at in readers)] += buffer.bytes
+            freed[max(map(steps.__getitem__, readers))] += buffer.bytes
         held = most = self.given
         for step, at in enumerate(order):
             held += self.sizes[at]

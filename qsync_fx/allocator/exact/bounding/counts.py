@@ -58,7 +58,7 @@ class Counts:
         """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
         key = value, tuple(behind)
         if key not in self._written_of:
-            enough = added(self.program, [self.arriving[value][at] for at in key[1]])[TOP - 1]
+            enough = added(self.program, [self.arriving[value][at] for at in key[1]]).reaches(TOP)
             found: Expression = {}
             if constant(enough) != 0:
                 found = {self.program.variable(whole=True): 1.0}
@@ -125,7 +125,7 @@ class Counts:
             # Unless that reads what a product keeps of it in a format that it has not itself.
             first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
             new.append(self._forced.lies(operator.result, first, but_as_held=True))
-            several.append([total(*((1.0, one) for one in new))] * TOP)
+            several.append(Count(0, [total(*((1.0, one) for one in new))] * TOP))
         return least(self.program, several)
 
     def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:

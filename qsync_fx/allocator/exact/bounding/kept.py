@@ -51,6 +51,20 @@ class _Result:
 
 
 @dataclass(frozen=True)
+class _Spread:
+    """Where things are kept in which format: the same at all moments.
+
+    Attributes:
+        formats: of the operators.
+        factors, results: of each of them, in the order of `Kept`.
+    """
+
+    formats: Formats
+    factors: Sequence[Spread]
+    results: Sequence[Spread]
+
+
+@dataclass(frozen=True)
 class Readers:
     """Operators by what of theirs the backward pass has yet to read.
 
@@ -88,6 +102,7 @@ class Kept:
         self.results: list[_Result] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
         self._forward = forward = passes[0].forward
+        self._spread: _Spread | None = None
         self._incoming = 0
         if any(operator.repeated for operator in self.graph.operators):
             return
@@ -125,21 +140,20 @@ class Kept:
         """Returns the bytes; with `readers` those of what their backward passes read."""
         wants: dict[Key, list[Expression]] = {}
         found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
-        for factor in self._factors:
-            by_format: dict[Name, Expression] = {}
-            for name, where in formats.precisions[factor.at].items():
-                fmt = factor.wanted[name]
-                by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
+        if self._spread is None or self._spread.formats is not formats:
+            self._spread = _Spread(
+                formats,
+                [self._factor(formats, factor) for factor in self._factors],
+                [self._parts(formats, result) for result in self.results],
+            )
+        for factor, by_format in zip(self._factors, self._spread.factors, strict=True):
             for fmt, where in by_format.items():
                 if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
-        for result in _of(readers, self.results):
-            # An operator keeps a value in one format: parts of where it is that one are one part.
-            parts: dict[Name, Expression] = {}
-            for fmt, where in self._result(formats, result):
-                parts[fmt] = total((1.0, parts.get(fmt, {})), (1.0, where))
-            for fmt, where in parts.items():
-                wants.setdefault((result.value, fmt), []).append(where)
+        for result, by_format in zip(self.results, self._spread.results, strict=True):
+            if _is_read(readers, result):
+                for fmt, where in by_format.items():
+                    wants.setdefault((result.value, fmt), []).append(where)
         for at, sizes in self.extras.items():
             if self._extras_read(readers, at):
                 for state, where in formats.states[at].items():
@@ -152,6 +166,22 @@ class Kept:
         if readers is None or at in readers.wholly:
             return True
         return at in readers.passed and not norms(self.graph.operators[at])
+
+    @staticmethod
+    def _factor(formats: Formats, factor: _Factor) -> Spread:
+        """Returns where a factor is read in each format."""
+        found: dict[Name, Expression] = {}
+        for name, where in formats.precisions[factor.at].items():
+            fmt = factor.wanted[name]
+            found[fmt] = total((1.0, found.get(fmt, {})), (1.0, where))
+        return found
+
+    def _parts(self, formats: Formats, result: _Result) -> Spread:
+        """Returns where a value is kept in each format: in one, so that parts of where it is that one are one part."""
+        found: dict[Name, Expression] = {}
+        for fmt, where in self._result(formats, result):
+            found[fmt] = total((1.0, found.get(fmt, {})), (1.0, where))
+        return found
 
     def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
         held: Spread = {} if result.maker is None else formats.outputs[result.maker]
@@ -266,7 +296,11 @@ def _extras(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
 
 
 def _of(readers: Readers | None, found: Sequence[_Result]) -> Iterator[_Result]:
-    return (one for one in found if readers is None or one.at in readers.wholly or one.at in readers.passed)
+    return (one for one in found if _is_read(readers, one))
+
+
+def _is_read(readers: Readers | None, result: _Result) -> bool:
+    return readers is None or result.at in readers.wholly or result.at in readers.passed
 
 
 def norms(operator: Operator) -> bool:

@@ -10,6 +10,7 @@ Invariant: at whole choices a count may be as large as the number that it stands
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.allocator.exact.linear.program import ONE, Expression, Program, constant, total
@@ -18,24 +19,36 @@ from qsync_fx.predictor.memory.backward import READS
 TOP: Final = READS + 1
 """More than a compiler reads at once: what is more than that need not be told apart."""
 
-Count = Sequence[Expression]
-"""Whether there is one or more, two or more, and so on up to `TOP`."""
+
+@dataclass(frozen=True)
+class Count:
+    """
+    Attributes:
+        sure: how many there are in any case.
+        free: whether there are one more, two more and so on; nothing beyond these.
+    """
+
+    sure: int
+    free: Sequence[Expression] = ()
+
+    def reaches(self, many: int) -> Expression:
+        """Returns whether there are so many, of one or more."""
+        if many <= self.sure:
+            return ONE
+        return self.free[many - self.sure - 1] if many <= self.sure + len(self.free) else {}
 
 
 def exactly(number: int) -> Count:
-    return _EXACTLY[min(number, TOP)]
-
-
-_EXACTLY: Final = [tuple(ONE if at < number else {} for at in range(TOP)) for number in range(TOP + 1)]
+    return Count(min(number, TOP))
 
 
 def where(condition: Expression) -> Count:
     """Returns one where a condition is 1, and none elsewhere."""
-    return (condition, *exactly(0)[1:])
+    return _count(0, [condition])
 
 
 def one_or_more(count: Count) -> Count:
-    return (ONE, *count[1:])
+    return count if count.sure else Count(1, count.free[1:])
 
 
 def where_so(condition: Expression, count: Count) -> Count:
@@ -43,29 +56,33 @@ def where_so(condition: Expression, count: Count) -> Count:
     known = constant(condition)
     if known is not None:
         return count if known == 1 else exactly(TOP)
-    return [one if constant(one) == 1 else total((1.0, one), (1.0, ONE), (-1.0, condition)) for one in count]
+    rest = range(count.sure + 1, TOP + 1)
+    return Count(count.sure, [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest])
 
 
 def least(program: Program, several: Sequence[Count]) -> Count:
     """Returns the least of several."""
-    return [program.at_most(bounds) for bounds in zip(*several, strict=True)]
+    sure, top = min(one.sure for one in several), min(one.sure + len(one.free) for one in several)
+    rest = range(sure + 1, top + 1)
+    return _count(sure, [program.at_most([one.reaches(many) for one in several]) for many in rest])
 
 
 def added(program: Program, several: Iterable[Count]) -> Count:
     """Returns the sum of several."""
-    found = exactly(0)
+    found = Count(0)
     for count in several:
-        sure = _sure(found) + _sure(count)
-        first, second = _free(found), _free(count)
-        rest: Sequence[Expression] = first or second
-        if first and second:
-            size = min(len(first) + len(second), TOP - sure)
-            rest = [_reached(program, first, second, many) for many in range(1, size + 1)]
-        found = [*exactly(sure)[: min(sure, TOP)], *rest, *exactly(0)][:TOP]
+        sure = found.sure + count.sure
+        if sure >= TOP:
+            return exactly(TOP)
+        rest = found.free or count.free
+        if found.free and count.free:
+            size = min(len(found.free) + len(count.free), TOP - sure)
+            rest = [_reached(program, found.free, count.free, many) for many in range(1, size + 1)]
+        found = _count(sure, rest)
     return found
 
 
-def _reached(program: Program, first: Count, second: Count, many: int) -> Expression:
+def _reached(program: Program, first: Sequence[Expression], second: Sequence[Expression], many: int) -> Expression:
     """Returns whether there are so many of both together."""
     bounds: list[Expression] = []
     for share in range(max(0, many - 1 - len(second)), min(many - 1, len(first)) + 1):
@@ -76,12 +93,9 @@ def _reached(program: Program, first: Count, second: Count, many: int) -> Expres
     return program.at_most(bounds)
 
 
-def _sure(count: Count) -> int:
-    """Returns how many there are in any case."""
-    return next((at for at, one in enumerate(count) if constant(one) != 1), TOP)
-
-
-def _free(count: Count) -> Count:
-    """Returns whether there are one, two and so on beyond that, up to the most that there may be."""
-    end = next((at + 1 for at in reversed(range(TOP)) if constant(count[at]) != 0), 0)
-    return count[_sure(count) : end]
+def _count(sure: int, rest: Sequence[Expression]) -> Count:
+    """Returns a count, of which it is known whether it reaches some numbers."""
+    known = [constant(one) for one in rest]
+    first = next((at for at, size in enumerate(known) if size != 1), len(known))
+    end = next((at for at, size in enumerate(known) if size == 0), len(known))
+    return Count(min(sure + first, TOP), rest[first : max(first, min(end, TOP - sure))])

@@ -40,12 +40,12 @@ def solve(program: Program, gap: float, seconds: float, start: Mapping[int, floa
     floor = relaxed.objective - _SLACK * abs(relaxed.objective)
     margin = float(np.partition(costs, _OPEN)[_OPEN])
     best, bound = Solved(None, INFINITY, floor), floor
-    for _ in range(2):
+    for share in (0.25, 0.95):
         given = costs > margin
         if given.mean() < 1 - _MOST:
             break
         fixed = dict(zip(whole[given].tolist(), np.round(values[given]).tolist(), strict=True))
-        found = program.solve(gap / 4, until - time.monotonic(), fixed=fixed)
+        found = program.solve(share * gap, until - time.monotonic(), fixed=fixed)
         if found.values is None:
             break
         if found.objective < best.objective:

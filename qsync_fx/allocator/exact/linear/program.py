@@ -251,8 +251,9 @@ def total(*terms: tuple[float, Expression]) -> dict[int, float]:
 
 def constant(expression: Expression) -> float | None:
     """Returns what an expression without variables is; None for one with some."""
-    if any(factor for variable, factor in expression.items() if variable != CONSTANT):
-        return None
+    for variable, factor in expression.items():
+        if factor and variable != CONSTANT:
+            return None
     return expression.get(CONSTANT, 0.0)
 
 

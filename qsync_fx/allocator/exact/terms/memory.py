@@ -8,7 +8,6 @@ Invariant: of the plan that was learned last, the expressions give what the judg
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -120,12 +119,16 @@ def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int,
         for buffer in task.writes:
             wrote.setdefault(buffer, graph.places.get(task.operator, -1))
     found: dict[Moment, Mapping[int, int]] = {}
+    most: dict[Moment, int] = {}
     for live in lives(tasks, True, wrote.__getitem__, _WORKSPACE):
         at = graph.places.get(live.operator, -1)
-        held = Counter({place: size for place, size in live.kinds.items() if place != _WORKSPACE})
-        held[at] += live.kinds.get(_WORKSPACE, 0)
         moment = _moment(graph, at, live.backward)
-        if moment not in found or sum(held.values()) > sum(found[moment].values()):
+        size = live.bytes
+        if size > most.get(moment, -1):
+            most[moment] = size
+            held = dict(live.kinds)
+            if working := held.pop(_WORKSPACE, 0):
+                held[at] = held.get(at, 0) + working
             found[moment] = held
     return found
 

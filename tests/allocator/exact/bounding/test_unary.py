@@ -40,10 +40,9 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
     program = Program()
     conditions = [program.variable(whole=True) for _ in range(CONDITIONS)]
     count, number = drawn(random.Random(seed), program, conditions, deep)
-    assert len(count) == TOP
     sure = 0.0
-    for one in count:
-        for variable, factor in one.items():
+    for many in range(1, TOP + 1):
+        for variable, factor in count.reaches(many).items():
             if variable == CONSTANT:
                 sure += factor
             else:
@@ -58,10 +57,6 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
 def test_what_is_sure_takes_no_variable() -> None:
     program = Program()
     condition = program.variable(whole=True)
-    assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)])[:7] == [
-        *exactly(5)[:5],
-        {condition: 1.0},
-        {},
-    ]
-    assert added(program, [exactly(TOP), where({condition: 1.0})]) == list(exactly(TOP))
+    assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(5, [{condition: 1.0}])
+    assert added(program, [exactly(TOP), where({condition: 1.0})]) == exactly(TOP)
     assert len(program.costs) == 1
