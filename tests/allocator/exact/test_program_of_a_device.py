@@ -196,3 +196,21 @@ def passes(known: States, training: Training | None = None) -> float:
     orders = Orders.of(known)
     memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
     return max(moment.bytes for memory in memories for moment in memory.moments if moment.place != "optimizer")
+
+
+def test_moments_above_a_limit_are_those_of_all_moments() -> None:
+    """The judge's figures rule out no moment at which more than a limit is certainly held."""
+    several = 0
+    for certain, known, part, memory, _ in certainties("prenorm", FIVE):
+        written = step_memory(known, part.training, Orders.of(known).written)
+        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
+        held = {moment: before + certain.during.of(known.names, moment) for moment in certain.during.moments}
+        certain.moments.clear()
+        limit = sorted(held.values())[-2] - 1.0
+        above = {moment for moment, size in held.items() if size > limit}
+        assert certain.add_above(known.names, limit, written)
+        assert set(certain.moments) <= above
+        assert len(certain.moments) == min(4, len(above))
+        assert not certain.add_above(known.names, max(held.values()) + 1.0, written)
+        several += len(above) > 1
+    assert several
