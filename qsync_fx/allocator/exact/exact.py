@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind
+from qsync_fx.allocator.exact.collecting import uncollected
 from qsync_fx.allocator.exact.infeasible import why_not
 from qsync_fx.allocator.exact.search import Search
 from qsync_fx.allocator.exact.trying import begin_elsewhere, every, few, widen
@@ -37,6 +38,10 @@ class Exact:
 
     def allocate(self, problem: Problem) -> Answer:
         """Returns the plan that is best; see `Allocator`."""
+        with uncollected():
+            return self._allocated(problem)
+
+    def _allocated(self, problem: Problem) -> Answer:
         began = time.perf_counter()
         search = Search(problem, self.gap, self.seconds)
         if search.approximate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from tiers import ALL, chosen
 
 from qsync_fx import PlanError
 from qsync_fx.allocator import Judge, NoteKind, Problem
-from qsync_fx.allocator.exact import solving, trying
+from qsync_fx.allocator.exact import exact, solving, trying
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.allocator.exact.linear import relaxing
 from qsync_fx.allocator.exact.linear.program import Program
@@ -233,6 +234,25 @@ def test_one_problem_has_one_answer() -> None:
     fast = Judge(problem, problem.uniform()).judged().seconds
     problem = replace(problem, seconds=fast * 1.2)
     assert Exact().allocate(problem) == Exact().allocate(problem)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cycles_are_searched_for_afterwards_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, seen = device(3, SETS[2]), []
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    slow = Judge(problem, problem.uniform()).judged().seconds
+    monkeypatch.setattr(exact, "Search", lambda *asked: seen.append(gc.isenabled()) or Search(*asked))
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        Exact().allocate(replace(problem, seconds=slow))
+        assert gc.isenabled() == enabled
+        with pytest.raises(PlanError):
+            Exact().allocate(replace(problem, seconds=slow / 100))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False, False]
 
 
 def test_any_variance_is_no_limit() -> None:
