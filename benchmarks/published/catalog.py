@@ -1,9 +1,10 @@
 """How near the catalog's devices come to times that others measured: matrix products, convolutions and all-reduces of T4 and V100.
 
-For each device, format and product the mean and median of the absolute relative error, on shapes that constants were not fitted to
-(10 folds by shape; with `--by-layer` a convolution is held out at all of its batches) and on all shapes with the constants of the
-catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv (Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz
-(nccl-tests); without it nothing is done. `--write` fits to all of them, and writes what is found into the catalog.
+For each device, format and product, and of all products together, the mean and median of the absolute relative error, on shapes that
+constants were not fitted to (10 folds by shape; with `--by-layer` a convolution is held out at all of its batches) and on all shapes with
+the constants of the catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv (Baidu's DeepBench) and
+allreduce_v100_gpu*.csv.gz (nccl-tests); without it nothing is done. `--write` fits to all of them, and writes what is found into the
+catalog.
 """
 
 from __future__ import annotations
@@ -145,6 +146,13 @@ def products(folder: Path, quick: bool, write: bool, by_layer: bool, only: Seque
     return rows
 
 
+def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the mean error of all products together, each measured time counted once; what was measured in more shapes counts more."""
+    points = sum(row["points"] for row in rows)
+    means = {key: sum(row["points"] * row[key] for row in rows) / points for key in ("held_out_mape", "catalog_mape")}
+    return {"device": "all", "precision": "all", "product": "all products", "points": points, **means}
+
+
 def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
     """Returns sizes and seconds of all-reduces of V100 by the number of ranks."""
     found = {}
@@ -231,7 +239,11 @@ def main() -> None:
         print("give --data FOLDER to compare the catalog with measured times")
         return
     rows = products(options.data, options.quick, options.write, options.by_layer, options.only)
-    finish(options, [] if options.write else [*rows, *(collectives(options.data) if not options.only else [])])
+    if options.write:
+        rows = []
+    elif not options.only:
+        rows += [pooled(rows), *collectives(options.data)]
+    finish(options, rows)
 
 
 if __name__ == "__main__":
