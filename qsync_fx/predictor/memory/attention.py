@@ -2,7 +2,11 @@
 
 A fused kernel keeps its result and a sum for each row. Where it does not serve, as with dropout, attention is what it stands for: query and
 key are laid out anew and multiplied, and what became of the scores multiplies the values. Scores, weights and the mask of what was dropped
-are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these.
+are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these; in FP32 weights are computed again, from
+scores, in the backward pass.
+
+Values that are a part of something larger and need no laying out, as of torch's own MultiheadAttention, are read and kept as that, whole.
+Query and key are then kept as copies that a compiler writes last, in the order in which autograd wants them.
 
 Invariant: which of both it is follows from what autograd keeps of the operator: a fused kernel keeps its result.
 """
@@ -10,7 +14,7 @@ Invariant: which of both it is follows from what autograd keeps of the operator:
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Task
@@ -34,6 +38,13 @@ def is_fused(graph: ModelGraph, operator: Operator) -> bool:
     return not any(kept) or any(key == name and not how.startswith("extra") for saved in kept for key, how in saved)
 
 
+def _kept_whole(values: Values, operator: Operator) -> bool:
+    """Whether its value is a part of something that autograd keeps as it is."""
+    read = operator.reads[VALUE].value
+    name = values.graph.values[values.root(read)].name
+    return values.is_part(read) and any(key == name for cost in operator.costs.values() for key, _ in cost.saved)
+
+
 def _width(operator: Operator) -> int:
     """How many elements a row of the result has."""
     return int(operator.shape.rstrip("]").rpartition(",")[2])
@@ -44,7 +55,8 @@ class Matrices:
     """What attention without a fused kernel writes.
 
     Attributes:
-        operands: query, key and value, laid out anew.
+        operands: query, key and value, laid out anew; a value that needs none is the whole of which it is a part.
+        copies: query and key as they are kept, where that is not as they are multiplied.
         scores, weights: before and after what makes weights of them; what was dropped is zero in these.
         kept: what else the backward pass reads: the largest and the sum of each row, and which weights were dropped.
         passing: what is there while weights are computed, and not behind that.
@@ -52,6 +64,7 @@ class Matrices:
     """
 
     operands: tuple[Buffer, Buffer, Buffer]
+    copies: tuple[Buffer, Buffer] | None
     scores: Buffer
     weights: Buffer
     kept: tuple[Buffer, ...]
@@ -78,9 +91,15 @@ class Matrices:
         query, key, value = (
             Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
         )
+        copies = None
+        if _kept_whole(values, operator):
+            root = values.root(operator.reads[VALUE].value)
+            value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
+            copies = replace(query, name=f"{query.name} as kept"), replace(key, name=f"{key.name} as kept")
         mask = [buffer("mask", scores)] if drops else []
         return cls(
             (query, key, value),
+            copies,
             buffer("scores", size * scores, fmt),
             buffer("weights", size * scores, fmt),
             (buffer("statistics", (2 * _SUM + 1) * rows), *mask),
@@ -92,7 +111,19 @@ class Matrices:
     def saved(self) -> frozenset[Buffer]:
         """What the backward pass reads."""
         scores = () if self.numbers is None else (self.scores,)  # without dropout the weights are what it needs
-        return frozenset((*self.operands, *scores, self.weights, *self.kept))
+        return frozenset((*self.factors, *scores, self.weights, *self.kept))
+
+    @property
+    def factors(self) -> tuple[Buffer, Buffer, Buffer]:
+        """Query, key and value as they are kept."""
+        return self.operands if self.copies is None else (*self.copies, self.operands[VALUE])
+
+    def copied(self, name: str) -> list[Task]:
+        """Returns what is written when the pass is about to end."""
+        query, key, _ = self.operands
+        return (
+            [] if self.copies is None else [Task(name, False, False, frozenset({query, key}), self.copies, anew=True)]
+        )
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
         """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
@@ -112,7 +143,7 @@ class Matrices:
 
     def backward(self, name: str, given: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
         """Returns the tasks that compute gradients, by place, from the one that the operator is given."""
-        query, key, value = self.operands
+        query, key, value = self.factors
         changed = Buffer(f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes)
         turned = Buffer(f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes)
         found: list[Task] = []
@@ -123,9 +154,15 @@ class Matrices:
         if VALUE in made:
             product(self.weights, given, made[VALUE])
         if QUERY in made or KEY in made:
+            scores, kept = (self.weights if self.numbers is None else self.scores), frozenset(self.kept)
+            if self.numbers is not None and not self.passing:
+                # In FP32 weights are computed again from scores, whenever that is best.
+                again = Buffer(f"{self.weights.name} again", self.weights.format, self.weights.bytes)
+                found.append(Task(name, True, False, frozenset({scores, self.kept[0]}), (again,)))
+                scores, kept = again, kept - {self.kept[0]}
             product(given, value, changed)
-            scores = self.weights if self.numbers is None else self.scores
-            found.append(Task(name, True, False, frozenset({changed, scores, *self.kept}), (turned,)))
+            # It sums over rows first, so that no kernel of elements before it takes it in.
+            found.append(Task(name, True, False, frozenset({changed, scores}) | kept, (turned,), sums=True))
         if KEY in made:
             product(query, turned, made[KEY])
         if QUERY in made:

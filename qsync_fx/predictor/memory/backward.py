@@ -184,13 +184,15 @@ class Backward:
         narrow, carrier = computed_in(self.forward.states.names[at][0])
         gradient = self._lying(operator, incoming, narrow)
         at_once = convolves(operator) or attends(operator)
-        last = 3 if at_once else 2  # a convolution's kernel gives the gradient of the bias, too
-        places = [place for place, read in enumerate(operator.reads) if place < last and read.gradient]
+        one, other = self.forward.multiplied(operator)
+        # A convolution's kernel gives the gradient of the bias, too.
+        given = (0, 1, 2) if at_once else (one, other)
+        places = [place for place, read in enumerate(operator.reads) if place in given and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
         if at in self.forward.matrices:
             self.tasks += self.forward.matrices[at].backward(operator.id, gradient, made)
         elif at_once:
-            factors = [self._factor(at, operator, place, carrier) for place in range(last if attends(operator) else 2)]
+            factors = [self._factor(at, operator, place, carrier) for place in (given if attends(operator) else (0, 1))]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
             # oneDNN lays weights out anew, and sums their gradient in FP32.
             workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
@@ -200,16 +202,18 @@ class Backward:
             self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
         for place, buffer in made.items():
             if not at_once:
-                other = self._factor(at, operator, 1 - place, carrier)
-                self._task(operator.id, True, frozenset({gradient} if other is None else {gradient, other}), buffer)
+                factor = self._factor(at, operator, one + other - place, carrier)
+                self._task(operator.id, True, frozenset({gradient} if factor is None else {gradient, factor}), buffer)
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
-        for read in operator.reads[last:]:
-            if read.gradient and self._is_parameter(read.value):
+        for place, read in enumerate(operator.reads):
+            if place not in given and read.gradient and self._is_parameter(read.value):
                 self._parameter(operator, read.value, frozenset({gradient}), sums=True)
         for place, buffer in made.items():
             if not self._is_parameter(operator.reads[place].value):
-                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, 1 - place)}))
+                self._arrive(
+                    operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, one + other - place)})
+                )
 
     def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""

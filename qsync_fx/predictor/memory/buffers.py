@@ -35,6 +35,7 @@ class Buffer:
         bytes: how many.
         category: what they are for, where nothing keeps them for the backward pass.
         stays: whether it outlives the backward pass, as gradients of parameters do.
+        passing: whether it is in memory only if another kernel reads it than the one that writes it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Buffer:
     bytes: int
     category: Category = Category.TEMPORARY
     stays: bool = False
+    passing: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
         gone = [buffer for place in range(at, end) for buffer in dying[place]]
         for task in tasks[at:end]:
             for buffer in task.writes:
-                if buffer in held:
+                if buffer in held or (buffer.passing and ends[buffer] < end):
                     continue
                 under = _under(task, buffer, gone, held)
                 if under is not None:

@@ -23,9 +23,6 @@ from qsync_fx.predictor.model.value import Name, Operator, Read
 Sources = frozenset[Buffer]
 """What a value that does not lie in memory is computed from."""
 
-_SUM = 4
-"""Bytes of a sum of integer products."""
-
 
 class Forward(Values):
     """
@@ -97,21 +94,17 @@ class Forward(Values):
             lies = self._part if self.is_part(read.value) else self._lie
             buffer = self.factors[at, place] = lies(read.value, self._wanted(read, precision), at)
             reads += [] if buffer is None else [buffer]
-        size, workspace = self.bytes(result, output), 0
+        workspace = 0
         fmt = format_named(precision)
-        if fmt is not None and fmt.scaled:
-            if convolves(operator):
-                workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
-            else:
-                size = max(size, _SUM * whole(self.graph.values[result].numel))
+        if fmt is not None and fmt.scaled and convolves(operator):
+            workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
         if convolves(operator):
             # oneDNN lays the weights out anew.
             workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
-        buffer = Buffer(self.graph.values[result].name, output, size)
+        buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
         self._task(at, True, reads, buffer, workspace=workspace)
         self._sources[result] = frozenset({buffer})
-        if size == self.bytes(result, output):
-            self._there[result, output] = buffer
+        self._there[result, output] = buffer
 
     def _attention(self, at: int, operator: Operator) -> None:
         """Has attention that no fused kernel computes written, with all that it stands for."""
@@ -120,7 +113,8 @@ class Forward(Values):
         matrices = self.matrices[at] = Matrices.of(self, at, operator)
         sources = tuple(self.read_of(read.value) for read in operator.reads)
         self._tasks[at] += matrices.forward(operator.id, sources, buffer)
-        self.factors |= {(at, place): one for place, one in enumerate(matrices.operands)}
+        self._tasks[-1] += matrices.copied(operator.id)
+        self.factors |= {(at, place): one for place, one in enumerate(matrices.factors)}
         self._made_at |= {one: at for task in self._tasks[at] for one in task.writes}
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
@@ -236,7 +230,7 @@ class Forward(Values):
         """What several operators read of the backward pass, and a compiler has computed once for all."""
         found = next((buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None)
         if found is None:
-            found = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name))
+            found = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name), passing=True)
             self.again[found] = sources
         return found
 

@@ -125,9 +125,11 @@ class Orders:
         there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
         kept, written, expected = set[Buffer](), list[Task](), list[Task]()
         made = {buffer for part in there for task in part for buffer in task.writes}
+        # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
+        given = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*there, backward.incoming, *back]):
             written = [*_held_throughout(list(part), made), *written]
-            expected = [*_held_throughout(ordered(part, kept | forward.outputs), made), *expected]
+            expected = [*_held_throughout(ordered(part, kept | forward.outputs | given), made), *expected]
             kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         return cls(written, expected)
 

@@ -15,7 +15,7 @@ from qsync_fx.predictor.model.value import Name, Operator
 class Values:
     def __init__(self, states: States) -> None:
         self.states, self.graph = states, states.graph
-        self._products = frozenset(row.name for row in table().values() if row.products)
+        self._products = {row.name: row.added for row in table().values() if row.products}
         self._roots = [value.tensor for value in self.graph.values]
         same: dict[int, int] = {}
         for operator in self.graph.operators:
@@ -44,6 +44,12 @@ class Values:
     def multiplies(self, operator: Operator) -> bool:
         """Whether it is a product, which a kernel of a library computes."""
         return operator.row in self._products
+
+    def multiplied(self, operator: Operator) -> tuple[int, int]:
+        """Returns the places of the two readings that a product multiplies, whatever is added to it before or behind them."""
+        added = self._products[operator.row]
+        first, second = [place for place in range(2 + len(added)) if place not in added][:2]
+        return first, second
 
     def made_by(self, value: int) -> Operator | None:
         """Returns the operator that makes a value; None for what is there before the step."""

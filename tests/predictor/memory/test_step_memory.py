@@ -23,6 +23,7 @@ from qsync_fx.predictor.memory import (
     MOMENTUM,
     Anchor,
     Category,
+    LiveBuffers,
     Memory,
     OptimizerMemory,
     Training,
@@ -141,6 +142,48 @@ def test_a_dropout_that_drops_nothing_keeps_nothing() -> None:
     some, none = kept_of_parts(0.5), kept_of_parts(0.0)
     assert any("extra" in name for name in some) and not any("extra" in name for name in none)
     assert sum(none.values()) < sum(some.values())
+
+
+class Added(nn.Module):
+    """A product that is written as what is added to a bias, as GPT-2's are, and attention of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 96)), nn.Parameter(torch.zeros(96))
+        self.before = nn.Linear(32, 32)
+        self.attention = nn.MultiheadAttention(96, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, self.before(x).reshape(-1, 32), self.weight).reshape(4, 16, 96)
+        result: Tensor = self.attention(y, y, y, need_weights=False)[0]
+        return result
+
+
+def live_of_added(fmt: str) -> list[LiveBuffers]:
+    torch._dynamo.reset()
+    graph = model_graph(qsync_fx.explain(Added().train(), torch.randn(4, 16, 32)), ("fp32", "bf16", "int8"))
+    return live_buffers(states(graph, Plan(fmt)))
+
+
+def test_the_weight_of_a_product_that_begins_with_its_bias_is_kept_in_its_format() -> None:
+    live = live_of_added("bf16")
+    end = next(one for one in reversed(live) if not one.backward)
+    assert end.bytes["weight", "bf16"] == 2 * 32 * 96
+    # Nothing of the product is summed for the weight's gradient, which a kernel of products makes: in BF16, widened behind it.
+    assert any(one.bytes.get(("gradient of weight", "bf16")) == 2 * 32 * 96 for one in live)
+
+
+def test_values_that_need_no_laying_out_are_kept_as_the_whole_that_they_are_a_part_of() -> None:
+    live = live_of_added("fp32")
+    end = next(one for one in reversed(live) if not one.backward)
+    each, whole = 4 * 4 * 16 * 96, 3 * 4 * 4 * 16 * 96
+    kept = [size for (name, _), size in end.bytes.items() if "as kept" in name]
+    assert kept == [each, each] and whole in end.bytes.values()
+
+
+def test_an_integer_product_lies_in_the_format_of_its_result_alone() -> None:
+    sizes = [one.bytes[name, fmt] for one in live_of_added("int8") for name, fmt in one.bytes if name == "addmm"]
+    assert sizes and max(sizes) <= 4 * 4 * 16 * 96 and 2 * 4 * 16 * 96 in sizes
 
 
 # Measured plans.

@@ -16,14 +16,10 @@ from functools import cached_property
 from qsync_fx.allocator.exact.bounding.kept import Kept, Passes, Readers, add
 from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
-from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.order import fused, reaching
-from qsync_fx.predictor.memory.telling import convolves, pools, whole
+from qsync_fx.predictor.memory.telling import pools
 from qsync_fx.predictor.model.value import StateNames
-
-_SUM = 4
-"""Bytes of a sum of integer products."""
 
 
 class Returning:
@@ -116,11 +112,7 @@ class Returning:
         return {}
 
     def _bytes(self, at: int, state: StateNames) -> int:
-        operator, (precision, output) = self.graph.operators[at], state
-        size = self._forward.bytes(operator.result, output)
-        if precision is None or not FORMATS[precision].scaled or convolves(operator):
-            return size
-        return max(size, _SUM * whole(self.graph.values[operator.result].numel))
+        return self._forward.bytes(self.graph.operators[at].result, state[1])
 
     @cached_property
     def _there(self) -> Readers:
