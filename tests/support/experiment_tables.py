@@ -114,6 +114,25 @@ def ddp_accuracy() -> str:
     return _table("ddp_accuracy", columns)
 
 
+def replay_accuracy() -> str:
+    """How far forward and backward pass of mixed plans are off, in the mean and at worst, a model a row."""
+    by_way = {(row["case"], row["way"]): row for row in _rows("replay_accuracy")}
+
+    def off(way: str) -> Callable[[Row], str]:
+        return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(**by_way[row["case"], way])
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row["case"],
+        "plans": lambda row: str(row["plans"]),
+        "step": lambda row: f"{row['step_ms']:.0f} ms",
+        "foreseen": off("mapper"),
+        "from uniform plans alone": off("mapper, uniform runs alone"),
+        "operators summed up, without casts and cascades": off("additive, no casts or cascades"),
+        "odd and even rounds": off("floor: odd against even rounds"),
+    }
+    return _table("replay_accuracy", columns, lambda row: row["way"] == "mapper")
+
+
 def aqgb_fig3() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
@@ -154,6 +173,7 @@ TABLES = {
         convergence,
         hybrid,
         ddp_accuracy,
+        replay_accuracy,
     )
 }
 
