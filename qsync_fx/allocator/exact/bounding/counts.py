@@ -98,7 +98,7 @@ class Counts:
         """The gradient that a product gives, and the scale of its other factor where it has one."""
         if not self._forward.multiplies(operator):
             return exactly(2)
-        wanted = [read.wanted for at, read in enumerate(factors(operator)) if at != place]
+        wanted = [read.wanted for at, read in factors(operator, self._forward).items() if at != place]
         also = [
             there
             for state, there in self._where.states[at].items()

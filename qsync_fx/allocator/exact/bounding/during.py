@@ -15,7 +15,7 @@ from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
 from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
-from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
+from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients, other
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS
@@ -49,9 +49,9 @@ class During:
             if at in self._forward.matrices:
                 continue  # no moment has all that it reads and writes
             if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
-                found += [(at, 0)] if gradients(operator) else []
+                found += [(at, 0)] if gradients(operator, self._forward) else []
             elif self._forward.multiplies(operator):
-                found += [(at, which) for which, _ in enumerate(gradients(operator))]
+                found += [(at, which) for which, _ in enumerate(gradients(operator, self._forward))]
         return found
 
     def of(
@@ -96,18 +96,18 @@ class During:
             for name, _ in operator.costs:
                 found[name] = windows + sum(self._forward.bytes(value, name) for value in values)
             return found
-        places = gradients(operator)
+        places = gradients(operator, self._forward)
         for name, _ in operator.costs:
             narrow, carrier = computed_in(name)
             written = {place: self._forward.bytes(operator.reads[place].value, carrier) for place in places}
-            copied = [self._copied(read, name, carrier) for read in factors(operator)]
+            copied = {at: self._copied(read, name, carrier) for at, read in factors(operator, self._forward).items()}
             if at_once(operator):
                 workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
-                more = sum(written.values()) + sum(copied) + workspace
+                more = sum(written.values()) + sum(copied.values()) + workspace
             else:
                 now = places[moment[1]]
                 before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
-                more = sum(written[place] for place in (*before, now)) + copied[1 - now]
+                more = sum(written[place] for place in (*before, now)) + copied[other(operator, now, self._forward)]
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
 

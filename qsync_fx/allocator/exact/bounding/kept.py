@@ -88,9 +88,11 @@ class Readers:
         return key in self.unscaled and not (fmt is not None and FORMATS[fmt].scaled)
 
 
-def factors(product: Operator) -> Sequence[Read]:
-    """Returns what a product multiplies: of attention query, key and value."""
-    return product.reads[: 3 if attends(product) else 2]
+def factors(product: Operator, forward: Forward) -> Mapping[int, Read]:
+    """Returns what a product multiplies, by its place among the readings: of attention query, key and value; of what is no product the
+    first two that it reads."""
+    places = range(3) if attends(product) else forward.multiplied(product) if forward.multiplies(product) else range(2)
+    return {place: product.reads[place] for place in places if place < len(product.reads)}
 
 
 class Kept:
@@ -107,7 +109,7 @@ class Kept:
         if any(operator.repeated for operator in self.graph.operators):
             return
         for at, operator in enumerate(self.graph.operators):
-            for place, read in enumerate(factors(operator) if forward.multiplies(operator) else ()):
+            for place, read in factors(operator, forward).items() if forward.multiplies(operator) else ():
                 known = {name: read.wanted.get(name or "") for name, _ in operator.costs}
                 if all(known.values()) and all(one.reads_factor(at, place) for one in passes):
                     root = forward.root(read.value)

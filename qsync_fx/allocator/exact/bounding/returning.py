@@ -18,7 +18,7 @@ from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.order import fused, reaching
-from qsync_fx.predictor.memory.telling import pools
+from qsync_fx.predictor.memory.telling import attends, pools
 from qsync_fx.predictor.model.value import StateNames
 
 
@@ -159,7 +159,9 @@ class _Seen:
 
     def kept(self, at: int) -> Iterator[Buffer]:
         """Yields what the operator at a place keeps, but for what is there before the step."""
-        for place in (0, 1):
+        operator = self._forward.graph.operators[at]
+        product = self._forward.multiplies(operator) and not attends(operator)
+        for place in self._forward.multiplied(operator) if product else (0, 1):
             if (buffer := self._forward.factors.get((at, place))) is not None:
                 yield buffer
         yield from (buffer for buffer in self._forward.kept.get(at, ()) if buffer.bytes)

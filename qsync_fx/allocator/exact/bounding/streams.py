@@ -162,7 +162,7 @@ class Streams:
             product = self.graph.operators[at]
             if not self._forward.multiplies(product):
                 continue
-            for place in gradients(product):
+            for place in gradients(product, self._forward):
                 read = product.reads[place].value
                 if self._forward.root(read) == value:
                     sizes = {state: self._forward.bytes(read, computed_in(state[0])[1]) for state in product.costs}

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, factors, norms
 from qsync_fx.predictor.memory.backward import READS, SPREADS
+from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.telling import attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Operator, Read
 
@@ -23,9 +24,14 @@ Moment = tuple[int, int]
 """The place of an operator, and which of the gradients that it computes one after the other."""
 
 
-def gradients(product: Operator) -> Sequence[int]:
+def gradients(product: Operator, forward: Forward) -> Sequence[int]:
     """Returns the places of the factors of a product that have gradients, in the order in which these are computed."""
-    return [place for place, read in enumerate(factors(product)) if read.gradient]
+    return [place for place, read in factors(product, forward).items() if read.gradient]
+
+
+def other(product: Operator, place: int, forward: Forward) -> int:
+    """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
+    return sum(factors(product, forward)) - place
 
 
 def at_once(product: Operator) -> bool:
@@ -61,10 +67,10 @@ class Waiting:
         if pools(own):
             return Readers(before, rest)  # it has read what it keeps
         if at_once(own):
-            return Readers(before, rest, unscaled=frozenset((place, which) for which, _ in enumerate(factors(own))))
+            return Readers(before, rest, unscaled=frozenset((place, one) for one in factors(own, self._forward)))
         # A gradient is computed with the other factor.
-        later = frozenset((place, 1 - other) for other in gradients(own)[which + 1 :])
-        return Readers(before, rest, later, frozenset({(place, 1 - gradients(own)[which])}))
+        now, *then = ((place, other(own, one, self._forward)) for one in gradients(own, self._forward)[which:])
+        return Readers(before, rest, frozenset(then), frozenset({now}))
 
     def arrives(self, value: int) -> bool:
         """Whether a gradient of a value is computed at all."""
