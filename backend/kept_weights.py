@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -94,7 +95,8 @@ def _queue(device: torch.device) -> int | None:
 
 
 def _copy(weight: Tensor, made: Made, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
-    if queue is None or weight.is_inference():  # those have no counter
+    # What was made in inference mode has no counter, and DDP has what is compiled run once on tensors without values.
+    if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
         return made.of(weight, seed)
     kept = _kept.get(weight)
     if kept is None:

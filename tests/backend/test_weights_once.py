@@ -13,6 +13,7 @@ import pytest
 import tiers
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from weight_writes import COUNTED, UNCOUNTED, Write
 
@@ -256,6 +257,15 @@ def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRe
     weight, seed = nn.Parameter(torch.full((4, 4), float("nan"))), torch.zeros([1], dtype=torch.int64)
     found = [copies([(weight, Made(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
     assert all(q is found[0] for q in found) and not recwarn.list
+
+
+def test_tensors_without_values_are_quantized_and_not_kept() -> None:
+    """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
+    with FakeTensorMode():
+        weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
+        ((q, scale),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
+    assert isinstance(q, FakeTensor) and q.shape == (4, 6) and scale.shape == ()
+    assert weight not in kept_weights._kept
 
 
 def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
