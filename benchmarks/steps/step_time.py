@@ -24,7 +24,7 @@ import qsync_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support.harness import Row, Times, arguments, finish, measure, selected, write_json
-from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn, vit
+from benchmarks.support.models import Case, bert, encoder_layer, gpt2_block, perceptron, resnet, vgg16_bn, vit
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def rows_of(name: str, times: Times, peaks: dict[str, int]) -> list[Row]:
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"help": "cases that begin so: bert, gpt-2, resnet-18, vgg, vit"})
+    options = arguments(
+        __doc__, only={"help": "cases that begin so: bert, encoder, gpt-2, perceptron, resnet-18, vgg, vit"}
+    )
     torch.manual_seed(0)
     # All variants share the code of one model.
     torch._dynamo.config.recompile_limit = 64
@@ -123,6 +125,10 @@ def main() -> None:
             "ResNet-50, 8 x 96 x 96": resnet((3, 4, 6, 3), "bottleneck", batch=8),
             "GPT-2 block, 4 x 256 tokens": gpt2_block(),
             "ViT 2 layers, 8 x 224 x 224": vit(),
+            "perceptron 64 wide, 64 rows": perceptron(64),
+            "encoder layer 64 wide, 8 x 64 tokens": encoder_layer(64),
+            "encoder layer 128 wide, 8 x 64 tokens": encoder_layer(128),
+            "encoder layer 256 wide, 8 x 64 tokens": encoder_layer(256),
         }
     rows: list[Row] = []
     for name, case in selected(options, cases).items():

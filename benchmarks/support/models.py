@@ -56,11 +56,24 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
 
 
 def perceptron(batch: int = 8) -> Case:
-    """Two layers: of a benchmark that is to show, in little, that it runs."""
+    """Two layers: small, and to show of a benchmark that it runs."""
     x, target = torch.randn(batch, 64), torch.randn(batch, 16)
 
     def build(attention: str) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def loss(model: Callable[..., Any]) -> Tensor:
+        return nn.functional.mse_loss(model(x).float(), target)
+
+    return Case(build, loss, attention=False)
+
+
+def encoder_layer(width: int, batch: int = 8, length: int = 64) -> Case:
+    """A layer of torch's transformer with four heads, small, without dropout, of which torch's random numbers would be most."""
+    x, target = torch.randn(batch, length, width), torch.randn(batch, length, width)
+
+    def build(attention: str) -> nn.Module:
+        return nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(x).float(), target)

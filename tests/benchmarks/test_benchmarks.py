@@ -26,6 +26,7 @@ ELSEWHERE = {
 MORE_OF_A_KIND = {
     "allocator": "fleets",
     "aqgb_fig3": "compressed_links",
+    "attention": "cpu_kernels",
     "bf16_pays": "cpu_kernels",
     "casts": "saved_memory",
     "convergence": "table2",

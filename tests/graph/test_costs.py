@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import CASES, loss_of, make
 
 import qsync_fx
+from qsync_fx.backend.operators.attention import attend_by_products
 from qsync_fx.explanation import Explanation
 from qsync_fx.graph import meta
 from qsync_fx.graph.algebra import WORKS, Cost, Work, evaluated
@@ -149,6 +150,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> 
     model, _, explanation = explained(name, precision, wanted=True)
     (part,) = explanation.graphs
     lowered = part.snapshots.graphs["lower"]
+    attend_by_products(lowered)
     given = {id(t): t for t in (*model.parameters(), *model.buffers())}
     arguments = [_real(node, model, lowered.value(node)) for node in lowered.nodes if node.op == "placeholder"]
     there = {_storage(t) for t in (*given.values(), *(a for a in arguments if isinstance(a, Tensor)))}

@@ -71,7 +71,7 @@ class Flow:
         self.graph = graph
         self.sites: list[Site] = []
         self.outputs: list[fx.Node] = []
-        self._autograd = Autograd(graph.context.fake_mode, graph.context.device)
+        self._autograd = Autograd(graph.context.fake_mode, graph.context.device, graph.context.options)
         self._needs: dict[fx.Node, bool] = {}
         self._same: dict[fx.Node, fx.Node] = {}
         self._roots: dict[fx.Node, fx.Node] = {}

@@ -16,8 +16,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qsync_fx.graph.attention import as_products, products
 from qsync_fx.graph.fake import FakeRun
 from qsync_fx.graph.values import is_float, storage_of, tensors
+from qsync_fx.options import Options
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Kept:
 class Autograd:
     """Asks autograd about operators; remembers the answers."""
 
-    def __init__(self, mode: FakeTensorMode | None, device: torch.device) -> None:
-        self._mode, self._device = mode, device
+    def __init__(self, mode: FakeTensorMode | None, device: torch.device, options: Options) -> None:
+        self._mode, self._device, self._options = mode, device, options
         self._known: dict[Hashable, Kept] = {}
 
     def kept(self, node: fx.Node, reads: Mapping[fx.Node, Read]) -> Kept:
@@ -86,10 +88,14 @@ class Autograd:
 
         with FakeRun(self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)):
             operands = {used: _stand_in(read.value, read) for used, read in reads.items()}
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
+            call: Any = node.target
+            needed = any(read.need for read in reads.values())
+            if as_products(node.target, args, kwargs, needed, self._device, self._options):
+                call, args, kwargs = products, (*args[:3], kwargs.get("scale")), {}
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    result = node.target(*args, **kwargs)  # type: ignore[operator]
+                    result = call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
                 return Kept(True, tuple(at for at, read in enumerate(reads.values()) if read.need))
         places = {storage_of(t): at for at, operand in enumerate(operands.values()) for t in tensors(operand)}

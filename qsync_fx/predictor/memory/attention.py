@@ -2,8 +2,9 @@
 
 A fused kernel keeps its result and a sum for each row. Where it does not serve, as with dropout, attention is what it stands for: query and
 key are laid out anew and multiplied, and what became of the scores multiplies the values. Scores, weights and the mask of what was dropped
-are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these; in FP32 weights are computed again, from
-scores, in the backward pass.
+are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these where some are dropped; else they stay in a
+row of its own. In FP32 weights are computed again, from scores, in the backward pass. Which attention is products without dropout,
+`qsync_fx.graph.attention` says.
 
 Values that are a part of something larger and need no laying out, as of torch's own MultiheadAttention, are read and kept as that, whole.
 Query and key are then kept as copies that a compiler writes last, in the order in which autograd wants them.
@@ -27,15 +28,15 @@ _SUM = 4
 """Bytes of the largest and of the sum of a row, which are FP32."""
 
 
-def is_fused(graph: ModelGraph, operator: Operator) -> bool:
-    """Whether an operator is attention that one kernel computes, and another one all of its gradients; on GPUs it is taken to be."""
+def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) -> bool:
+    """Whether an operator in a state is attention that one kernel computes, and another one its gradients; on GPUs it is taken to be."""
     if not attends(operator):
         return False
     if graph.device != "cpu" or any(output is None for _, output in operator.costs):
         return True
-    kept = [cost.saved for cost in operator.costs.values()]
+    kept = operator.costs[state].saved
     name = graph.values[operator.result].name
-    return not any(kept) or any(key == name and not how.startswith("extra") for saved in kept for key, how in saved)
+    return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
 
 
 def _kept_whole(values: Values, operator: Operator) -> bool:
@@ -103,7 +104,9 @@ class Matrices:
             buffer("scores", size * scores, fmt),
             buffer("weights", size * scores, fmt),
             (buffer("statistics", (2 * _SUM + 1) * rows), *mask),
-            () if size == FP32.dtype.itemsize else (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),),
+            (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),)
+            if drops and size < FP32.dtype.itemsize
+            else (),
             buffer("numbers", size * scores, fmt) if drops else None,
         )
 

@@ -86,7 +86,7 @@ class Forward(Values):
         if not self.multiplies(operator):
             self._sources[result] = self._elementwise(at, operator, output)
             return
-        if attends(operator) and not is_fused(self.graph, operator):
+        if attends(operator) and not is_fused(self.graph, operator, (precision, output)):
             self._attention(at, operator)
             return
         reads: list[Buffer] = []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
+from qsync_fx.devices.brain_floats import native_bf16_unit
 from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.memory import live_buffers
 from qsync_fx.predictor.memory.attention import is_fused
@@ -45,12 +46,12 @@ def graph_of(model: nn.Module) -> ModelGraph:
 
 def test_attention_without_dropout_is_one_kernel() -> None:
     graph = graph_of(Attending(0.0))
-    assert any(is_fused(graph, operator) for operator in graph.operators)
+    assert any(is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs)
 
 
 def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
     graph = graph_of(Attending(0.1))
-    assert not any(is_fused(graph, operator) for operator in graph.operators)
+    assert not any(is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs)
     scores = 8 * 4 * 256 * 256
     begun = next(live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward)
     assert sorted(begun.bytes.values())[-2:] == [4 * scores, 4 * scores] and scores in begun.bytes.values()
@@ -61,4 +62,13 @@ def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
 def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:
     torch.manual_seed(0)
     real, found = real_and_foreseen(Attending(0.1), rows(), Plan(fmt))
+    assert abs(found - real) <= OFF * real
+
+
+@ALL
+@pytest.mark.skipif(not native_bf16_unit(), reason="attention is products on a CPU with a unit for BF16")
+def test_attention_as_products_holds_what_is_foreseen() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    real, found = real_and_foreseen(Attending(0.0), rows(), Plan("bf16"))
     assert abs(found - real) <= OFF * real

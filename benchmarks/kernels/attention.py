@@ -1,0 +1,77 @@
+"""Attention in BF16 on the CPU, forward and backward: torch's fused kernel, the same in FP32, and products with a softmax between them.
+
+`to_fused` is the ratio to the fused kernel in BF16. Query, key and value are in BF16 and lie as the heads of one product do; all but that
+kernel is compiled by Inductor, conversions included. One thread is timed by its own clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.support.harness import Row, arguments, finish, measure
+from qsync_fx.graph.attention import products
+
+SHAPES = (
+    (8, 4, 64, 16),
+    (8, 12, 32, 64),
+    (8, 12, 64, 64),
+    (8, 12, 128, 64),
+    (8, 12, 197, 64),
+    (4, 12, 256, 64),
+    (2, 12, 512, 64),
+    (1, 12, 1024, 64),
+)
+"""Batch, heads, tokens, width of a head."""
+FUSED = "fused bf16"
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend(query, key, value)
+
+
+def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend(query.float(), key.float(), value.float()).to(query.dtype)
+
+
+def step(function: Attention, batch: int, heads: int, tokens: int, width: int) -> Callable[[], object]:
+    def lying(gradient: bool) -> Tensor:
+        rows = torch.randn(batch, tokens, heads * width).bfloat16()
+        return rows.view(batch, tokens, heads, width).transpose(1, 2).requires_grad_(gradient)
+
+    given, back = [lying(True) for _ in range(3)], lying(False)
+    return lambda: torch.autograd.grad(function(*given), given, back)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.manual_seed(0)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    ways: dict[str, Attention] = {
+        FUSED: fused,
+        "fused fp32": torch.compile(wide),
+        "products bf16": torch.compile(products),
+    }
+    rows: list[Row] = []
+    for shape in SHAPES[:1] if options.quick else SHAPES:
+        torch.compiler.reset()
+        times = measure({name: step(way, *shape) for name, way in ways.items()}, 3 if options.quick else 9, clock=clock)
+        for name in times:
+            milliseconds, ratio = times.median(name) * 1e3, times.ratio(name, FUSED)
+            case = "x".join(map(str, shape))
+            rows.append({"case": case, "name": name, "milliseconds": milliseconds, "to_fused": ratio})
+    finish(options, rows)
+
+
+if __name__ == "__main__":
+    main()

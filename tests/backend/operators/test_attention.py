@@ -1,0 +1,128 @@
+"""Attention as products in place of torch's fused kernel: where, with which numbers, and foreseen to keep what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+import qsync_fx
+from qsync_fx.graph import attention
+from qsync_fx.predictor.memory.attention import is_fused
+from qsync_fx.predictor.model import model_graph
+
+HEADS, TOKENS, WIDTH = 2, 32, 16
+
+
+@pytest.fixture(autouse=True)
+def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that computes BF16, whichever is at hand."""
+    monkeypatch.setattr(attention, "native_bf16_unit", lambda: True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Attending(nn.Module):
+    def __init__(self, trained: bool = True, **how: Any) -> None:
+        super().__init__()
+        self.parts, self.out, self.how = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH), nn.Linear(HEADS * WIDTH, 4), how
+        self.parts.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = *x.shape[:2], HEADS, WIDTH
+        query, key, value = (part.view(shape).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        found: Tensor = self.out(attend(query, key, value, **self.how).transpose(1, 2).flatten(2))
+        return found
+
+
+def rows(tokens: int = TOKENS) -> Tensor:
+    return torch.randn(3, tokens, HEADS * WIDTH)
+
+
+def by_products(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> bool:
+    """Whether attention is products, which its reason says, too."""
+    torch._dynamo.reset()
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+    explained = qsync_fx.explain(model.train(), x, options={"precision": "bf16", **options})
+    (said,) = [op.reason for op in explained.operators if op.id.operator == "scaled_dot_product_attention"]
+    return "computed as products" in said
+
+
+def test_it_is_products_in_bf16_where_it_trains() -> None:
+    assert by_products(Attending(), rows())
+    assert by_products(Attending(scale=0.3), rows())
+    assert by_products(Attending(), rows(), precision="int8"), "attention is in BF16 there"
+    assert by_products(Attending(), rows(attention.MOST_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens", "options"),
+    [
+        ({"dropout_p": 0.1}, TOKENS, {}),
+        ({"is_causal": True}, TOKENS, {}),
+        ({"attn_mask": torch.ones(TOKENS, TOKENS).tril().bool()}, TOKENS, {}),
+        ({"trained": False}, TOKENS, {}),
+        ({}, attention.MOST_TOKENS + 1, {}),
+        ({}, TOKENS, {"precision": "fp32"}),
+        ({}, TOKENS, {"keep_less": True}),
+        ({}, TOKENS, {"inner": "aot_eager"}),
+        ({}, TOKENS, {"dynamic": True}),
+    ],
+)
+def test_all_else_is_left_to_torch(how: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
+    assert not by_products(Attending(**how), rows(tokens), **options)
+
+
+def test_evaluation_is_left_to_torch() -> None:
+    with torch.no_grad():
+        assert not by_products(Attending(), rows())
+
+
+def test_a_cpu_without_a_unit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "native_bf16_unit", lambda: False)
+    assert not by_products(Attending(), rows())
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_products_are_attention(scale: float | None) -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(3, HEADS, TOKENS, WIDTH, requires_grad=True) for _ in range(3)]
+    narrow = [t.detach().bfloat16().requires_grad_() for t in exact]
+    expected, found = attend(*exact, scale=scale), torch.ops.qsync.attention(*narrow, scale)
+    assert found.dtype is torch.bfloat16
+    back = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, exact, back)
+    gradients = torch.autograd.grad(found, narrow, back.bfloat16())
+    for one, other in zip((expected, *wanted), (found, *gradients), strict=True):
+        assert float((one - other.float()).norm().detach() / one.norm().detach()) < 0.01
+
+
+def test_a_step_by_inductor_is_that_of_the_model() -> None:
+    torch.manual_seed(0)
+    model, x = Attending(), rows()
+    model(x).square().mean().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, backend="qsync", options={"precision": "bf16"})(x).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), wanted, strict=True):
+        assert parameter.grad is not None and expected is not None
+        assert float((parameter.grad - expected).norm() / expected.norm()) < 0.02
+
+
+def test_what_it_keeps_is_foreseen_by_the_same_function() -> None:
+    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with keep_less that is so in both."""
+    weights = 3 * HEADS * TOKENS * TOKENS * 2
+    for options, products in ({}, True), ({"keep_less": True}, False):
+        torch._dynamo.reset()
+        graph = model_graph(qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16"))
+        (operator,) = [one for one in graph.operators if "attention" in one.row]
+        kept = {state[0]: set(cost.saved.values()) for state, cost in operator.costs.items()}
+        fused = {state[0]: is_fused(graph, operator, state) for state in operator.costs}
+        assert fused == {"fp32": True, "bf16": not products}
+        assert (weights in kept["bf16"]) is products and weights * 2 not in kept["fp32"]
