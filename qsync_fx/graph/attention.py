@@ -15,11 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.devices.brain_floats import native_bf16_unit
+from qsync_fx.devices import default_precision
 from qsync_fx.devices.counted import ANY, capability
 from qsync_fx.graph.values import format_of
 from qsync_fx.options import Options
-from qsync_fx.precision import precision
 
 FUSED: Final = torch.ops.aten.scaled_dot_product_attention.default
 MOST_TOKENS: Final = 512
@@ -41,9 +40,11 @@ def as_products(
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
     if any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")) or rest.get("attn_mask") is not None:
         return False
-    if device.type != "cpu" or capability(device) != ANY or not native_bf16_unit():
+    if device.type != "cpu" or capability(device) != ANY:
         return False
-    if any(format_of(t) is not precision("bf16") or t.dim() != 4 for t in (query, key, value)):
+    # Of 16 bits, a CPU's default is what it has a unit for.
+    fast = default_precision(device)
+    if fast.bits != 16 or any(format_of(t) is not fast or t.dim() != 4 for t in (query, key, value)):
         return False
     lengths = query.shape[-2], key.shape[-2]
     return all(isinstance(length, int) for length in lengths) and lengths[0] * lengths[1] <= MOST_TOKENS**2

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 import qsync_fx
 from qsync_fx.graph import attention
+from qsync_fx.precision import precision
 from qsync_fx.predictor.memory.attention import is_fused
 from qsync_fx.predictor.model import model_graph
 
@@ -21,7 +22,7 @@ HEADS, TOKENS, WIDTH = 2, 32, 16
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that computes BF16, whichever is at hand."""
-    monkeypatch.setattr(attention, "native_bf16_unit", lambda: True)
+    monkeypatch.setattr(attention, "default_precision", lambda device: precision("bf16"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -85,7 +86,7 @@ def test_evaluation_is_left_to_torch() -> None:
 
 
 def test_a_cpu_without_a_unit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "native_bf16_unit", lambda: False)
+    monkeypatch.setattr(attention, "default_precision", lambda device: precision("fp32"))
     assert not by_products(Attending(), rows())
 
 
