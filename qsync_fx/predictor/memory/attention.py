@@ -39,11 +39,11 @@ def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) ->
     return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
 
 
-def _kept_whole(values: Values, operator: Operator) -> bool:
-    """Whether its value is a part of something that autograd keeps as it is."""
+def _kept_whole(values: Values, operator: Operator, state: tuple[Name, Name]) -> bool:
+    """Whether its value, in a state, is a part of something that autograd keeps as it is."""
     read = operator.reads[VALUE].value
     name = values.graph.values[values.root(read)].name
-    return values.is_part(read) and any(key == name for cost in operator.costs.values() for key, _ in cost.saved)
+    return values.is_part(read) and any(key == name for key, _ in operator.costs[state].saved)
 
 
 def _width(operator: Operator) -> int:
@@ -93,7 +93,7 @@ class Matrices:
             Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
         )
         copies = None
-        if _kept_whole(values, operator):
+        if _kept_whole(values, operator, state):
             root = values.root(operator.reads[VALUE].value)
             value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
             copies = replace(query, name=f"{query.name} as kept"), replace(key, name=f"{key.name} as kept")
