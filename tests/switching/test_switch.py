@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError
+from qsync_fx.backend.operators.multiplying import on_cpu
 
 pytestmark = NOT_FOLLOWED
 torch.set_num_threads(1)
@@ -85,7 +86,8 @@ def test_a_uniform_plan_is_the_precision_of_that_name() -> None:
     assert compilations(lambda: qsync_fx.switch(fast, INT8)(x)) == 0
 
 
-def test_without_a_plan_the_device_decides_again() -> None:
+def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(on_cpu.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for BF16
     model, x = build(Perceptron), torch.randn(4, 16)
     fast = compiled(model)
     wanted = fast(x)
