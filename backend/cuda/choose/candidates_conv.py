@@ -14,7 +14,7 @@ from typing import Final
 
 from qsync_fx.backend.cuda.choose import rules, serving
 from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig, Shape
-from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, size_of
+from qsync_fx.backend.cuda.kernel.hardware import OPERANDS, OUTPUTS, SHARED_MEMORY, instruction_of, size_of, wide
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem
 from qsync_fx.precision import FORMATS
 
@@ -104,7 +104,7 @@ def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
     for (a, b), since in OPERANDS.items():
         if a != b or a.startswith("fp8") or not _has(arch, since):
             continue
-        usual = "bf16" if a == "int8" else a if a in ("fp16", "bf16") else "fp32"
+        usual = wide(arch) if a == "int8" else a if a in ("fp16", "bf16") else "fp32"
         scaled = FORMATS[a].scaled
         yield from _configs("fprop", a, usual, arch, scaled, True)
         for out in (other for other in OUTPUTS if other != usual):

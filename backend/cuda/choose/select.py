@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.kernel.hardware import wide
 from qsync_fx.backend.cuda.problem import Problem, padding
 from qsync_fx.backend.cuda.tune.table import Table
 from qsync_fx.backend.cuda.tune.tuning import NARROW, Choice, work
@@ -64,7 +65,7 @@ def decide(problem: Problem, arch: Arch, table: Table | None = None, candidates:
     if isinstance(found, str):
         return _torch(problem, found)
     choice = table.choice(problem) if table is not None else None
-    return _untuned(problem, arch, found) if choice is None else _tuned(problem, found, choice)
+    return _untuned(problem, arch, found) if choice is None else _tuned(problem, arch, found, choice)
 
 
 def way(problem: Problem, arch: Arch, candidates: Candidates) -> Way | str:
@@ -99,9 +100,9 @@ def _kernel(problem: Problem, found: Way, config: KernelConfig, reason: str) -> 
     return Decision(config, found.taken, reason)
 
 
-def _tuned(problem: Problem, found: Way, choice: Choice) -> Decision:
+def _tuned(problem: Problem, arch: Arch, found: Way, choice: Choice) -> Decision:
     if choice.faster_than_bf16 is False:
-        return _torch(problem, f"{problem.a} was measured to be no faster than bf16 here", integers=False)
+        return _torch(problem, f"{problem.a} was measured to be no faster than {wide(arch)} here", integers=False)
     if choice.name == "torch":
         return _torch(problem, "torch was measured to be as fast")
     for config in found.configs:

@@ -74,6 +74,12 @@ OPERANDS: Final[dict[tuple[str, str], Arch]] = {
 
 OUTPUTS: Final = ("fp32", "fp16", "bf16")
 
+
+def wide(arch: Arch) -> str:
+    """Returns the format of 16 bits that products run in which a narrower one does not pay for: BF16 where there is a unit for it."""
+    return "bf16" if int(arch[3:5]) >= int(OPERANDS["bf16", "bf16"][3:5]) else "fp16"
+
+
 INSTRUCTIONS: Final[dict[str, Shape]] = {
     "int8": (16, 8, 32),
     "fp16": (16, 8, 16),

@@ -57,8 +57,8 @@ class Choice:
         name: the winner: "torch", or the name of a `KernelConfig`.
         seconds: the median of each candidate that ran, by its name, in the order of the candidates.
         failed: why the others did not, by name.
-        faster_than_bf16: of INT8 and FP8 problems, whether the winner beats the best BF16 candidate; None where that is not known,
-            and for other formats.
+        faster_than_bf16: of INT8 and FP8 problems, whether the winner beats the best candidate in BF16, or in FP16 where the device has no
+            unit for BF16; None where that is not known, and for other formats.
         rounds: how often each candidate was measured.
     """
 
@@ -121,18 +121,16 @@ def _winner(seconds: Mapping[str, float]) -> str:
     return next(name for name, value in seconds.items() if value <= fastest * (1 + MARGIN))
 
 
-def counterpart(problem: Problem) -> Problem | None:
-    """Returns the BF16 problem that a problem in a narrow format has to beat, None for other formats."""
+def counterpart(problem: Problem, wide: str = "bf16") -> Problem | None:
+    """Returns the problem in 16 bits that a problem in a narrow format has to beat, None for other formats."""
     if problem.a not in NARROW and problem.b not in NARROW:
         return None
-    return replace(problem, a="bf16", b="bf16", a_scale="none", b_scale="none")
+    return replace(problem, a=wide, b=wide, a_scale="none", b_scale="none")
 
 
-def gated(choice: Choice, bf16: Choice | None) -> Choice:
-    """Returns a choice with the answer whether its product beats BF16's."""
-    if bf16 is None or counterpart(choice.problem) is None:
-        return choice
-    return replace(choice, faster_than_bf16=choice.best < bf16.best)
+def gated(choice: Choice, wide: Choice | None) -> Choice:
+    """Returns a choice with the answer whether its product beats that in 16 bits."""
+    return choice if wide is None else replace(choice, faster_than_bf16=choice.best < wide.best)
 
 
 def tune_all(
@@ -141,8 +139,9 @@ def tune_all(
     timer: Callable[[Problem], Timer],
     rounds: int = ROUNDS,
     report: Callable[[Problem, Choice | None, str], None] = lambda problem, choice, why: None,
+    wide: str = "bf16",
 ) -> list[Choice]:
-    """Tunes each bucket of some problems, and the BF16 buckets that narrow formats are compared with.
+    """Tunes each bucket of some problems, and the buckets in 16 bits that narrow formats are compared with.
 
     Args:
         problems: any; those of one bucket are tuned once.
@@ -150,25 +149,27 @@ def tune_all(
         timer: what measures the candidates of a problem; released before the next one is made.
         rounds: of each candidate.
         report: called when a bucket is done, with its choice, or None and why there is none.
+        wide: the format of 16 bits that the device has, as `hardware.wide` says.
 
     Returns:
-        The choices, in the order in which buckets first occur, BF16 buckets last.
+        The choices, in the order in which buckets first occur, those in 16 bits last.
     """
     found: dict[Problem, Choice] = {}
-    for problem in buckets(problems):
+    for problem in buckets(problems, wide):
         try:
             found[problem] = tune(problem, candidates(problem), timer(problem), rounds)
         except QSyncError as error:
             report(problem, None, error.what)
             continue
         report(problem, found[problem], "")
-    return [gated(choice, found.get(other) if (other := counterpart(p)) else None) for p, choice in found.items()]
+    others = {problem: counterpart(problem, wide) for problem in found}
+    return [gated(choice, found.get(other) if (other := others[p]) else None) for p, choice in found.items()]
 
 
-def buckets(problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the buckets to be tuned for some problems, each once."""
+def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
+    """Returns the buckets to be tuned for some problems, each once, with those in 16 bits that they are compared with."""
     own = list(dict.fromkeys(problem.bucket() for problem in problems))
-    others = [other for problem in own if (other := counterpart(problem)) is not None]
+    others = [other for problem in own if (other := counterpart(problem, wide)) is not None]
     return list(dict.fromkeys([*own, *others]))
 
 

@@ -60,6 +60,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.choose.select import known, way
+    from qsync_fx.backend.cuda.kernel.hardware import wide
     from qsync_fx.backend.cuda.run import device
     from qsync_fx.backend.cuda.tune import recorded, table
     from qsync_fx.backend.cuda.tune.problem_json import shown
@@ -77,11 +78,11 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.recorded is not None:
         recording = recorded.load(arguments.recorded)
         here, arch, make = recording.environment, recording.arch, recording.timer
-        problems = buckets(_problems(arguments, None))
+        problems = buckets(_problems(arguments, None), wide(arch))
     else:
         gpu, arch = _gpu(arguments.device)
         here = device.environment(gpu)
-        problems = buckets(_problems(arguments, gpu))
+        problems = buckets(_problems(arguments, gpu), wide(arch))
         _compile(problems, arch)
         make, keepers = _measuring(gpu, arch)
     if not problems:
@@ -103,7 +104,7 @@ def _tune(arguments: argparse.Namespace) -> None:
                 skipped[problem] = why
             advance(shown(problem))
 
-        choices = tune_all(problems, candidates, make, rounds, report)
+        choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
         _record(arguments.record, here, arch, keepers)
     path = arguments.output or (None if arguments.recorded else table.path_in(device.folder(), here))
@@ -189,6 +190,7 @@ def _show(
 ) -> None:
     from dataclasses import asdict
 
+    from qsync_fx.backend.cuda.kernel.hardware import wide
     from qsync_fx.backend.cuda.tune.problem_json import problem_as_json, shown
     from qsync_fx.backend.cuda.tune.table import choice_as_json
 
@@ -197,12 +199,12 @@ def _show(
         rows = [choice_as_json(choice) for choice in choices]
         output.as_json({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left})
         return
-    output.show(_table(choices))
+    output.show(_table(choices, wide(arch)))
     for problem, why in skipped.items():
         output.note(f"not measured: {shown(problem)}: {why}")
 
 
-def _table(choices: list[Choice]) -> Printed:
+def _table(choices: list[Choice], wide: str) -> Printed:
     """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
     from qsync_fx.backend.cuda.tune.problem_json import shown
 
@@ -213,13 +215,13 @@ def _table(choices: list[Choice]) -> Printed:
         best = min(others.values(), default=None)
         ratio = "" if torch_takes is None or best is None else f"{torch_takes / best:.2f}"
         cells = shown(choice.problem), _microseconds(torch_takes), _microseconds(best), ratio
-        rows.append((*cells, choice.name, _note(choice)))
+        rows.append((*cells, choice.name, _note(choice, wide)))
     numbers = ("torch us", "kernel us", "ratio")
     return output.table(("problem", *numbers, "runs", "note"), rows, right=numbers)
 
 
-def _note(choice: Choice) -> str:
-    notes = [f"no faster than bf16, so {choice.problem.a} is not used"] if choice.faster_than_bf16 is False else []
+def _note(choice: Choice, wide: str) -> str:
+    notes = [f"no faster than {wide}, so {choice.problem.a} is not used"] if choice.faster_than_bf16 is False else []
     if choice.failed:
         name, why = next(iter(choice.failed.items()))
         notes.append(f"{len(choice.failed)} did not run: {name}: {why.splitlines()[0]}")

@@ -65,6 +65,8 @@ def test_what_was_tuned_decides() -> None:
     assert torch_wins.config is None and torch_wins.integers
     slower = chosen(INT8, Choice(INT8, SECOND.name, times, faster_than_bf16=False))
     assert slower.config is None and not slower.integers and "no faster than bf16" in slower.reason
+    on_t4 = chosen(INT8, Choice(INT8, SECOND.name, times, faster_than_bf16=False), arch="sm_75")
+    assert on_t4.config is None and "no faster than fp16" in on_t4.reason
 
 
 def test_a_tuned_kernel_that_is_gone_gives_way_to_the_next_best() -> None:

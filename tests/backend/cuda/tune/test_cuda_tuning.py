@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 from tuning_samples import BF16, CONV, INT8, configs, recording, timer
 
+from qsync_fx.backend.cuda.kernel import hardware
+from qsync_fx.backend.cuda.kernel.config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.tune.problem_json import problem_as_json, problem_from
 from qsync_fx.backend.cuda.tune.tuning import (
@@ -120,6 +122,17 @@ def test_int8_is_compared_with_bf16(int8: float, bf16: float, faster: bool) -> N
     times = recording({INT8: {"torch": [1.0], kernel: [int8]}, BF16: {"torch": [bf16]}})
     found = {choice.problem: choice for choice in tune_all([INT8], lambda p: configs(1), times.timer)}
     assert found[INT8].faster_than_bf16 is faster and found[BF16].faster_than_bf16 is None
+
+
+@pytest.mark.parametrize(("arch", "fmt"), [("sm_70", "fp16"), ("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")])
+def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: str) -> None:
+    wide = hardware.wide(arch)
+    assert wide == fmt
+    floats = replace(BF16, a=fmt, b=fmt)
+    assert buckets([INT8], wide) == [INT8, floats]
+    times = recording({INT8: {"torch": [0.9]}, floats: {"torch": [0.8]}})
+    found, _ = tune_all([INT8], lambda p: (), times.timer, wide=wide)
+    assert found.faster_than_bf16 is False
 
 
 def test_what_cannot_be_measured_is_reported_and_the_rest_goes_on() -> None:
