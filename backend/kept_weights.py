@@ -1,8 +1,8 @@
 """Quantized copies of weights that outlive a pass, and whether they are still right.
 
-Invariant: a copy is given out for the very tensor that it was made of, while no optimizer has taken a step that has it among its
-parameters, torch has counted no write to it, and it lies where it lay. Steps are asked themselves, since those of torch with `fused=True`
-count nothing. A copy holds on to that memory, so that no other values come to lie at the address. What is written past all of that cannot
+Invariant: a copy is given out for the very tensor that it was made of, while no optimizer has taken a step, torch has counted no write to
+it, and it lies where it lay. Steps are asked themselves, since those of torch with `fused=True` count nothing; and those of all
+optimizers, since one may update other tensors that a weight is made from: its part of FSDP's, or a copy in FP32. A copy holds on to that memory, so that no other values come to lie at the address. What is written past all of that cannot
 be seen: so some values are compared when a copy is used for the 1st, 2nd, 4th, 8th time and so on, and a weight whose values have changed
 is told of and quantized in each pass from then on.
 """
@@ -72,10 +72,8 @@ def _watch_steps() -> None:
 
 
 def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if (kept := _kept.get(weight)) is not None:
-                kept.copies.clear()
+    for kept in _kept.values():
+        kept.copies.clear()
 
 
 def copies(weights: Sequence[tuple[Tensor, Made]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
