@@ -22,7 +22,8 @@ _LARGEST: Final = 2**22
 """Bytes of a message: a few of them lie in memory, as buckets do, and not in a cache."""
 _BESIDE: Final = 4
 """How much longer than they travel a rank computes, so that each has arrived before the next one, slowed down as it is."""
-_REPEATS: Final = 7
+_REPEATS: Final = 21
+"""Each is a small difference of two long times: their median is within a tenth where single ones are half of it off."""
 _WARM: Final = 16
 """Products of which it is seen how long one takes."""
 _SIZE: Final = 256
