@@ -2,9 +2,10 @@
 
 Invariant: a copy is given out for the very tensor that it was made of, while no optimizer has taken a step, torch has counted no write to
 it, and it lies where it lay. Steps are asked themselves, since those of torch with `fused=True` count nothing; and those of all
-optimizers, since one may update other tensors that a weight is made from: its part of FSDP's, or a copy in FP32. A copy holds on to that memory, so that no other values come to lie at the address. What is written past all of that cannot
-be seen: so some values are compared when a copy is used for the 1st, 2nd, 4th, 8th time and so on, and a weight whose values have changed
-is told of and quantized in each pass from then on.
+optimizers, since one may update other tensors that a weight is made from: its part of FSDP's, or a copy in FP32. A copy holds on to that
+memory, so that no other values come to lie at the address. What is written past all of that cannot be seen: so some values are compared
+when a copy is used for the 1st, 2nd, 4th, 8th time and so on, and a weight whose values have changed is told of and quantized in each pass
+from then on.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda.libraries import cache, sass
 from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.devices import Support, support
+from qsync_fx.devices.huge_pages import HugePages, huge_pages
 from qsync_fx.devices.processor import Cpu, cpu
 from qsync_fx.errors import QSyncError
 from qsync_fx.precision import FORMATS, Precision
@@ -90,6 +91,7 @@ class Report:
     python: str
     cuda: str | None
     cpu: Cpu
+    huge_pages: HugePages
     quantizer: Quantizer
     gpus: tuple[Gpu, ...]
     nvcc: Tool | QSyncError
@@ -111,6 +113,7 @@ def look() -> Report:
         python=platform.python_version(),
         cuda=torch.version.cuda,
         cpu=cpu(),
+        huge_pages=huge_pages(),
         quantizer=_quantizer(),
         gpus=gpus,
         nvcc=_tool(toolchain.nvcc),

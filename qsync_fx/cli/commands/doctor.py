@@ -48,6 +48,8 @@ def _machine(report: machine.Report) -> Table:
     line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
     line("processor", f"{report.cpu.model or 'unknown'}, {cores}{report.cpu.threads} threads for this process")
     line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
+    if report.huge_pages.policy:
+        line("huge pages", str(report.huge_pages))
     line("quantizer", _quantizer_text(report.quantizer))
     for gpu in report.gpus:
         major, minor = gpu.capability

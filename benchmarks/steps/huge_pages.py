@@ -1,0 +1,110 @@
+"""Training steps with huge pages and without: what one variable in the environment is worth on Linux.
+
+glibc asks the kernel for them where GLIBC_TUNABLES says so before a process starts, so each variant is a process of its own, and the two
+take turns. Seconds are the processor's; a ratio is the median of those within a turn. Beside steps stands a copy of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from qsync_fx.devices.huge_pages import SWITCH, huge_pages
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
+from benchmarks.support.harness import Row, arguments, finish, selected
+
+WAYS: dict[str, dict[str, object]] = {
+    "Inductor, autocast in BF16": {"backend": "inductor"},
+    "qsync, bf16": {"backend": "qsync", "options": {"precision": "bf16"}},
+    "qsync, int8_grad": {"backend": "qsync", "options": {"precision": "int8_grad"}},
+}
+COPY = 2**22
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--steps":
+        print(json.dumps(seconds(**json.loads(sys.argv[2]))))
+        return
+    options = arguments(
+        __doc__,
+        only={"help": "one case: bert, resnet, vgg"},
+        turns={"type": int, "default": 5, "help": "processes of each variant (%(default)s)"},
+    )
+    if not huge_pages().missing:
+        raise SystemExit(f"nothing to compare: huge pages here: {huge_pages()}")
+    rows: list[Row] = []
+    for name in selected(options, QUICK if options.quick else CASES):
+        job = {"name": name, "quick": options.quick, "threads": options.threads, "steps": 2 if options.quick else 20}
+        turns = [(measured(job), measured(job, huge=True)) for _ in range(1 if options.quick else options.turns)]
+        for way in turns[0][0]:
+            without, with_them = ([turn[at][way] for turn in turns] for at in (0, 1))
+            rows.append(
+                {
+                    "case": name,
+                    "way": way,
+                    "without_ms": 1e3 * statistics.median(without),
+                    "huge_pages_ms": 1e3 * statistics.median(with_them),
+                    "ratio": statistics.median(b / a for a, b in zip(without, with_them, strict=True)),
+                    "turns": len(turns),
+                }
+            )
+    finish(options, rows)
+
+
+def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
+    """Returns the seconds of steps in each way, and of a copy, of a process of its own."""
+    name, _, value = SWITCH.partition("=")
+    environment = {**os.environ, **({name: value} if huge else {})}
+    command = [sys.executable, __file__, "--steps", json.dumps(job)]
+    text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, float] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float]:
+    """Returns the median seconds of a step in each way, in turns, and of a copy of 16 MiB."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    source = torch.randn(COPY)
+    target = torch.empty_like(source)
+    runs: dict[str, Callable[[], object]] = {"copy of 16 MiB": lambda: target.copy_(source)}
+    for way, given in WAYS.items():
+        runs[way] = training((QUICK if quick else CASES)[name](), given)
+    taken: dict[str, list[float]] = {way: [] for way in runs}
+    clock = time.process_time if threads == 1 else time.perf_counter
+    for at in range(-2, steps):
+        for way, run in runs.items():
+            begin = clock()
+            run()
+            if at >= 0:
+                taken[way].append(clock() - begin)
+    return {way: statistics.median(each) for way, each in taken.items()}
+
+
+def training(case: Case, given: dict[str, object]) -> Callable[[], None]:
+    """Returns a step of a case, compiled as given."""
+    compiled = torch.compile(case.model, dynamic=False, **given)  # type: ignore[call-overload]
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=given["backend"] == "inductor"):
+            loss = case.step(compiled, case.batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

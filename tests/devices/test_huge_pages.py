@@ -1,0 +1,59 @@
+"""Huge pages: what doctor says of a system and a process is what the kernel does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qsync_fx.devices.huge_pages import SWITCH, huge_pages, of
+
+GLIBC = ("glibc", "2.36")
+
+
+@pytest.mark.parametrize(
+    ("policy", "tunables", "library", "said"),
+    [
+        ("always [madvise] never", "", GLIBC, f"not used: {SWITCH} python ... trains faster"),
+        ("always [madvise] never", "glibc.malloc.hugetlb=1", GLIBC, "used: this process asks for them"),
+        (
+            "always [madvise] never",
+            "glibc.malloc.hugetlb=1:glibc.malloc.hugetlb=0",
+            GLIBC,
+            f"not used: {SWITCH} python ... trains faster",
+        ),
+        ("always [madvise] never", "glibc.malloc.hugetlb=1", ("glibc", "2.31"), "not used"),
+        ("always [madvise] never", "", ("", ""), "not used"),
+        ("[always] madvise never", "", GLIBC, "used, by this system for all processes"),
+        (
+            "always madvise [never]",
+            "glibc.malloc.hugetlb=1",
+            GLIBC,
+            "none: this system has them switched off (/sys/kernel/mm/transparent_hugepage/enabled)",
+        ),
+        ("", "", GLIBC, "unknown"),
+    ],
+)
+def test_what_is_said(policy: str, tunables: str, library: tuple[str, str], said: str) -> None:
+    found = of(policy, tunables, library)
+    assert str(found) == said
+    assert found.missing == ("python" in said)
+
+
+@pytest.mark.skipif(not huge_pages().missing, reason=f"huge pages here: {huge_pages()}")
+def test_the_switch_has_the_kernel_give_them() -> None:
+    name, _, value = SWITCH.partition("=")
+    code = (
+        "import torch; from qsync_fx.devices.huge_pages import huge_pages; kept = torch.ones(2**25);"
+        "import re; text = open('/proc/self/smaps_rollup').read();"
+        "print(huge_pages().asked, int(re.search(r'AnonHugePages: +([0-9]+)', text)[1]) > 2**16)"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | given, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for given in ({}, {name: value})
+    ]
+    assert said == ["False False", "True True"]
