@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from xml.etree import ElementTree
 
+import experiment_tables
 import forks
 import pair_rank
 import pytest
@@ -15,9 +16,11 @@ import torch
 from allocation_problems import fleet
 from ranks import ENVIRONMENT
 
+from benchmarks.paper import table3
 from benchmarks.paper.support import curves, text, timelines as timeline_picture
 from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
+from benchmarks.support.harness import write_json
 from qsync_fx.allocator import Judge
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +114,18 @@ def test_ticks_hold_all_values(values: list[float]) -> None:
     found = curves.ticks(values)
     assert found[0] <= min(values) and max(values) <= found[-1] * (1 + 1e-12)
     assert 2 <= len(found) <= 8
+
+
+def test_table_three_is_on_the_page_once_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment_tables, "RESULTS", tmp_path)
+    assert experiment_tables.table3() == "Not measured at size."
+    errors = {"cost mapper": (-1.0, 3.0), "dPRO's view": (-9.0, -11.0)}
+    repeats = [
+        {"in BF16": {"seconds": 0.5 + at, **{view: each[at] for view, each in errors.items()}}} for at in range(2)
+    ]
+    write_json(tmp_path / "table3.json", list(table3.rows(repeats)))
+    last = experiment_tables.table3().splitlines()[-1]
+    assert last == "| in BF16 | 1000 ms | 2.0% (-1.0, +3.0) | 10.0% (-9.0, -11.0) |"
 
 
 @tiers.ALL
