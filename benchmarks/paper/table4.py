@@ -1,7 +1,8 @@
 """QSync's Tables IV and V: full precision, dynamic batch sizing, uniform precision and ours: accuracy, and steps a second.
 
 ClusterA is a V100 that trains in FP32 and a T4 of the catalog; ClusterB's T4 is short of memory. Steps a second are those that the judge
-foresees of the catalog's devices with the batches that are trained. Uniform precision is the widest narrow one that fits, and ours has to
+foresees of the catalog's devices with the batches that are trained, for a network that is wide enough to fill them (`support.devices`); its
+narrow image, which has the same operators, is what is trained. Uniform precision is the widest narrow one that fits, and ours has to
 be as fast. "oracle" is FP32 on both, which no cluster is asked to hold. Accuracy is that of training on a CPU, where FP16 is BF16: the
 mean over seeds, and its deviation.
 """

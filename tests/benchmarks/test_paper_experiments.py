@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import experiment_tables
@@ -15,9 +16,10 @@ import tiers
 import torch
 from allocation_problems import fleet
 from ranks import ENVIRONMENT
+from torch import nn
 
 from benchmarks.paper import table3
-from benchmarks.paper.support import curves, text, timelines as timeline_picture
+from benchmarks.paper.support import curves, devices, text, timelines as timeline_picture
 from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
 from benchmarks.support.harness import write_json
@@ -48,6 +50,28 @@ def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: 
             assert torch.equal(tensor, found[name]), (rank, name)
     first, second = (dict(replica.named_buffers()) for replica in pair.replicas)
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), "each has statistics of its own"
+
+
+@tiers.ALL
+def test_a_plan_is_made_for_a_wide_network_of_the_operators_that_are_trained() -> None:
+    batch = (torch.randn(16, 8), torch.randn(16, 4))
+
+    def network(width: int, *more: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4), *more)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def look(wide: nn.Module) -> devices.Looked:
+        return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("exact",))
+
+    known = look(network(64))
+    assert max(one.numel for one in known.graphs["t4"].parameters) == 8 * 64, "what is planned for is wide"
+    disturbed = {name for name, by in known.sensitivities["exact"].variance.items() if by["int8"] > 0}
+    assert len(disturbed) == 2
+    assert set(devices.problem(known, 16).uniform("int8")["t4"]) == disturbed
+    with pytest.raises(ValueError, match="other operators"):
+        look(network(64, nn.Linear(4, 4)))
 
 
 def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Invariant: each number is one of the file's, rounded; what was run where stands 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,11 @@ def table3() -> str:
 
 
 def table4() -> str:
-    return _table("table4", {"network": lambda row: row["network"], **_WAYS})
+    return _table("table4", {"network": lambda row: row["network"], **_ways("table4")})
 
 
 def table6() -> str:
-    return _table("table6", _WAYS)
+    return _table("table6", _ways("table6"))
 
 
 def fig6() -> str:
@@ -231,12 +233,31 @@ def _operators(row: Row) -> str:
     return ", ".join(f"{count} {fmt}" for fmt, count in sorted(row["operators"].items()))
 
 
-_WAYS: Mapping[str, Callable[[Row], str]] = {
-    "cluster": lambda row: row["cluster"],
-    "": lambda row: row["way"],
-    "accuracy": _accuracy,
-    "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
-    "variance": lambda row: f"{row['variance']:.3g}",
-    "T4": _operators,
-    "batches": lambda row: " + ".join(map(str, row["batches"])),
-}
+def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
+    """Returns what is shown of ways of training, beside uniform precision in the same cluster with the same seeds."""
+    uniform = {_cluster(row): row["each"] for row in _rows(name) if row["way"] == "uniform"}
+
+    def more(row: Row) -> str:
+        if row["way"] == "uniform":
+            return ""
+        points = [100 * (one - other) for one, other in zip(row["each"], uniform[_cluster(row)], strict=True)]
+        error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
+        return f"{statistics.fmean(points):+.2f} ± {error:.2f}"
+
+    return {
+        "cluster": lambda row: row["cluster"],
+        "": lambda row: row["way"],
+        "accuracy": _accuracy,
+        "points more than uniform": more,
+        "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
+        "variance": lambda row: f"{row['variance']:.3g}",
+        "memory of the T4": lambda row: (
+            f"{row['peak_mb']:.1f}" + ("" if row["allowed_mb"] is None else f" of {row['allowed_mb']:.1f}") + " MB"
+        ),
+        "T4": _operators,
+        "batches": lambda row: " + ".join(map(str, row["batches"])),
+    }
+
+
+def _cluster(row: Row) -> tuple[str, str]:
+    return row["network"], row["cluster"]

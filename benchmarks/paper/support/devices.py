@@ -1,8 +1,11 @@
 """A V100 that trains in FP32 and a T4 that may take FP16 and INT8, of the catalog: what is asked of allocators, and what plans cost there.
 
-A CPU trains the plans: FP16 becomes BF16 there (`trained`), which has fewer bits of mantissa and needs no scale of the loss.
+A CPU trains the plans: FP16 becomes BF16 there (`trained`), which has fewer bits of mantissa and needs no scale of the loss. What it trains
+in minutes is too narrow for a GPU, where a T4 is no quicker in FP16 than in FP32, so that there would be nothing to choose: a plan is made
+for a wide network of the same operators, and trained in the narrow one.
 
-Invariant: seconds are the catalog's, of batches that are trained; accuracy is of real training.
+Invariant: seconds and bytes are the catalog's, of the wide network with batches that are trained; variance and accuracy are of what is
+trained. Both networks have the same operators.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ class Looked:
     """A model as it was looked at.
 
     Attributes:
-        graphs: as each device runs it, its batch a symbol.
-        sensitivities: by the method that found them.
+        graphs: as each device runs what is planned for, its batch a symbol.
+        sensitivities: of what is trained, by the method that found them.
     """
 
     graphs: Mapping[str, ModelGraph]
@@ -47,20 +50,34 @@ class Looked:
 
 
 def looked(
-    model: nn.Module, step: Any, batches: Sequence[Any], inputs: Sequence[Tensor], methods: Sequence[str]
+    model: nn.Module,
+    wide: nn.Module,
+    step: Any,
+    batches: Sequence[Any],
+    inputs: Sequence[Tensor],
+    methods: Sequence[str],
 ) -> Looked:
-    """Looks at a model; `inputs` are those of its forward, their first dimension the batch."""
+    """Looks at a model and at the wide one of the same operators; `inputs` are those of its forward, their first dimension the batch.
+
+    Raises:
+        ValueError: they have other operators.
+    """
     graphs = {}
     for device, formats in FORMATS.items():
         torch._dynamo.reset()
         marked = [tensor.clone() for tensor in inputs]
         for tensor in marked:
             torch._dynamo.mark_dynamic(tensor, 0)
-        graphs[device] = model_graph(qsync_fx.explain(model, *marked, options={"target": device}), formats)
+        graphs[device] = model_graph(qsync_fx.explain(wide, *marked, options={"target": device}), formats)
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
     found = several(model, step, batches, methods, NARROW, len(batches), options=options)
     torch._dynamo.reset()
+    asked = {operator.id for operator in graphs[SLOW].operators if operator.kind == "adjustable"}
+    for one in found:
+        if one.variance.keys() != asked:
+            different = sorted(asked ^ one.variance.keys())
+            raise ValueError(f"the network that is trained and the wide one have other operators: {different}")
     return Looked(graphs, {one.method: one for one in found})
 
 

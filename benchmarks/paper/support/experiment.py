@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.paper.support.devices import Looked, looked, trained
-from benchmarks.paper.support.images import NETWORKS, QUICK, Images, Size, Trainer, built, loss
+from benchmarks.paper.support.images import NETWORKS, QUICK, WIDE, Images, Size, Trainer, built, loss
 from benchmarks.paper.support.kept import Kept
 from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
@@ -111,13 +111,14 @@ class OnImages(Experiment):
             yield name, self.look(name)
 
     def look(self, name: str) -> Looked:
-        """Returns what a network's operators take and disturb."""
-        images, network = self.images, NETWORKS[name]
-        model, data = built(network, images.classes, 0), images.subset(0)
+        """Returns what the operators of a network take where it is wide, and disturb where it is trained."""
+        images = self.images
+        model, wide = (built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name]))
+        data = images.subset(0)
         steps = 1 if self.quick else LOOKED
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
-        return looked(model, loss, batches, [batches[0][0][:2]], METHODS)
+        return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)
 
     def row(self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]) -> dict[str, Any]:
         """Returns the accuracy of a plan of the T4 beside a V100 in FP32, over all seeds."""

@@ -8,7 +8,7 @@ Invariant: with the same seed all plans begin from the same weights and see the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ class Size:
         batch: images of a rank in a step, where both have as many.
     """
 
-    samples: int = 2_000
-    tests: int = 2_000
+    samples: int = 4_000
+    tests: int = 5_000
     epochs: int = 3
     batch: int = 64
 
@@ -69,6 +69,11 @@ NETWORKS = {
     "ResNet-8": Network(lambda classes: ResNet(classes, width=8), 0.2),
     "VGG-6-BN": Network(vgg_bn, 0.1),
 }
+WIDE: Mapping[str, Callable[[int], nn.Module]] = {
+    "ResNet-8": lambda classes: ResNet(classes, width=128),
+    "VGG-6-BN": lambda classes: vgg_bn(classes, width=128),
+}
+"""What is planned for in the place of each: the same operators, with channels enough for a GPU to have something to do."""
 
 
 def loss(model: Any, part: Inputs) -> Tensor:
@@ -96,9 +101,9 @@ class Images:
                 ]
 
 
-def built(network: Network, classes: int, seed: int) -> nn.Module:
+def built(build: Callable[[int], nn.Module], classes: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = network.build(classes)
+    model = build(classes)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
@@ -114,12 +119,12 @@ class Trainer:
     def __init__(self, network: Network, images: Images, plans: Sequence[Plan], batches: Sequence[int]) -> None:
         torch._dynamo.reset()
         self.network, self.images, self.batches = network, images, batches
-        self.pair = Pair(built(network, images.classes, 0), plans, loss)
+        self.pair = Pair(built(network.build, images.classes, 0), plans, loss)
 
     def accuracy(self, seed: int, advance: Callable[[], None] = lambda: None) -> float:
         """Trains from new weights, and returns the share of test images that are right, in FP32."""
         images, pair, size = self.images, self.pair, self.images.size
-        pair.restart(built(self.network, images.classes, seed))
+        pair.restart(built(self.network.build, images.classes, seed))
         data, model = images.subset(seed), pair.model.train()
         rate = self.network.rate * sum(self.batches) / 256
         steps = len(data.train[1]) // sum(self.batches)
