@@ -102,13 +102,12 @@ void truncate_encode(const Codecs &codecs, int bits, std::size_t partition, cons
                      std::uint8_t *wire, int threads) {
     const std::size_t values = partition_values(bits, partition), bytes = HEADER + aligned(plane_bytes(values, bits));
     by_units(n, values, threads, [&](std::size_t begin, std::size_t end) {
-        std::vector<std::uint32_t> scratch(std::min(values, end - begin));
         for (std::size_t at = begin; at < end; at += values) {
             const std::size_t size = std::min(values, end - at);
             std::uint8_t *to = wire + at / values * bytes;
             const std::uint32_t head = header(bits, size);
             std::memcpy(to, &head, HEADER);
-            codecs.truncate_encode(x + at, residual == nullptr ? nullptr : residual + at, size, bits, to + HEADER, scratch.data());
+            codecs.truncate_encode(x + at, residual == nullptr ? nullptr : residual + at, size, bits, to + HEADER);
             const std::size_t used = plane_bytes(size, bits);
             std::memset(to + HEADER + used, 0, aligned(used) - used);
         }

@@ -24,8 +24,8 @@ struct Codecs {
     // Two means a unit and a bit a value. `residual` may be null; it takes what the code leaves of x + residual.
     void (*onebit_encode)(const float *x, float *residual, std::size_t n, std::size_t unit, std::uint8_t *means, std::uint8_t *words);
     void (*onebit_decode)(const std::uint8_t *means, const std::uint8_t *words, std::size_t n, std::size_t unit, float *y, bool add);
-    // The highest `bits` of each value, in planes of bytes and one of halves of bytes. `scratch` has room for n values.
-    void (*truncate_encode)(const float *x, float *residual, std::size_t n, int bits, std::uint8_t *planes, std::uint32_t *scratch);
+    // The highest `bits` of each value, in planes of bytes and one of halves of bytes.
+    void (*truncate_encode)(const float *x, float *residual, std::size_t n, int bits, std::uint8_t *planes);
     void (*truncate_decode)(const std::uint8_t *planes, std::size_t n, int bits, float *y, bool add);
 };
 

@@ -9,31 +9,49 @@
 namespace qsync {
 namespace {
 
-void truncate_encode(const float *x, float *residual, size_t n, int bits, uint8_t *planes, uint32_t *scratch) {
+// How many values are written to all of their planes before others are read: they stay in the first cache, and what is written to a plane at
+// once is a few of its lines. With 4096 of them what memory takes is a third more.
+constexpr size_t TRUNCATED = 256;
+
+// Bytes of words from the bits at `shift` on.
+inline void to_plane(const uint32_t *__restrict words, size_t n, int shift, uint8_t *__restrict plane) {
+    for (size_t i = 0; i < n; ++i) plane[i] = static_cast<uint8_t>(words[i] >> shift);
+}
+
+void truncate_encode(const float *x, float *residual, size_t n, int bits, uint8_t *planes) {
     const uint32_t mask = 0xFFFFFFFFu << (32 - bits);
-    for (size_t i = 0; i < n; ++i) {
-        const float v = residual == nullptr ? x[i] : x[i] + residual[i];
-        uint32_t word;
-        std::memcpy(&word, &v, sizeof word);
-        // What makes a NaN one may lie in its low bits alone: a bit that is kept is set.
-        const uint32_t quiet = (word & 0x7FFFFFFFu) > INFINITE ? 0x00400000u : 0u;
-        scratch[i] = (word & mask) | quiet;
-    }
-    if (residual != nullptr)
-        for (size_t i = 0; i < n; ++i) {
-            float kept;
-            std::memcpy(&kept, &scratch[i], sizeof kept);
-            residual[i] = (scratch[i] & INFINITE) == INFINITE ? residual[i] : x[i] + residual[i] - kept;
+    const int bytes = bits / 8, shift = 28 - 8 * bytes;
+    // The first half of the values have the lower halves of bytes.
+    const size_t half = bits % 8 != 0 ? (n + 1) / 2 : n;
+    uint8_t *nibbles = planes + static_cast<size_t>(bytes) * n;
+    uint32_t words[TRUNCATED];
+    for (size_t begin = 0; begin < n;) {
+        const size_t size = smaller(TRUNCATED, (begin < half ? half : n) - begin);
+        const float *values = x + begin;
+        float *left_over = residual == nullptr ? nullptr : residual + begin;
+        for (size_t i = 0; i < size; ++i) {
+            const float v = left_over == nullptr ? values[i] : values[i] + left_over[i];
+            uint32_t word;
+            std::memcpy(&word, &v, sizeof word);
+            // What makes a NaN one may lie in its low bits alone: a bit that is kept is set.
+            const uint32_t quiet = (word & 0x7FFFFFFFu) > INFINITE ? 0x00400000u : 0u;
+            words[i] = (word & mask) | quiet;
         }
-    const int bytes = bits / 8;
-    for (int k = 0; k < bytes; ++k, planes += n)
-        for (size_t i = 0; i < n; ++i) planes[i] = static_cast<uint8_t>(scratch[i] >> (24 - 8 * k));
-    if (bits % 8 == 0) return;
-    const int shift = 28 - 8 * bytes;
-    const size_t half = (n + 1) / 2;
-    for (size_t i = 0; i < n / 2; ++i)
-        planes[i] = static_cast<uint8_t>((scratch[i] >> shift & 15u) | (scratch[i + half] >> shift & 15u) << 4);
-    if (n % 2 != 0) planes[n / 2] = static_cast<uint8_t>(scratch[n / 2] >> shift & 15u);
+        if (left_over != nullptr)
+            for (size_t i = 0; i < size; ++i) {
+                float kept;
+                std::memcpy(&kept, &words[i], sizeof kept);
+                left_over[i] = (words[i] & INFINITE) == INFINITE ? left_over[i] : values[i] + left_over[i] - kept;
+            }
+        for (int k = 0; k < bytes; ++k) to_plane(words, size, 24 - 8 * k, planes + static_cast<size_t>(k) * n + begin);
+        if (begin >= half) {
+            uint8_t *to = nibbles + begin - half;
+            for (size_t i = 0; i < size; ++i) to[i] = static_cast<uint8_t>(to[i] | (words[i] >> shift & 15u) << 4);
+        } else if (bits % 8 != 0) {
+            for (size_t i = 0; i < size; ++i) nibbles[begin + i] = static_cast<uint8_t>(words[i] >> shift & 15u);
+        }
+        begin += size;
+    }
 }
 
 template <bool B> struct Constant { static constexpr bool value = B; };
