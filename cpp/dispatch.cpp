@@ -33,7 +33,7 @@ std::vector<Path> &available_paths() {
 
 namespace {
 
-constexpr std::size_t MOST = 1021;
+constexpr std::size_t MOST = 1117;
 
 using Words = std::vector<std::uint32_t>;
 

@@ -94,6 +94,14 @@ struct Moved {
     F before, inverse;
     F operator()(const F &x) const { return x * before * inverse; }
 };
+// The same times 2**24 in one product. Both have the same bits but where a number is lost below the smallest one, which needs a scale
+// above 1; of one step a number that is there at all is above no random number but zero.
+struct Enlarged {
+    F inverse;
+};
+
+template <class Scaled> inline F enlarged(const Scaled &scaled, const F &x) { return scaled(x) * all(0x1p24f); }
+inline F enlarged(const Enlarged &scaled, const F &x) { return x * scaled.inverse; }
 
 // Sign and magnitude, of 2**(B-1) - 1 steps.
 template <int B, Layout L> struct Code {
@@ -170,8 +178,8 @@ template <int B, Layout L, int K, class Scaled>
 inline I with_code(const I &packed, const F &x, const Scaled &scaled, const I &counter, Place<K>) {
     if constexpr (B == 2 && L == SIGN) {
         // Of one step: what is at its end or, by rounding, beyond, is above every random number.
-        const I sign = right<30 - 2 * K>(bits(x)) & all(int32_t{2} << 2 * K);
-        return joined(packed | sign, all(int32_t{1} << 2 * K), random_lanes(counter), scaled(magnitude(x)) * all(0x1p24f));
+        const I signs = merged(packed, right<30 - 2 * K>(bits(x)), all(int32_t{2} << 2 * K));
+        return joined(signs, all(int32_t{1} << 2 * K), random_lanes(counter), enlarged(scaled, magnitude(x)));
     } else if constexpr (K == 0) {
         return Code<B, L>::encode(x, scaled, counter);
     } else {
@@ -211,7 +219,7 @@ inline float larger(float a, float b) {
 }
 
 template <int B, Layout L>
-void qsgd_encode(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scales, uint8_t *codes, uint32_t counter) {
+inline void encode_units(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scales, uint8_t *codes, uint32_t counter) {
     using P = Packed<B>;
     float ahead = 0.0f;
     bool known = false;
@@ -241,6 +249,45 @@ void qsgd_encode(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scal
             std::memset(codes, 0, bytes);
         }
         codes += bytes;
+    }
+}
+
+// Of one step and short units, sixteen of them: they are searched for their scales, which brings them into the first cache, and then encoded.
+// What is set up for either is set up once. Returns whether it was done: not where values would have to be moved, or are not finite.
+constexpr size_t TOGETHER = 16, SHORT = BLOCK / TOGETHER;
+
+inline bool encode_together(const float *x, size_t unit, uint8_t *scales, uint8_t *codes, uint32_t counter) {
+    float found[TOGETHER];
+    bool below = true;
+    for (size_t k = 0; k < TOGETHER; ++k) {
+        found[k] = absmax(x + k * unit, unit);
+        if (found[k] != 0.0f && !(found[k] >= 0x1p-64f && found[k] <= 0x1p64f)) return false;
+        below = below && found[k] <= 1.0f;
+    }
+    std::memcpy(scales, found, sizeof found);
+    const auto encode = [&](const auto &scaled) {
+        for (size_t k = 0; k < TOGETHER; ++k, codes += Packed<2>::bytes(unit), counter += WEYL * static_cast<uint32_t>(unit)) {
+            const float inverse = found[k] > 0.0f ? 1.0f / found[k] : 0.0f;
+            encode_codes<2, SIGN>(x + k * unit, unit, x + (TOGETHER + k) * unit, scaled(inverse), codes, counter);
+        }
+    };
+    if (below)
+        encode([](float inverse) { return Enlarged{all(inverse * 0x1p24f)}; });
+    else
+        encode([](float inverse) { return Whole{all(inverse)}; });
+    return true;
+}
+
+template <int B, Layout L>
+void qsgd_encode(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scales, uint8_t *codes, uint32_t counter) {
+    const bool together = B == 2 && L == SIGN && norm == MAX_NORM && unit <= SHORT;
+    const size_t step = together ? TOGETHER * unit : n;
+    for (size_t begin = 0; begin < n; begin += step) {
+        const size_t size = smaller(step, n - begin), units = begin / unit;
+        const uint32_t first = counter + WEYL * static_cast<uint32_t>(begin);
+        uint8_t *to_scales = scales + units * sizeof(float), *to_codes = codes + units * Packed<B>::bytes(unit);
+        if (!together || size < step || !encode_together(x + begin, unit, to_scales, to_codes, first))
+            encode_units<B, L>(x + begin, size, unit, norm, to_scales, to_codes, first);
     }
 }
 

@@ -39,6 +39,7 @@ inline I joined(I a, I bit, F b, F c) {
     return a | I{_mm256_and_si256(bit.v, _mm256_castps_si256(_mm256_cmp_ps(b.v, c.v, _CMP_LT_OQ))),
                  _mm256_and_si256(bit.w, _mm256_castps_si256(_mm256_cmp_ps(b.w, c.w, _CMP_LT_OQ)))};
 }
+inline I merged(I a, I b, I mask) { return a | (b & mask); }
 inline std::uint32_t not_negative(F a) {
     const __m256 zero = _mm256_setzero_ps();
     const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.v, zero, _CMP_GE_OQ));

@@ -34,6 +34,8 @@ inline I one_more(I a, F b, F c) {
 }
 // a | bit where b < c, else a
 inline I joined(I a, I bit, F b, F c) { return {_mm512_mask_or_epi32(a.v, _mm512_cmp_ps_mask(b.v, c.v, _CMP_LT_OQ), a.v, bit.v)}; }
+// a | (b & mask)
+inline I merged(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.v, b.v, mask.v, 0xF8)}; }
 // A bit for each lane that is zero or more, the first lane's the lowest.
 inline std::uint32_t not_negative(F a) { return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline F chosen(std::uint32_t which, F a, F b) { return {_mm512_mask_blend_ps(static_cast<__mmask16>(which), b.v, a.v)}; }

@@ -58,6 +58,7 @@ inline I one_more(const I &a, const F &b, const F &c) { return a + each<I>(b, c,
 inline I joined(const I &a, const I &bit, const F &b, const F &c) {
     return a | (bit & each<I>(b, c, [](float x, float y) { return x < y ? -1 : 0; }));
 }
+inline I merged(const I &a, const I &b, const I &mask) { return a | (b & mask); }
 inline std::uint32_t not_negative(const F &a) {
     std::uint32_t found = 0;
     for (std::size_t i = 0; i < LANES; ++i) found |= static_cast<std::uint32_t>(a.v[i] >= 0.0f) << i;
