@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _ABOUT = f"""\
 Which codec of gradients pays: a step of a cluster is replayed with gradients in
 each, from bytes that are exact and seconds that a profile or the catalog says.
-Nothing is sent, and nothing is trained. As to the loss,
-{training.LOSS}."""
+Nothing is sent, and nothing is trained.
+{training.LOSS.capitalize()}."""
 
 _EXAMPLES = """\
 examples:

@@ -15,7 +15,8 @@ _ABOUT = """\
 How fast codecs of gradients are on this processor.
 
 Each is timed in turns with a copy of the same memory: 1 means as fast as
-memcpy. Decoding adds to what is there, as the sum over ranks does.
+memcpy. GB are of FP32, whatever its bytes on the wire. Decoding adds to what is
+there, as the sum over ranks does.
 
 Run by several ranks (torchrun, benchmarks/communication/links.py) it averages gradients
 over their process group in each codec, in turns with torch's all-reduce and

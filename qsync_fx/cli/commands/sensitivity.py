@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _ABOUT = f"""\
 Runs a model for some steps, in FP32, and says what each operator would add to
 the variance of its gradients in each precision: what a plan for mixed precision
-keeps small. Nothing is trained. As to the loss,
-{training.LOSS}.
+keeps small. Nothing is trained.
+{training.LOSS.capitalize()}.
 
 The inputs are one batch, of which --fraction is used, in each step anew.
 --check runs other methods and real quantized passes beside it and says how well

@@ -20,8 +20,8 @@ What is known of devices comes from profiles (qsync measure), or is reckoned by
 the catalog for those that the cluster's file gives a device of. One model alone
 is measured here first, which takes minutes. Where profiles are of this machine
 and the model is named, the plan is run here, profiles are corrected by what it
-takes, and it is looked for again until both agree. As to the loss,
-{training.LOSS}."""
+takes, and it is looked for again until both agree.
+{training.LOSS.capitalize()}."""
 
 _EXAMPLES = """\
 examples:
