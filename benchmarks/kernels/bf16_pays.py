@@ -3,7 +3,8 @@
 The three products of a training step, of linear layers and of convolutions whose channels lie last. BF16 converts weight and bias from FP32
 and the weight's gradient back to FP32, as autocast and this backend do; activations and their gradients are in BF16 already, as between
 layers. `work` is the binary logarithm of the multiplications of the output; `to_fp32` is BF16's time by that of FP32, in turns. One thread
-is timed by its own clock, which leaves out what else runs on its core.
+is timed by its own clock, which leaves out what else runs on its core. "few rows"
+are layers with weights around the size from which on the allocator asks the system for memory anew (`on_cpu.LARGE_WEIGHT`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, measure, show
+from benchmarks.support.harness import Row, arguments, finish, measure, show, standing, write_json
 
 LAST = torch.channels_last
 WIDTHS = (32, 64, 128, 256, 512, 1024)
@@ -35,6 +36,11 @@ LAYERS = tuple(
 """Rows, outputs and inputs."""
 ONE_ROW = tuple(
     (1, outputs, inputs) for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
+)
+FEW_ROWS = tuple(
+    (rows, width, width if width != 1024 else 4096)
+    for width in (1024, 2048, 3072, 4096)
+    for rows in (2, 8, 16, 32, 48, 64)
 )
 CONVOLUTIONS = tuple(
     (batch, side, inputs, outputs, kernel)
@@ -81,6 +87,9 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
     for shape in (*LAYERS[:2], ONE_ROW[0]) if quick else (*LAYERS, *ONE_ROW):
         kind, name = "layer" if shape[0] > 1 else "one row", "x".join(map(str, shape))
         yield kind, name, math.prod(shape), layer(*shape, torch.bfloat16), layer(*shape, torch.float32)
+    for shape in () if quick else FEW_ROWS:
+        name = "x".join(map(str, shape))
+        yield "few rows", name, math.prod(shape), layer(*shape, torch.bfloat16), layer(*shape, torch.float32)
     for geometry in CONVOLUTIONS[:2] if quick else CONVOLUTIONS:
         batch, side, inputs, outputs, kernel = geometry
         name = f"{batch}x{side}x{side}, {inputs} to {outputs}, {kernel}x{kernel}"
@@ -89,17 +98,24 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, only={"help": "kinds that begin so, others' rows are kept: layer, one row, few rows"})
     torch.manual_seed(0)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     rows: list[Row] = []
     with torch.no_grad():
         for kind, name, work, bf16, fp32 in steps(options.quick):
+            if not kind.startswith(options.only or ""):
+                continue
             times = measure({"bf16": bf16, "fp32": fp32}, 3 if options.quick else 11, clock=clock)
             microseconds = {f"{fmt}_us": times.median(fmt) * 1e6 for fmt in times}
             ratio = times.ratio("bf16", "fp32")
             rows.append({"kind": kind, "case": name, "work": math.log2(work), **microseconds, "to_fp32": ratio})
-    finish(options, rows)
+    if options.only and options.json:
+        done = {row["kind"] for row in rows}
+        kept = [row for row in standing(options.json, options.quick) if row["kind"] not in done]
+        write_json(options.json, [*kept, *rows], quick=options.quick)
+    else:
+        finish(options, rows)
     by_work: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         by_work.setdefault((row["kind"], round(row["work"])), []).append(row["to_fp32"])

@@ -86,6 +86,17 @@ def test_one_row_is_in_fp32_however_large() -> None:
     assert fmt == "fp32" and "1 x 2048 x 2048 is one row" in reason
 
 
+def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
+    """Converting the weight takes longer than the product saves, however much work that is; with more rows, or a smaller weight, not."""
+    for rows, width, expected in ((16, 4096, "fp32"), (on_cpu.FEW_ROWS, 4096, "bf16"), (16, 2048, "bf16")):
+        assert rows * width * width >= on_cpu.ENOUGH_WORK[16]
+        with torch.device("meta"):
+            layer = nn.Linear(width, width, bias=False)
+        ((fmt, reason),) = found(layer.to_empty(device="cpu"), torch.empty(rows, width)).values()
+        assert fmt == expected, (rows, width)
+        assert (f"{rows} x 4096 x 4096 is few rows for a weight that large" in reason) == (expected == "fp32")
+
+
 def test_convolutions_count_as_products() -> None:
     """A convolution of eight channels pays on large images, not on small ones; in groups each sum is shorter."""
     for image, groups, expected in ((32, 1, "bf16"), (8, 1, "fp32"), (32, 8, "fp32")):

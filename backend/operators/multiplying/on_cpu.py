@@ -28,6 +28,13 @@ as many 0.75 to 0.9 (`benchmarks/kernels/cpu_kernels.py`). With 2**20 BF16 took 
 convolutions is 0.97), with 2**21 0.93 (1.10), with 2**22 0.76 (0.76) and with 2**23 0.65 (0.66) (`benchmarks/kernels/bf16_pays.py`). One
 core, AVX512-VNNI and AVX512-BF16."""
 
+LARGE_WEIGHT: Final = 2**23
+FEW_ROWS: Final = 32
+"""Rows below which a layer with more values of a weight than that is as fast in FP32 as in BF16. What is converted, the weight and its
+gradient, is as much memory as FP32's gradient alone, and of sizes that the allocator asks the system for anew in each step. Layers of
+3072 x 3072 and 4096 x 4096 took 1.0 to 1.6 of FP32's time with 2 to 16 rows, 0.9 and 1.0 with 32 and 0.8 with 64. Memory of smaller weights
+mostly stays with the process, and BF16 pays from two rows on: 0.7 to 0.8 (`benchmarks/kernels/bf16_pays.py`)."""
+
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -50,6 +57,8 @@ def too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
     if fmt.bits == 16 and m == 1:
         # Converting the weight and its gradient goes over as much memory as the products: 1.7 to 2.5 times FP32's time, at all sizes.
         return f"{m} x {n} x {k} is one row, for which {encoding(fmt)} does not pay"
+    if fmt.bits == 16 and m < FEW_ROWS and n * k > LARGE_WEIGHT:
+        return f"{m} x {n} x {k} is few rows for a weight that large: converting it takes longer than {encoding(fmt)} saves"
     if m * n * k >= ENOUGH_WORK.get(fmt.bits, 0):
         return None
     return f"{m} x {n} x {k} is too small for {encoding(fmt)} to pay"
