@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from qsync_fx.backend.inductor import fusing
+from qsync_fx.backend.inductor import depthwise, fusing
 from qsync_fx.backend.inductor.dropout import decomposition, in_bits
 from qsync_fx.backend.inductor.relu import threshold_backward
 from qsync_fx.backend.operators.gradients.embedding import embedding_gradient
@@ -54,6 +54,7 @@ def for_inductor(
         table = {**table, dropping: in_bits(table[dropping])}
     return {
         **table,
+        aten.convolution_backward.default: depthwise.convolution_backward,
         aten.threshold_backward.default: threshold_backward,
         aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
         aten.embedding_dense_backward.default: embedding_gradient,

@@ -151,7 +151,7 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less"
+    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less", "depthwise"
     operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
     files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
