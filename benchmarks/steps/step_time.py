@@ -3,8 +3,11 @@
 Forward, backward, SGD. All variants of a model take turns in one process; one thread is timed by its own clock, which leaves out what else
 runs on its core. `to_peer` is the ratio to the fastest peer: Inductor for "fp32", the fastest of all autocast variants (fused and math
 attention, eager and compiled) for the others, and the fastest of all of these for "by default", which is qsync without an option.
-"int8_grad, all" has what else there is for speed, too: fast_dropout and the SGD of `qsync_fx.optim`. Peak memory is what torch's allocator
-holds at most during a step beyond what it held before (the optimizer keeps no state), from the profiler's memory events.
+"int8_grad, all" has what else there is for speed, too: fast_dropout and the SGD of `qsync_fx.optim`. Transformers train by torchao in INT8,
+too, where that is installed, compiled by Inductor; its peer is the fastest autocast. Small models and those for which the default is in
+doubt have the peers of "by default" alone. Rows of cases that are not measured stay in the file, with the day they are of. Peak memory is
+what torch's allocator holds at most during a step beyond what it held before (the optimizer keeps no state), from the profiler's memory
+events.
 """
 
 from __future__ import annotations
@@ -23,18 +26,32 @@ import qsync_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, Times, arguments, finish, measure, selected, write_json
-from benchmarks.support.models import Case, bert, encoder_layer, gpt2_block, perceptron, resnet, vgg16_bn, vit
+from benchmarks.steps import torchao_peer
+from benchmarks.support.harness import Row, Times, arguments, measure, selected, show, standing, write_json
+from benchmarks.support.models import (
+    Case,
+    bert,
+    convnext,
+    encoder_layer,
+    gpt2_block,
+    mobilenet,
+    perceptron,
+    resnet,
+    small_cnn,
+    vgg16_bn,
+    vit,
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: attention, autocast, what compiles (None: nothing), and the optimizer."""
+    """One way to train: attention, autocast, what compiles (None: nothing), the optimizer, and the weights that torchao trains in INT8."""
 
     attention: str = "sdpa"
     autocast: bool = False
     compiler: dict[str, Any] | None = None
     optimizer: type[torch.optim.SGD] = torch.optim.SGD
+    torchao: torch.dtype | None = None
 
 
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
@@ -42,12 +59,17 @@ FP32_PEER = "inductor fp32"
 BY_DEFAULT = "qsync by default"
 
 
-def variants(case: Case) -> dict[str, Variant]:
+def variants(case: Case, default_alone: bool = False) -> dict[str, Variant]:
     found = {FP32_PEER: Variant(compiler=INDUCTOR)}
     for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
         name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
         found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
         found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
+    if default_alone:
+        return found | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
+    if case.attention and torchao_peer.importable():
+        found["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
+        found["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
     for precision in ("fp32", "bf16", "int8", "int8_grad"):
         found[f"qsync {precision}"] = Variant(compiler={"backend": "qsync", "options": {"precision": precision}})
     found[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
@@ -61,6 +83,8 @@ def variants(case: Case) -> dict[str, Variant]:
 def step(case: Case, variant: Variant) -> Callable[[], None]:
     torch.manual_seed(0)
     model = case.build(variant.attention).train()
+    if variant.torchao is not None:
+        torchao_peer.quantized(model, variant.torchao)
     optimizer = variant.optimizer(model.parameters(), lr=1e-3)
     # Not model.compile(): torch skips the frames of nn.Sequential there, and the model would run eagerly.
     trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
@@ -108,43 +132,64 @@ def rows_of(name: str, times: Times, peaks: dict[str, int]) -> list[Row]:
     return rows
 
 
+def cases() -> dict[str, Case]:
+    return {
+        "BERT 4 layers, 12 x 128 tokens": bert(),
+        "VGG-16-BN, 16 x 64 x 64": vgg16_bn(),
+        "ResNet-18, 32 x 96 x 96": resnet(batch=32),
+        "ResNet-50, 8 x 96 x 96": resnet((3, 4, 6, 3), "bottleneck", batch=8),
+        "GPT-2 block, 4 x 256 tokens": gpt2_block(),
+        "ViT 2 layers, 8 x 224 x 224": vit(),
+        "perceptron 64 wide, 64 rows": perceptron(64),
+        **{f"encoder layer {width} wide, 8 x 64 tokens": encoder_layer(width) for width in (64, 128, 256)},
+    }
+
+
+def by_default_alone() -> dict[str, Case]:
+    """Models of which the peers and the default alone are measured."""
+    return {
+        **{f"dropout 0.1, encoder layer {width} wide": encoder_layer(width, dropout=0.1) for width in (64, 128, 256)},
+        "small perceptron 784-512-10, 64 rows": perceptron(64, (784, 512, 10)),
+        "small perceptron 256 wide, 256 rows": perceptron(256, (256, 256, 256, 16)),
+        "small perceptron 1024 wide, 32 rows": perceptron(32, (1024, 1024, 1024, 16)),
+        "small perceptron 4096 wide, 8 rows": perceptron(8, (4096, 4096, 16)),
+        "small CNN, 32 x 28 x 28": small_cnn(),
+        "small ConvNeXt, 8 x 64 x 64": convnext(),
+        "small MobileNetV2, 8 x 64 x 64": mobilenet(),
+        "small ResNet-18, 8 x 32 x 32": resnet(batch=8, size=32),
+        "small BERT 2 layers, 2 x 16 tokens": bert(2, batch=2, length=16),
+        "small ViT 2 layers, 1 x 224 x 224": vit(batch=1),
+    }
+
+
 def main() -> None:
     options = arguments(
-        __doc__, only={"help": "cases that begin so: bert, encoder, gpt-2, perceptron, resnet-18, vgg, vit"}
+        __doc__,
+        only={"help": "cases that begin so: bert, dropout, encoder, gpt-2, perceptron, resnet-18, small, vgg, vit"},
     )
     torch.manual_seed(0)
     # All variants share the code of one model.
     torch._dynamo.config.recompile_limit = 64
-    if options.quick:
-        cases = {"two layers": perceptron()}
-    else:
-        cases = {
-            "BERT 4 layers, 12 x 128 tokens": bert(),
-            "VGG-16-BN, 16 x 64 x 64": vgg16_bn(),
-            "ResNet-18, 32 x 96 x 96": resnet(batch=32),
-            "ResNet-50, 8 x 96 x 96": resnet((3, 4, 6, 3), "bottleneck", batch=8),
-            "GPT-2 block, 4 x 256 tokens": gpt2_block(),
-            "ViT 2 layers, 8 x 224 x 224": vit(),
-            "perceptron 64 wide, 64 rows": perceptron(64),
-            "encoder layer 64 wide, 8 x 64 tokens": encoder_layer(64),
-            "encoder layer 128 wide, 8 x 64 tokens": encoder_layer(128),
-            "encoder layer 256 wide, 8 x 64 tokens": encoder_layer(256),
-        }
+    alone = {} if options.quick else by_default_alone()
+    chosen = {"two layers": perceptron()} if options.quick else selected(options, cases() | alone)
     rows: list[Row] = []
-    for name, case in selected(options, cases).items():
+    for name, case in chosen.items():
         steps = {}
-        for variant, how in variants(case).items():
+        for variant, how in variants(case, name in alone).items():
             print(f"{name}: {variant}", flush=True)
             steps[variant] = step(case, how)
             steps[variant]()
         clock = time.process_time if options.threads == 1 else time.perf_counter
         times = measure(steps, repeats=3 if options.quick else 9, clock=clock)
-        rows += rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
+        found = rows_of(name, times, {variant: peak_memory(run) for variant, run in steps.items()})
+        show(found)
+        rows += found
         if options.json:
             # Minutes a case: what is measured is kept even if the next one is interrupted.
-            write_json(options.json, rows, quick=options.quick)
+            done = {row["case"] for row in rows}
+            kept = [row for row in standing(options.json, options.quick) if row["case"] not in done]
+            write_json(options.json, [*kept, *rows], quick=options.quick)
         torch._dynamo.reset()
-    finish(options, rows)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,12 +56,13 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     return Case(build, loss, attention=True)
 
 
-def perceptron(batch: int = 8) -> Case:
-    """Two layers: small, and to show of a benchmark that it runs."""
-    x, target = torch.randn(batch, 64), torch.randn(batch, 16)
+def perceptron(batch: int = 8, widths: tuple[int, ...] = (64, 64, 16)) -> Case:
+    """Linear layers with GELU between them: by default two, small, and to show of a benchmark that it runs."""
+    x, target = torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])
 
     def build(attention: str) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
+        return nn.Sequential(*layers[:-1])
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(x).float(), target)
@@ -68,12 +70,12 @@ def perceptron(batch: int = 8) -> Case:
     return Case(build, loss, attention=False)
 
 
-def encoder_layer(width: int, batch: int = 8, length: int = 64) -> Case:
-    """A layer of torch's transformer with four heads, small, without dropout, of which torch's random numbers would be most."""
+def encoder_layer(width: int, batch: int = 8, length: int = 64, dropout: float = 0.0) -> Case:
+    """A layer of torch's transformer with four heads, small; with dropout torch's random numbers are most of it."""
     x, target = torch.randn(batch, length, width), torch.randn(batch, length, width)
 
     def build(attention: str) -> nn.Module:
-        return nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=dropout, batch_first=True)
 
     def loss(model: Callable[..., Any]) -> Tensor:
         return nn.functional.mse_loss(model(x).float(), target)
@@ -159,6 +161,39 @@ def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
 
     return _classifier(build, batch, size, lambda model, images: model(images))
+
+
+def small_cnn(batch: int = 32, size: int = 28) -> Case:
+    """Two convolutions and two linear layers, as in first lessons on digits."""
+
+    def build(attention: str) -> nn.Module:
+        features = nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        return nn.Sequential(*features, nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), nn.Linear(128, 100))
+
+    return _classifier(build, batch, size, lambda model, images: model(images))
+
+
+def convnext(batch: int = 8, size: int = 64) -> Case:
+    """Three stages of ConvNeXt-Tiny (depthwise convolutions of 7 x 7, each with two linear layers), one block each."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    def build(attention: str) -> nn.Module:
+        config = ConvNextConfig(num_stages=3, depths=[1, 1, 1], hidden_sizes=[96, 192, 384], num_labels=100)
+        model: nn.Module = ConvNextForImageClassification(config)
+        return model
+
+    return _classifier(build, batch, size, lambda model, images: model(images).logits)
+
+
+def mobilenet(batch: int = 8, size: int = 64) -> Case:
+    """MobileNetV2 (Sandler et al.): depthwise convolutions of 3 x 3 between those of one value."""
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    def build(attention: str) -> nn.Module:
+        model: nn.Module = MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=100, tf_padding=False))
+        return model
+
+    return _classifier(build, batch, size, lambda model, images: model(images).logits)
 
 
 def _classifier(
