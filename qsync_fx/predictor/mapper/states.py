@@ -91,6 +91,11 @@ def states(graph: ModelGraph, asked: Asked) -> States:
     Raises:
         PlanError: the plan does not fit the model, or asks for a format that the graph was not made for.
     """
+    return settled(graph, state_names(graph, asked))
+
+
+def state_names(graph: ModelGraph, asked: Asked) -> list[StateNames]:
+    """Returns the formats that each operator computes in and gives out under a plan, without its casts; raises as `states` does."""
     precisions = planned(graph, asked)
     # What scaled operators give out depends on who reads it, and widens none of those.
     narrow = _swept(graph, precisions, frozenset())
@@ -99,8 +104,7 @@ def states(graph: ModelGraph, asked: Asked) -> States:
         for at in precisions
         if wants_all_wide(graph, at, [narrow[reader][0] for reader in _choices(graph, at).readers], precisions[at])
     )
-    found = _swept(graph, precisions, wide) if wide else narrow
-    return settled(graph, found)
+    return _swept(graph, precisions, wide) if wide else narrow
 
 
 def settled(graph: ModelGraph, found: Sequence[StateNames]) -> States:

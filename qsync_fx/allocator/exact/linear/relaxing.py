@@ -3,7 +3,8 @@
 What couples operators that are far from one another are limits: of seconds until each bucket is sent, and of what is held. Without them a
 program falls into small parts, and a solver is through it in a moment. So a limit enters it first as a price of what it limits, which is
 raised and lowered until the limit is just kept; then as a row, to which the solver comes from there in a few steps; and only once it is
-missed. Of the relaxed solution few choices are between formats. These, and those that nearly are, are chosen anew by a program in which all
+missed. Which limit counts, and about at what price, is known of the choices alone (`alone`): the first program that is solved is nearly the
+last. Of the relaxed solution few choices are between formats. These, and those that nearly are, are chosen anew by a program in which all
 others are given.
 
 Invariant: no solution of the whole program is below the bound.
@@ -11,6 +12,7 @@ Invariant: no solution of the whole program is below the bound.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +21,18 @@ from typing import Final
 import highspy
 import numpy as np
 
+from qsync_fx.allocator.exact.linear.alone import Alone
 from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, Expression, Program, Solved
 from qsync_fx.predictor.replay.closed_form import Array
 
 _NEAR: Final = 1e-3
 """How near to one another two prices of a limit are, of them, before it becomes a row."""
+_CLOSE: Final = 1e-4
+"""By how much, of it, the bound may still rise with the price when a limit becomes a row."""
+_BEYOND: Final = 1.25
+"""How far a price goes beyond the one that choices alone would have, as powers."""
+_FARTHEST: Final = math.log(16)
+"""As how many times as much, or as little, a price is tried next."""
 _LEAST: Final = 1e-9
 """A price below which a limit costs nothing; beyond its inverse nothing keeps it."""
 _SWITCHES: Final = 6
@@ -105,7 +114,7 @@ class Relaxing:
         self.count = len(program.costs)
         self.costs = np.array(program.costs)
         self.bound = -INFINITY
-        self._widest: Array = np.zeros(self.count)
+        self._alone = Alone(groups, self.costs)
         self._until = time.monotonic() + seconds
         self._highs = program.highs(relaxed=True)
         self._active: dict[tuple[int, int], _Active] = {}
@@ -132,19 +141,21 @@ class Relaxing:
 
     def _relaxed(self) -> Array | None:
         """Returns the relaxed solution; None where there is none, or no time."""
-        values = self._run()
+        values: Array | None = None
         tried: set[tuple[int, int]] = set()
-        if values is None:
-            return None
-        self._widest = values
-        price = 0.0
-        while len(tried) < _SWITCHES and (worst := self._worst(values)) is not None and worst not in tried:
-            tried.add(worst)
-            values, price, met = self._priced(worst, price, tried)
+        limit, price = self._guessed()
+        if limit is None:
+            if (values := self._run()) is None:
+                return None
+            limit = self._worst(values)
+        while limit is not None and len(tried) < _SWITCHES and limit not in tried:
+            tried.add(limit)
+            values, price, met = self._priced(limit, price, tried)
             if values is None:
                 return None
             if met:
                 break
+            limit = self._worst(values)
         # From prices to rows: what is left of a limit that has a price is nothing.
         for active in self._active.values():
             self._highs.changeColBounds(active.column, 0.0, 0.0)
@@ -167,8 +178,10 @@ class Relaxing:
     ) -> tuple[Array | None, float, bool]:
         """Finds the price at which a limit is just kept; returns the solution, the price, and whether no other limit comes first."""
         active = self._activate(limit, free=True)
-        price = price or self._guessed(active)
-        low, high = self._line(active, 0.0, self._widest), None
+        curve = self._alone.curve(active.factors)
+        low: _Line | None = None
+        high: _Line | None = None
+        price, reach = max(price, _LEAST), _NEAR
         while True:
             self._highs.changeColCost(active.column, -price)
             if (values := self._run()) is None:
@@ -185,35 +198,38 @@ class Relaxing:
                     self._highs.changeColCost(active.column, 0.0)
                     del self._active[limit]
                     return values, price, False
-            if high is None:
-                price *= 4
-            elif low.price == 0:
-                price /= 4
-            else:
-                # Where the lines of both solutions meet, the bound can be highest.
+            if low is not None and high is not None:
+                # Where the lines of both solutions meet, the bound can be highest: it is no higher than they are there.
                 meet = (high.cost - low.cost) / (low.over - high.over)
-                inside = low.price * 1.01 < meet < high.price * 0.99
+                inside = low.price * (1 + _NEAR) < meet < high.price * (1 - _NEAR)
+                near = low.cost + meet * low.over - self.bound <= _CLOSE * abs(self.bound)
+                near = near or high.price - low.price <= _NEAR * high.price
                 price = meet if inside else (low.price * high.price) ** 0.5
-            near = high is not None and high.price - low.price <= _NEAR * high.price
+            else:
+                # As much further as the choices alone would have it, and somewhat more, so that it lies between two prices then.
+                ratio = max(curve.price(curve.won(price) + line.over), _LEAST) / price
+                step = _BEYOND * abs(math.log(ratio)) if (ratio > 1) == (line.over > 0) else 0.0
+                step, reach, near = min(max(step, reach), _FARTHEST), 2 * reach, False
+                price *= math.exp(step if line.over > 0 else -step)
             if near or not _LEAST < price < 1 / _LEAST or self._late():
-                return values, price, True
+                return values, line.price, True
 
     def _line(self, active: _Active, price: float, values: Array) -> _Line:
         return _Line(price, float(self.costs @ values), float(active.factors @ values) - active.most)
 
-    def _guessed(self, active: _Active) -> float:
-        """Returns about the price of a limit: of choices between two formats each, those that win most are made until it is kept."""
-        slopes = []
-        for group in self.groups:
-            weights, costs = active.factors[list(group)], self.costs[list(group)]
-            won = weights[costs.argmin()] - weights.min()
-            if won > 0:
-                slopes.append(((costs[weights.argmin()] - costs.min()) / won, won))
-        over = float(active.factors @ self._widest) - active.most
-        slopes.sort()
-        won = np.cumsum([win for _, win in slopes])
-        at = int(np.searchsorted(won, over))
-        return max(slopes[min(at, len(slopes) - 1)][0], _LEAST) if slopes else _LEAST
+    def _guessed(self) -> tuple[tuple[int, int] | None, float]:
+        """Returns the limit that counts, and about its price, were there nothing but choices; None where all limits are kept."""
+        price, found = 0.0, self._worst(self._alone.values(self.count))
+        tried: set[tuple[int, int]] = set()
+        worst = found
+        while worst is not None and worst not in tried and len(tried) < _SWITCHES:
+            tried.add(worst)
+            found = worst
+            factors, _ = self.limits[worst[0]].row(worst[1], self.count)
+            curve = self._alone.curve(factors)
+            price = curve.price(float(self.limits[worst[0]].beyond(self._alone.values(self.count))[worst[1]]))
+            worst = self._worst(self._alone.values(self.count, price * factors))
+        return found, price
 
     def _activate(self, limit: tuple[int, int], free: bool) -> _Active:
         factors, most = self.limits[limit[0]].row(limit[1], self.count)

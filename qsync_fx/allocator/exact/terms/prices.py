@@ -17,7 +17,7 @@ from qsync_fx.allocator.exact.terms.charge import Charge
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.graph.reads import State
-from qsync_fx.predictor.mapper.states import states
+from qsync_fx.predictor.mapper.states import state_names
 from qsync_fx.predictor.model.names import state_named
 from qsync_fx.predictor.model.reachable import reachable
 from qsync_fx.predictor.model.value import StateNames
@@ -49,8 +49,7 @@ class Prices:
 
     def __init__(self, part: DeviceClass) -> None:
         self.part = part
-        uniform = {fmt: states(part.graph, part.uniform(fmt)).names for fmt in part.formats}
-        self._references = [list(names) for names in uniform.values()]
+        self._references = [state_names(part.graph, part.uniform(fmt)) for fmt in part.formats]
         self.differ = self._told_apart()
         self._learned: dict[tuple[int, StateNames], Seconds] = {}
         self._named: dict[StateNames, State] = {}
