@@ -108,7 +108,10 @@ class DeviceClass:
 
     def called(self, operator: str, fmt: str) -> str:
         """Returns a format that is asked for an operator in the words of `choices`."""
-        known, runs = self.choices[operator], self.runs(operator, fmt)
+        known = self.choices[operator]
+        if fmt in known:
+            return fmt
+        runs = self.runs(operator, fmt)
         return next((name for name in known if self.runs(operator, name) == runs), known[0])
 
     @cached_property

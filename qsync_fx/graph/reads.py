@@ -6,6 +6,7 @@ are there already.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -39,7 +40,7 @@ class State:
     def of(cls, note: Note) -> State:
         return cls(note.precision, note.output)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str | None, str | None]:
         """Both by name."""
         return self.precision.name if self.precision else None, self.output.name if self.output else None

@@ -5,6 +5,8 @@ Invariant: None is the name of no format.
 
 from __future__ import annotations
 
+import functools
+
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import FORMATS, Precision
 from qsync_fx.predictor.model.value import Name, StateNames
@@ -20,6 +22,7 @@ def name_of(fmt: Precision | None) -> Name:
     return fmt.name if fmt is not None else None
 
 
+@functools.cache
 def state_named(names: StateNames) -> State:
     """Returns a state by the names of its formats."""
     return State(format_named(names[0]), format_named(names[1]))

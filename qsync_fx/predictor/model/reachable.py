@@ -5,6 +5,7 @@ Invariant: every state that a plan leads to is among them. Some that none leads 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from qsync_fx.precision import FORMATS, promoted
@@ -49,6 +50,7 @@ def _followed(follows: Follows, outputs: Sequence[set[Name]]) -> list[StateNames
     return [(fmt, follows.named or fmt) for fmt in found]
 
 
+@functools.cache
 def widest(first: Name, second: Name) -> Name:
     """Returns the promotion of two formats, of which either may be missing."""
     if first is None or second is None:
