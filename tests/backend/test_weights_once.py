@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiers
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from weight_writes import COUNTED, UNCOUNTED, Write
 
 import qsync_fx
-from qsync_fx.backend import kept_weights
-from qsync_fx.backend.kept_weights import Made, copies
+from qsync_fx.backend.kept_weights import Made
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=tiers.ALL), pytest.param("eager", marks=tiers.ALL)]
 NEAREST = {"precision": "int8", "rounding": "nearest"}
@@ -173,129 +168,6 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(compiled(x), before), "a weight that is not trusted any more is read in each pass"
     told = [w for w in recwarn.list if "written to without torch knowing" in str(w.message)]
     assert len(told) == (name in UNCOUNTED)
-
-
-def stepped(optimizer: Callable[..., Any], **given: Any) -> Write:
-    def write(layer: nn.Linear) -> None:
-        layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer([layer.weight], lr=0.5, **given).step()
-
-    return write
-
-
-def compiled_step(layer: nn.Linear) -> None:
-    layer.weight.grad = torch.ones_like(layer.weight)
-    optimizer = torch.optim.AdamW([layer.weight], lr=0.5)
-    torch.compile(lambda: optimizer.step())()
-
-
-def in_inference_mode(layer: nn.Linear) -> None:
-    with torch.inference_mode():
-        layer.weight.mul_(2)
-
-
-class ThroughData(torch.optim.Optimizer):
-    """One that no counter sees."""
-
-    def __init__(self, parameters: list[Tensor], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(p.grad, alpha=-group["lr"])
-
-
-STEPS: dict[str, Write] = {
-    **{f"{o.__name__}, fused": stepped(o, fused=True) for o in (torch.optim.SGD, torch.optim.AdamW)},
-    **{f"{o.__name__}, foreach": stepped(o, foreach=True) for o in (torch.optim.SGD, torch.optim.AdamW)},
-    **{f"{o.__name__} of ours": stepped(o) for o in (qsync_fx.optim.SGD, qsync_fx.optim.Adam, qsync_fx.optim.AdamW)},
-    **{o.__name__: stepped(o) for o in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.ASGD)},
-    "through .data": stepped(ThroughData),
-    "vector_to_parameters": lambda layer: nn.utils.vector_to_parameters(torch.ones(24 * 12), [layer.weight]),
-    "inference mode": in_inference_mode,
-}
-
-
-@pytest.mark.parametrize("name", [*STEPS, pytest.param("compiled", marks=tiers.ALL)])
-def test_steps_of_optimizers_are_counted(name: str) -> None:
-    """What the option stands on."""
-    torch.manual_seed(0)
-    layer, seed = nn.Linear(24, 12, bias=False), torch.zeros([1], dtype=torch.int64)
-    how = Made(0, "int8", "nearest", ())
-    (before,) = copies([(layer.weight, how)], seed)
-    {**STEPS, "compiled": compiled_step}[name](layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (found,) = copies([(layer.weight, how)], seed)
-    assert found[0] is not before[0] and equal([*found], [*how.of(layer.weight, seed)])
-
-
-def test_memory_that_comes_back_is_not_taken_for_what_lay_there() -> None:
-    """A parameter that is given other memory twice, between two passes, would find itself where it was."""
-    weight, seed = nn.Parameter(torch.ones(1000)), torch.zeros([1], dtype=torch.int64)
-    how = Made(0, "int8", "nearest", ())
-    copies([(weight, how)], seed)
-    for factor in range(2, 8):
-        weight.data = weight.data * factor
-        (found,) = copies([(weight, how)], seed)
-        assert equal([*found], [*how.of(weight, seed)])
-
-
-@pytest.mark.parametrize("shape", [(), (0, 4), (1,), (7,), (300, 2), (3, 5, 2, 2)])
-def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
-    seed, how = torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
-    gapped = torch.randn(*shape, 2)[..., 0] if shape else torch.tensor(2.0)
-    for held in (torch.randn(shape), torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape), gapped):
-        weight = nn.Parameter(held)
-        pairs = [copies([(weight, how)], seed)[0] for _ in range(5)]
-        assert all(equal([*pair], [*how.of(weight, seed)]) for pair in pairs)
-        assert pairs[0][0] is pairs[4][0]
-
-
-def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRecorder) -> None:
-    weight, seed = nn.Parameter(torch.full((4, 4), float("nan"))), torch.zeros([1], dtype=torch.int64)
-    found = [copies([(weight, Made(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
-    assert all(q is found[0] for q in found) and not recwarn.list
-
-
-def test_tensors_without_values_are_quantized_and_not_kept() -> None:
-    """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
-    with FakeTensorMode():
-        weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
-        ((q, scale),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
-    assert isinstance(q, FakeTensor) and q.shape == (4, 6) and scale.shape == ()
-    assert weight not in kept_weights._kept
-
-
-def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that was at hand would be replayed for good."""
-    weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
-    before = copies([(weight, how)], seed)
-    monkeypatch.setattr(kept_weights, "_queue", lambda device: None)
-    assert copies([(weight, how)], seed)[0][0] is not before[0][0]
-    monkeypatch.undo()
-    assert copies([(weight, how)], seed)[0][0] is before[0][0]
-
-
-def test_queues_of_a_device_have_copies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another one has made it may not have made yet."""
-    weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
-    found = []
-    for queue in (1, 2, 1, 2):
-        monkeypatch.setattr(kept_weights, "_queue", lambda device, queue=queue: queue)
-        found.append(copies([(weight, how)], seed)[0][0])
-    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
-
-
-def test_copies_go_with_their_weight(made: list[Tensor]) -> None:
-    weight, seed = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64)
-    ((q, _),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
-    gone = weakref.ref(q)
-    made.clear()
-    del weight, q
-    gc.collect()
-    assert gone() is None
 
 
 def test_around_the_compiled_model_checkpointing_computes_the_same_again(made: list[Tensor]) -> None:

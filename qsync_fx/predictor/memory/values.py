@@ -51,6 +51,10 @@ class Values:
         first, second = [place for place in range(2 + len(added)) if place not in added][:2]
         return first, second
 
+    def other(self, operator: Operator, place: int) -> int:
+        """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
+        return sum(self.multiplied(operator)) - place
+
     def made_by(self, value: int) -> Operator | None:
         """Returns the operator that makes a value; None for what is there before the step."""
         return self._makers[value]

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
 from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
-from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients, other
+from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS
@@ -107,7 +107,7 @@ class During:
             else:
                 now = places[moment[1]]
                 before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
-                more = sum(written[place] for place in (*before, now)) + copied[other(operator, now, self._forward)]
+                more = sum(written[place] for place in (*before, now)) + copied[self._forward.other(operator, now)]
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
 

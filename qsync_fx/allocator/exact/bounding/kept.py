@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+from qsync_fx.allocator.exact.bounding.passes import Passes, extras_kept
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
 from qsync_fx.allocator.exact.terms.formats import Formats, Spread
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.precision import FORMATS
-from qsync_fx.predictor.mapper import States, states
-from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.mapper import states
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.telling import GATES, GATHERS, attends, whole
 from qsync_fx.predictor.model.value import Name, Operator, Read, StateNames
@@ -118,7 +118,7 @@ class Kept:
                     self._factors.append(_Factor(at, place, value, known, own))
             if forward.multiplies(operator):
                 continue
-            self.extras[at] = _extras(passes, at)
+            self.extras[at] = extras_kept(passes, at)
             self.results += self._values_kept(passes, at)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
@@ -259,42 +259,6 @@ class Kept:
         assert fmt is not None
         held = self.graph.values[value]
         return FORMATS[fmt].dtype.itemsize * whole(held.numel) + whole(held.fixed)
-
-
-class Passes:
-    """Both passes of a plan, and what the second reads of the first."""
-
-    def __init__(self, found: States) -> None:
-        self.forward = Forward(found)
-        self.backward = Backward(self.forward)
-        self.made = {buffer for task in self.forward.tasks for buffer in task.writes}
-        self.read = self.made & {buffer for task in self.backward.tasks for buffer in task.reads}
-
-    def reads_factor(self, at: int, place: int) -> bool:
-        """Whether the factor of a product is read again; of one that is there before the step, nothing is held."""
-        if (at, place) not in self.forward.factors:
-            return False
-        buffer = self.forward.factors[at, place]
-        return buffer is None or buffer in self.read
-
-    def reads_kept(self, at: int, name: str) -> bool:
-        """Whether what an operator keeps of a value is read again."""
-        return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(at, ()))
-
-    def extras(self, at: int) -> Mapping[str, int]:
-        """Returns the bytes of what an operator keeps beside values and reads again, by name."""
-        return {buffer.name: buffer.bytes for buffer in self.forward.extras(at) if buffer in self.read}
-
-
-def _extras(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
-    """By state, the bytes of masks and statistics that an operator keeps: what it does in that state, or in all that were seen."""
-    known = [one.extras(at) for one in passes]
-    least = sum(min(one.get(name, 0) for one in known) for name in known[0])
-    seen: dict[StateNames, int] = {}
-    for one, sizes in zip(passes, known, strict=True):
-        state = one.forward.states.names[at]
-        seen[state] = min(seen.get(state, sum(sizes.values())), sum(sizes.values()))
-    return {state: seen.get(state, least) for state in passes[0].forward.graph.operators[at].costs}
 
 
 def _of(readers: Readers | None, found: Sequence[_Result]) -> Iterator[_Result]:

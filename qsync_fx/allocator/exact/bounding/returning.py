@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
-from qsync_fx.allocator.exact.bounding.kept import Kept, Passes, Readers, add
+from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, add
+from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.predictor.memory.buffers import Buffer

@@ -29,11 +29,6 @@ def gradients(product: Operator, forward: Forward) -> Sequence[int]:
     return [place for place, read in factors(product, forward).items() if read.gradient]
 
 
-def other(product: Operator, place: int, forward: Forward) -> int:
-    """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
-    return sum(factors(product, forward)) - place
-
-
 def at_once(product: Operator) -> bool:
     """Whether one kernel computes the gradients of all factors of a product."""
     return convolves(product) or attends(product)
@@ -69,7 +64,7 @@ class Waiting:
         if at_once(own):
             return Readers(before, rest, unscaled=frozenset((place, one) for one in factors(own, self._forward)))
         # A gradient is computed with the other factor.
-        now, *then = ((place, other(own, one, self._forward)) for one in gradients(own, self._forward)[which:])
+        now, *then = ((place, self._forward.other(own, one)) for one in gradients(own, self._forward)[which:])
         return Readers(before, rest, frozenset(then), frozenset({now}))
 
     def arrives(self, value: int) -> bool:
