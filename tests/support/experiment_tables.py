@@ -167,6 +167,17 @@ def aqgb_fig3() -> str:
     return _table("aqgb_fig3", columns)
 
 
+def huge_pages() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "step": lambda row: row["case"],
+        "way": lambda row: row["way"],
+        "without": lambda row: f"{row['without_ms']:.1f} ms",
+        "with huge pages": lambda row: f"{row['huge_pages_ms']:.1f} ms",
+        "of the time": lambda row: f"{row['ratio']:.2f}",
+    }
+    return _table("huge_pages", columns)
+
+
 def slow_links() -> str:
     plain = {row["link"]: row["seconds to aim"] for row in _rows("slow_links") if row["way"] == "fp32"}
     columns: dict[str, Callable[[Row], str]] = {
@@ -196,6 +207,7 @@ TABLES = {
         hybrid,
         ddp_accuracy,
         replay_accuracy,
+        huge_pages,
     )
 }
 
