@@ -20,7 +20,7 @@ from torch import fx
 from torch.backends import cuda
 
 from qsync_fx.backend.cuda.run import quantizing
-from qsync_fx.backend.inductor import fusing, keep_less as keeping, relu
+from qsync_fx.backend.inductor import fusing, gradients, keep_less as keeping, relu
 from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
@@ -129,10 +129,12 @@ def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = F
     """
     own = torch._inductor.config.joint_custom_post_pass
     # There is one place, and the user's comes first: less is kept without ours, too.
-    repeated = {"joint_custom_post_pass": own or keeping.Repeatable()} if keep_less else {}
+    repeats = keeping.Repeatable() if keep_less else None
     if device.type != "cpu":
+        repeated = {"joint_custom_post_pass": own or repeats} if keep_less else {}
         return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
-    return repeated | {
+    return {
+        "joint_custom_post_pass": own or gradients.AsWeights(repeats),
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
         # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
         "fallback_random": True,
@@ -151,7 +153,7 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
     here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less", "depthwise"
+    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less", "depthwise", "gradients"
     operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
     files = (*(here / f"{name}.py" for name in names), *operators)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
