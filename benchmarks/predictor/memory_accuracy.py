@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,17 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.predictor.mapper import States, states
-from qsync_fx.predictor.memory import Anchor, Category, OptimizerMemory, Training, anchored_bytes, step_memory
+from qsync_fx.predictor.memory import (
+    Anchor,
+    Category,
+    LossMemory,
+    OptimizerMemory,
+    Training,
+    anchored_bytes,
+    step_memory,
+)
 from qsync_fx.predictor.model import model_graph
+from qsync_fx.profiling.measuring.losses import loss_memory
 from qsync_fx.profiling.measuring.optimizers import optimizer_memory
 from qsync_fx.profiling.measuring.peak import measured_peak
 
@@ -94,6 +104,19 @@ HELD_OUT: Mapping[str, Callable[[], Case]] = {
 """On which no rule of the memory model was found."""
 
 
+def loss_of(case: Case) -> LossMemory:
+    """Returns what the loss takes, of results as large as the model's."""
+    with torch.no_grad():
+        returned = case.model(case.batch[0])
+    plain = isinstance(returned, Tensor)
+
+    def loss(result: Tensor) -> Tensor:
+        given = result if plain else SimpleNamespace(last_hidden_state=result)
+        return case.step(lambda _: given, case.batch)
+
+    return loss_memory(loss, returned if plain else returned.last_hidden_state)
+
+
 def measured(case: Case, plan: Plan) -> dict[str, int]:
     """Returns the most that the two passes hold, and that a whole step does."""
     torch._dynamo.reset()
@@ -117,7 +140,11 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
     graph = model_graph(explanation, PRECISIONS)
     ids = [str(op_id) for op_id in explanation.plan().operators]
     plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, count)
-    trainings = {"passes": Training(OptimizerMemory()), "step": Training(optimizer_memory(case.optimizer))}
+    loss = loss_of(case)
+    trainings = {
+        "passes": Training(OptimizerMemory(), loss=loss),
+        "step": Training(optimizer_memory(case.optimizer), loss=loss),
+    }
     anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
     for label, plan in plans.items():
         real, found = measured(case, plan), states(graph, plan)

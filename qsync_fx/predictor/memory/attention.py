@@ -51,6 +51,27 @@ def _width(operator: Operator) -> int:
     return int(operator.shape.rstrip("]").rpartition(",")[2])
 
 
+_ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
+"""How many queries torch's kernel takes at once, by how many there are at least, and how many keys."""
+
+
+def scratch(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) -> tuple[int, int]:
+    """Returns the bytes that a thread of torch's fused kernel on a CPU takes while it computes the result, and while it computes
+    gradients: a block of scores in FP32, and in the backward pass of their gradients; on GPUs they are in registers."""
+    if graph.device != "cpu":
+        return 0, 0
+    query, key = (whole(graph.values[read.value].numel) for read in operator.reads[: KEY + 1])
+    wide = _width(operator)
+    rows = whole(graph.values[operator.result].numel) // wide
+    across = query // rows
+    keys = whole(operator.costs[state].forward.flops) // (2 * (across + wide) * rows)
+    queries = query * keys // key
+    high = min(queries, next(size for least, size in _ROWS if queries >= least))
+    block = high * min(keys, _COLUMNS)
+    size = FP32.dtype.itemsize
+    return size * (block + high * (2 + wide)), size * (2 * block + high)
+
+
 @dataclass(frozen=True)
 class Matrices:
     """What attention without a fused kernel writes.

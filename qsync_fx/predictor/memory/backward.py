@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from qsync_fx.precision import FORMATS, FP32
+from qsync_fx.predictor.memory.attention import scratch
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
 from qsync_fx.predictor.memory.forward import Forward, Sources
-from qsync_fx.predictor.memory.telling import GATHERS, attends, convolves, pools, whole
+from qsync_fx.predictor.memory.telling import GATHERS, attends, convolves, dear_gradient, pools, whole
 from qsync_fx.predictor.model.value import Name, Operator, Read
 
 INDEX = 8
@@ -90,6 +91,8 @@ class Backward:
         for buffer in kept & (self.forward.again.keys() - self._there_again):
             self._there_again.add(buffer)
             self._task(operator.id, False, self.forward.again[buffer], buffer)
+        if dear_gradient(operator):
+            kept |= {self._dear(operator, kept)}
         outgoing = incoming | kept
         if pools(operator) and operator.reads[0].gradient:
             outgoing = self._pooled(at, operator, incoming, kept)
@@ -100,6 +103,13 @@ class Backward:
                 self._parameter(operator, read.value, incoming | kept)
             elif read.gradient:
                 self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
+
+    def _dear(self, operator: Operator, kept: Sources) -> Buffer:
+        """What is dear of a gradient and read several times, in FP32; in memory only if two kernels share it."""
+        size = self.forward.bytes(operator.result, FP32.name)
+        buffer = Buffer(f"within {self._name(operator.result)}", FP32.name, size, passing=True)
+        self._task(operator.id, False, kept, buffer)
+        return buffer
 
     def _spread(self, operator: Operator, value: int, outgoing: Sources) -> Sources:
         """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
@@ -181,12 +191,12 @@ class Backward:
         return buffer
 
     def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
-        narrow, carrier = computed_in(self.forward.states.names[at][0])
+        precision, output = self.forward.states.names[at]
+        narrow, carrier = computed_in(precision)
         gradient = self._lying(operator, incoming, narrow)
         at_once = convolves(operator) or attends(operator)
-        one, other = self.forward.multiplied(operator)
         # A convolution's kernel gives the gradient of the bias, too.
-        given = (0, 1, 2) if at_once else (one, other)
+        given = (0, 1, 2) if at_once else self.forward.multiplied(operator)
         places = [place for place, read in enumerate(operator.reads) if place in given and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
         if at in self.forward.matrices:
@@ -194,26 +204,31 @@ class Backward:
         elif at_once:
             factors = [self._factor(at, operator, place, carrier) for place in (given if attends(operator) else (0, 1))]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
-            # oneDNN lays weights out anew, and sums their gradient in FP32.
-            workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
+            if attends(operator):
+                reads |= self._now(self.forward.kept.get(at, frozenset()))
+                workspace = scratch(self.graph, operator, self.forward.states.names[at])[1]
+            else:
+                # oneDNN lays weights out anew, and sums their gradient in FP32.
+                workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
             self._task(operator.id, True, reads, *made.values(), workspace=workspace)
             results = tuple(made.values())
             # What it gives is several results, each taken out by a task of its own; until the last is, all are held.
             self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
         for place, buffer in made.items():
             if not at_once:
-                factor = self._factor(at, operator, one + other - place, carrier)
+                factor = self._factor(at, operator, self.forward.other(operator, place), carrier)
                 self._task(operator.id, True, frozenset({gradient} if factor is None else {gradient, factor}), buffer)
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for place, read in enumerate(operator.reads):
             if place not in given and read.gradient and self._is_parameter(read.value):
-                self._parameter(operator, read.value, frozenset({gradient}), sums=True)
+                # That of a bias is summed in the format that the gradient comes in.
+                summed = frozenset({gradient}) if narrow in (precision, output) else incoming
+                self._parameter(operator, read.value, summed, sums=True)
         for place, buffer in made.items():
             if not self._is_parameter(operator.reads[place].value):
-                self._arrive(
-                    operator.id, operator.reads[place].value, frozenset({buffer, *self._scale(at, one + other - place)})
-                )
+                scale = self._scale(at, self.forward.other(operator, place))
+                self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *scale}))
 
     def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""

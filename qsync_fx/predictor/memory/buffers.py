@@ -23,6 +23,7 @@ class Category(StrEnum):
     BUCKETS = "buckets of gradients"
     SAVED = "saved for the backward pass"
     CASTS = "copies in other formats"
+    LOSS = "kept by the loss"
     TEMPORARY = "temporaries"
 
 

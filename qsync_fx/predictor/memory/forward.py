@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.mapper import States
-from qsync_fx.predictor.memory.attention import Matrices, is_fused
+from qsync_fx.predictor.memory.attention import Matrices, is_fused, scratch
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
 from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, attends, convolves, pools, whole
 from qsync_fx.predictor.memory.values import Values
@@ -91,10 +91,12 @@ class Forward(Values):
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
-            lies = self._part if self.is_part(read.value) else self._lie
-            buffer = self.factors[at, place] = lies(read.value, self._wanted(read, precision), at)
+            wanted = self._wanted(read, precision)
+            lies = self._part if self.is_part(read.value) and not self._strides(operator, read, wanted) else self._lie
+            buffer = self.factors[at, place] = lies(read.value, wanted, at)
             reads += [] if buffer is None else [buffer]
-        workspace = 0
+        workspace = scratch(self.graph, operator, self.states.names[at])[0] if attends(operator) else 0
+        extras = self._extras[at] = self._extras_of(at, operator) if attends(operator) else []
         fmt = format_named(precision)
         if fmt is not None and fmt.scaled and convolves(operator):
             workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
@@ -102,9 +104,19 @@ class Forward(Values):
             # oneDNN lays the weights out anew.
             workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
-        self._task(at, True, reads, buffer, workspace=workspace)
+        self._task(at, True, reads, buffer, *extras, workspace=workspace)
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
+
+    def _strides(self, operator: Operator, read: Read, fmt: Name) -> bool:
+        """Whether a part of a product's result is read where it lies: by attention as one kernel on a CPU, in the format that it is in."""
+        root = self.root(read.value)
+        return (
+            attends(operator)
+            and self.graph.device == "cpu"
+            and self._is_product(root)
+            and fmt == self.states.held(read.value)
+        )
 
     def _attention(self, at: int, operator: Operator) -> None:
         """Has attention that no fused kernel computes written, with all that it stands for."""

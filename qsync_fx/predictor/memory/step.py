@@ -16,7 +16,7 @@ from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.order import ordered
 from qsync_fx.predictor.memory.telling import whole
-from qsync_fx.predictor.memory.training import Training
+from qsync_fx.predictor.memory.training import LossMemory, Training
 from qsync_fx.predictor.model.value import ModelGraph
 
 _HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
@@ -97,8 +97,18 @@ def step_memory(states: States, training: Training | None = None, tasks: Sequenc
         return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
 
     held, working = _held(states.graph, training), kind(Buffer("", None, 0))
-    found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
+    found = [_moment(live, held) for live in _with_loss(lives(tasks, True, kind, working), tasks, training.loss)]
     return Memory((*found, _optimizer(states.graph, training, held)))
+
+
+def _with_loss(found: Sequence[Live[Kind]], tasks: Sequence[Task], loss: LossMemory) -> Iterator[Live[Kind]]:
+    """Adds what the loss takes: while it runs, beyond the gradients that it gives, and throughout the backward pass behind it."""
+    given = sum(buffer.bytes for task in tasks if task.backward and not task.operator for buffer in task.writes)
+    begun = max((at for at, live in enumerate(found) if live.backward and not live.operator), default=None)
+    for at, live in enumerate(found):
+        more = max(loss.most - given, loss.held) if at == begun else loss.held if live.backward and live.operator else 0
+        key: Kind = Category.LOSS, None
+        yield replace(live, kinds={**live.kinds, key: more}) if more else live
 
 
 def step_tasks(states: States) -> list[Task]:
@@ -111,7 +121,7 @@ class Orders:
     """The tasks of both passes of a step in the two orders in which a compiler may have them run.
 
     Attributes:
-        written: as the model is written.
+        written: as the model is written, with the gradients that the backward pass begins with there throughout.
         expected: as a compiler is expected to sort them, by what it expects of their memory.
     """
 
@@ -129,7 +139,7 @@ class Orders:
         given = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*there, backward.incoming, *back]):
             written = [*_held_throughout(list(part), made), *written]
-            expected = [*_held_throughout(ordered(part, kept | forward.outputs | given), made), *expected]
+            expected = [*ordered(part, kept | forward.outputs | given), *expected]
             kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         return cls(written, expected)
 
@@ -151,7 +161,11 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
-    """Returns the tasks of a pass, where autograd holds the gradients that it has called the pass with until it has ended."""
+    """Returns the tasks of a pass, where the gradients that it is called with are held until it has ended.
+
+    Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and which one it is is not known
+    where plans are limited.
+    """
     there = made | {buffer for task in tasks for buffer in task.writes}
     given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in there}
     if given:

@@ -8,6 +8,8 @@ from qsync_fx.predictor.model.value import Operator
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 """What Inductor has computed once, into memory, where several read it (on a CPU)."""
+SIGMOIDS = ("silu",)
+"""Activations whose gradient Inductor computes from a sigmoid that it reads several times."""
 GATES = ("relu", "threshold")
 GATHERS = ("embedding",)
 
@@ -19,6 +21,11 @@ def convolves(operator: Operator) -> bool:
 def attends(operator: Operator) -> bool:
     """Whether it is attention as one product of query, key and value, all of whose gradients one kernel computes."""
     return "attention" in operator.row
+
+
+def dear_gradient(operator: Operator) -> bool:
+    """Whether its gradient is computed from something `HEAVY` that it reads several times."""
+    return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
 
 
 def pools(operator: Operator) -> bool:

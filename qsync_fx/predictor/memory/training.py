@@ -1,4 +1,4 @@
-"""What a step holds beside the two passes: the optimizer's state and temporaries, and the buckets that gradients are sent in.
+"""What a step holds beside the two passes: the optimizer's state and temporaries, what the loss takes, and the buckets of gradients.
 
 Invariant: bytes here follow from numbers of elements. Nothing depends on a plan: parameters, their gradients and states keep their format.
 """
@@ -46,12 +46,30 @@ FUSED_ADAM = OptimizerMemory(state=2)
 
 
 @dataclass(frozen=True)
+class LossMemory:
+    """What a loss takes that stands behind the compiled model, in bytes, with the results of one batch.
+
+    `qsync_fx.profiling.measuring.losses.loss_memory` asks a loss for it.
+
+    Attributes:
+        held: what is there throughout the model's backward pass, beside the gradients that this begins with. Of torch's losses on the CPU
+            mse_loss and smooth_l1_loss keep the storage of all differences behind the number that they give.
+        most: the most from the results, these included, to their gradients.
+    """
+
+    held: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class Training:
     """
     Attributes:
         optimizer: what it takes.
         buckets: whether gradients are copied into buckets to be sent (DistributedDataParallel without gradient_as_bucket_view).
+        loss: what it takes, where it is no part of the model.
     """
 
     optimizer: OptimizerMemory = SGD
     buckets: bool = False
+    loss: LossMemory = LossMemory()

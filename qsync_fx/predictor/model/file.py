@@ -83,6 +83,7 @@ class StoredOperator:
     converts: bool
     converted: bool
     costs: list[StoredCost]
+    method: str = ""
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ class Reading:
             converts=row is not None and row.converts,
             converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
             costs={},
+            method=_method(site.node),
         )
 
     def _shape(self, site: Site) -> str:
@@ -233,3 +234,9 @@ class Reading:
             if node.op == "placeholder" and isinstance(value, torch.nn.Parameter):
                 found[meta.PATH.get(node) or node.name] = (value, readers.get(node, []))
         return found
+
+
+def _method(node: fx.Node) -> str:
+    """How an operator computes, of several ways: what a gelu approximates by."""
+    found = node.kwargs.get("approximate", "none")
+    return "" if found == "none" else str(found)

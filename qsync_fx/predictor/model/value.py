@@ -137,6 +137,7 @@ class Operator:
         converts: whether it is a conversion that the model itself asks for.
         converted: whether it computes in the model's own format and converts its result.
         costs: what it costs in each state that it can take, without casts.
+        method: how it computes, where its arguments choose among ways: "tanh" of a gelu that approximates by it; else "".
     """
 
     id: str
@@ -152,6 +153,7 @@ class Operator:
     converts: bool
     converted: bool
     costs: Mapping[StateNames, Cost]
+    method: str = ""
 
     @property
     def where(self) -> str:

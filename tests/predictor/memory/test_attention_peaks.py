@@ -57,6 +57,24 @@ def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
     assert sorted(begun.bytes.values())[-2:] == [4 * scores, 4 * scores] and scores in begun.bytes.values()
 
 
+def test_one_kernel_reads_parts_of_a_result_where_they_lie_and_keeps_its_own_with_sums_of_rows() -> None:
+    back = [live for live in live_buffers(states(graph_of(Attending(0.0)), Plan("fp32"))) if live.backward]
+    attending = next(live for live in back if "attention" in live.operator)
+    rows, wide = 8 * 256, 128
+    assert not any(name.startswith("transpose") for name, _ in attending.bytes)
+    assert attending.bytes["linear", "fp32"] == 3 * 4 * rows * wide
+    assert attending.bytes["scaled_dot_product_attention", "fp32"] == 4 * rows * wide
+    assert attending.bytes["scaled_dot_product_attention extra 0", None] == 4 * 4 * rows
+    # Of a block of 64 queries and 256 keys the scores and their gradients, and a sum a row.
+    assert 4 * (2 * 64 * 256 + 64) in [live.bytes.get(("", None)) for live in back]
+
+
+def test_attention_as_one_kernel_holds_what_is_foreseen() -> None:
+    torch.manual_seed(0)
+    real, found = real_and_foreseen(Attending(0.0), rows(), Plan("fp32"))
+    assert abs(found - real) <= OFF * real
+
+
 @ALL
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:

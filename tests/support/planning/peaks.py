@@ -28,13 +28,11 @@ def real_and_foreseen(model: nn.Module, x: Tensor, plan: Plan, built: bool = Fal
     graph = model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     with nullcontext() if built else without_kernels():
         compiled = torch.compile(model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
-        weights: list[Tensor] = []
+        with torch.no_grad():
+            weights = torch.randn_like(model(x))
 
         def step() -> None:
-            result = compiled(x)
-            if not weights:
-                weights.append(torch.randn_like(result))
-            (result * weights[0]).sum().backward()
+            (compiled(x) * weights).sum().backward()
             model.zero_grad(set_to_none=True)
             x.grad = None
 

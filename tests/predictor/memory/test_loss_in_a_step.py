@@ -1,0 +1,73 @@
+"""What a loss behind the model takes is part of a step, and gradients that a backward pass begins with go where they are read last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from predicted_models import graph_of
+from torch import Tensor, nn
+
+import qsync_fx
+from benchmarks.support.unbuilt import without_kernels
+from qsync_fx import Plan
+from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.memory import Category, LossMemory, Training, live_buffers, step_memory
+from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.profiling.measuring.losses import loss_memory
+from qsync_fx.profiling.measuring.peak import measured_peak
+
+torch.set_num_threads(1)
+ROWS, WIDE = 2048, 512
+
+
+def narrow_to_wide() -> nn.Module:
+    """A model whose result is the largest thing in it."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, WIDE))
+
+
+def graph_of_wide() -> ModelGraph:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return model_graph(qsync_fx.explain(narrow_to_wide(), torch.randn(ROWS, 64)), ("fp32", "bf16"))
+
+
+def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer() -> None:
+    found = states(graph_of("mlp"), Plan("fp32"))
+    without = step_memory(found).moments
+    moments = step_memory(found, Training(loss=LossMemory(held=1000, most=50_000))).moments
+    more = [one.bytes - before.bytes for one, before in zip(moments, without, strict=True)]
+    at = {place: {more[i] for i, one in enumerate(moments) if one.place == place} for place in ("forward", "optimizer")}
+    assert at == {"forward": {0}, "optimizer": {0}}
+    begun, *behind = [size for size, one in zip(more, moments, strict=True) if one.place == "backward"]
+    result = 4 * 4 * 4
+    assert begun == 50_000 - result and set(behind) == {1000}
+    assert moments[-2].of(Category.LOSS) == 1000
+
+
+def test_a_gradient_that_the_pass_begins_with_goes_where_it_is_read_last() -> None:
+    """Autograd holds none of them; in BF16 it is read once, by what makes a copy in BF16 of it."""
+    live = [one for one in live_buffers(states(graph_of_wide(), Plan("bf16"))) if one.backward]
+    there = [4 * ROWS * WIDE in one.bytes.values() for one in live]
+    assert there[0] and not there[-1]
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.cross_entropy])
+def test_a_step_with_its_loss_holds_what_is_foreseen(fmt: str, loss: object) -> None:
+    graph, model, x = graph_of_wide(), narrow_to_wide(), torch.randn(ROWS, 64)
+    target = torch.randn(ROWS, WIDE) if loss is nn.functional.mse_loss else torch.zeros(ROWS, dtype=torch.long)
+
+    def of(result: Tensor) -> Tensor:
+        return loss(result, target)  # type: ignore[operator, no-any-return]
+
+    with without_kernels():
+        compiled = torch.compile(model, backend="qsync", options={"plan": Plan(fmt)})  # type: ignore[dict-item]
+
+        def step() -> None:
+            of(compiled(x)).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+
+        step()
+        real = measured_peak(step)
+    training = Training(loss=loss_memory(of, torch.zeros(ROWS, WIDE)))
+    assert step_memory(states(graph, Plan(fmt)), training).step_bytes == pytest.approx(real, rel=0.03)
