@@ -63,4 +63,4 @@ class Memories:
 
     @cached_property
     def _orders(self) -> Orders:
-        return Orders.of(self._states)
+        return Orders.of(self._states, self._part.training)

@@ -18,6 +18,7 @@ from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, lives
 from qsync_fx.predictor.memory.step import step_tasks
 from qsync_fx.predictor.memory.telling import whole
+from qsync_fx.predictor.memory.training import Training
 from qsync_fx.predictor.model.value import ModelGraph, Name, StateNames
 
 Held = tuple[str, Name]
@@ -38,14 +39,14 @@ class LiveBuffers:
     bytes: Mapping[Held, int]
 
 
-def live_buffers(states: States) -> list[LiveBuffers]:
+def live_buffers(states: States, training: Training | None = None) -> list[LiveBuffers]:
     """Returns what both passes of a step hold at each moment, in order, where operators are in these states."""
 
     def held(buffer: Buffer) -> Held:
         return buffer.name, buffer.format
 
     working: Held = "", None
-    found = lives(step_tasks(states), True, held, working)
+    found = lives(step_tasks(states, training), True, held, working)
     return [LiveBuffers(live.operator, live.backward, live.kinds) for live in found]
 
 

@@ -82,13 +82,13 @@ class Memory:
 
 
 def step_memory(states: States, training: Training | None = None, tasks: Sequence[Task] | None = None) -> Memory:
-    """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are its tasks, where they are known.
+    """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are those of its `Orders`, where known.
 
     Raises:
         ProfileError: the model is known in symbolic sizes only.
     """
     training = training or Training()
-    tasks = step_tasks(states) if tasks is None else tasks
+    tasks = step_tasks(states, training) if tasks is None else tasks
     made = {buffer for task in tasks if not task.backward for buffer in task.writes}
     saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
 
@@ -101,8 +101,11 @@ def step_memory(states: States, training: Training | None = None, tasks: Sequenc
     return Memory((*found, _optimizer(states.graph, training, held)))
 
 
-def _with_loss(found: Sequence[Live[Kind]], tasks: Sequence[Task], loss: LossMemory) -> Iterator[Live[Kind]]:
+def _with_loss(found: Sequence[Live[Kind]], tasks: Sequence[Task], loss: LossMemory | None) -> Iterator[Live[Kind]]:
     """Adds what the loss takes: while it runs, beyond the gradients that it gives, and throughout the backward pass behind it."""
+    if loss is None:
+        yield from found
+        return
     given = sum(buffer.bytes for task in tasks if task.backward and not task.operator for buffer in task.writes)
     begun = max((at for at, live in enumerate(found) if live.backward and not live.operator), default=None)
     for at, live in enumerate(found):
@@ -111,9 +114,9 @@ def _with_loss(found: Sequence[Live[Kind]], tasks: Sequence[Task], loss: LossMem
         yield replace(live, kinds={**live.kinds, key: more}) if more else live
 
 
-def step_tasks(states: States) -> list[Task]:
+def step_tasks(states: States, training: Training | None = None) -> list[Task]:
     """Returns the tasks of both passes of a step, in the order in which they run."""
-    return Orders.of(states).expected
+    return Orders.of(states, training).expected
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Orders:
     """The tasks of both passes of a step in the two orders in which a compiler may have them run.
 
     Attributes:
-        written: as the model is written, with the gradients that the backward pass begins with there throughout.
+        written: as the model is written.
         expected: as a compiler is expected to sort them, by what it expects of their memory.
     """
 
@@ -129,7 +132,9 @@ class Orders:
     expected: list[Task]
 
     @classmethod
-    def of(cls, states: States) -> Orders:
+    def of(cls, states: States, training: Training | None = None) -> Orders:
+        """Returns both, of a training whose loss is known or not."""
+        known = training is not None and training.loss is not None
         forward = Forward(states)
         backward = Backward(forward)
         there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
@@ -138,15 +143,16 @@ class Orders:
         # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
         given = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*there, backward.incoming, *back]):
-            written = [*_held_throughout(list(part), made), *written]
-            expected = [*ordered(part, kept | forward.outputs | given), *expected]
+            orders = list(part), ordered(part, kept | forward.outputs | given)
+            now, then = orders if known else (_held_throughout(tasks, made) for tasks in orders)
+            written, expected = [*now, *written], [*then, *expected]
             kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         return cls(written, expected)
 
 
 def most_bytes(states: States, training: Training | None = None) -> int:
     """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
-    orders = Orders.of(states)
+    orders = Orders.of(states, training)
     return max(step_memory(states, training, tasks).peak.bytes for tasks in (orders.expected, orders.written))
 
 
@@ -163,8 +169,8 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
 def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
     """Returns the tasks of a pass, where the gradients that it is called with are held until it has ended.
 
-    Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and which one it is is not known
-    where plans are limited.
+    Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and this is for one that is not
+    known.
     """
     there = made | {buffer for task in tasks for buffer in task.writes}
     given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in there}

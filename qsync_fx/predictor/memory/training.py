@@ -67,9 +67,10 @@ class Training:
     Attributes:
         optimizer: what it takes.
         buckets: whether gradients are copied into buckets to be sent (DistributedDataParallel without gradient_as_bucket_view).
-        loss: what it takes, where it is no part of the model.
+        loss: what it takes, where it is no part of the model; None where that is not known, and the gradients that the backward pass begins
+            with are taken to be held throughout, which stands for as much.
     """
 
     optimizer: OptimizerMemory = SGD
     buckets: bool = False
-    loss: LossMemory = LossMemory()
+    loss: LossMemory | None = None

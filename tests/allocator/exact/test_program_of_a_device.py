@@ -134,7 +134,7 @@ def test_what_is_certain_at_a_moment_is_held_then(name: str) -> None:
     for certain, known, part, memory, _ in certainties(name, FIVE):
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         held: dict[str, int] = {}
-        for moment in step_memory(known, part.training, Orders.of(known).written).moments:
+        for moment in step_memory(known, part.training, Orders.of(known, part.training).written).moments:
             if moment.place == "backward":
                 held[moment.operator] = max(held.get(moment.operator, 0), moment.bytes)
         for at, which in certain.during.moments:
@@ -164,7 +164,7 @@ def test_what_waits_beside_residuals_is_certain(name: str) -> None:
 def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_computed() -> None:
     """What the last kernel of the forward pass holds is known, but for statistics."""
     for certain, known, part, memory, _ in certainties("dropping", FIVE):
-        written = step_memory(known, part.training, Orders.of(known).written)
+        written = step_memory(known, part.training, Orders.of(known, part.training).written)
         end = [moment.bytes for moment in written.moments if moment.place == "forward"][-1]
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         assert 0 <= end - before - certain.returning.of(known.names) < 2048
@@ -193,7 +193,7 @@ def drawn_as(problem: Problem, known: States) -> dict[str, str]:
 
 def passes(known: States, training: Training | None = None) -> float:
     """The most that both passes hold, in whichever of both orders."""
-    orders = Orders.of(known)
+    orders = Orders.of(known, training)
     memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
     return max(moment.bytes for memory in memories for moment in memory.moments if moment.place != "optimizer")
 
@@ -202,7 +202,7 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
     """The judge's figures rule out no moment at which more than a limit is certainly held."""
     several = 0
     for certain, known, part, memory, _ in certainties("prenorm", FIVE):
-        written = step_memory(known, part.training, Orders.of(known).written)
+        written = step_memory(known, part.training, Orders.of(known, part.training).written)
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         held = {moment: before + certain.during.of(known.names, moment) for moment in certain.during.moments}
         certain.moments.clear()
