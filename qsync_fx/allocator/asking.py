@@ -19,13 +19,12 @@ from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.plan.gradient_codecs import CODECS, PLAIN
 from qsync_fx.precision import FORMATS, precision
 from qsync_fx.predictor.isomorphism import isomorphic_blocks
-from qsync_fx.predictor.memory import Training
 from qsync_fx.predictor.model.value import Choices, ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.timeline.coding import rates
-from qsync_fx.timeline.known import Known, conditions, graph_of
+from qsync_fx.timeline.known import Known, conditions, graph_of, training_of
 
 Objective = Literal["hybrid", "fastest", "recover"]
 Memory = float | int | str
@@ -107,13 +106,12 @@ def _class(
         raise ProfileError(what, where=f"the sensitivity for {shown(name)}", do=do)
     if unknown:
         notes.append(Note(NoteKind.LEFT_OUT, name, formats=tuple(unknown)))
-    optimizer = getattr(profile, "optimizer_memory", None)
     return DeviceClass(
         graph,
         profile if isinstance(profile, DeviceTimes) else profile.times(),
         found,
         tuple(fmt for fmt in formats if fmt not in unknown),
-        training=None if optimizer is None else Training(optimizer, buckets=sends),
+        training=training_of(profile, sends),
         memory=memory,
         conditions=conditions(known).get(name, ""),
     )

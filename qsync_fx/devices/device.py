@@ -96,7 +96,8 @@ class Device:
         """Returns a profile of a model on this device, in place of one that is measured there.
 
         Args:
-            step: what a training step computes: takes the model and a batch, returns the loss. It runs once, here.
+            step: what a training step computes: takes the model and a batch, returns the loss. It runs once, here, and twice without
+                the model.
             batch: what it is given.
             precisions: the formats that plans may ask for; by default those that the device has units for.
             optimizer: what will update the model, if its time counts.

@@ -197,6 +197,7 @@ def _profile(
         runs,
         samples.optimizer,
         fingerprint=seen.fingerprint,
+        loss_memory=seen.loss,
     )
 
 

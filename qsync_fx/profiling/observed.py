@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from qsync_fx.cached.fingerprint import Fingerprint, fingerprint
 from qsync_fx.errors import ProfileError
@@ -17,6 +18,8 @@ from qsync_fx.explanation import Explanation, explain
 from qsync_fx.explanation.replan import WRITTEN
 from qsync_fx.graph.values import describe
 from qsync_fx.options import Options
+from qsync_fx.predictor.memory import LossMemory
+from qsync_fx.profiling.measuring.losses import loss_in_step
 from qsync_fx.profiling.measuring.steps import StepSeconds, Training
 from qsync_fx.profiling.profile import Model
 
@@ -29,32 +32,39 @@ class Observed:
         model: which model that is.
         fingerprint: by which its graphs are known for its.
         seconds: how long the step took as written.
+        loss: what its loss takes; None where that could not be found out.
     """
 
     explanation: Explanation
     model: Model
     fingerprint: Fingerprint
     seconds: StepSeconds
+    loss: LossMemory | None
 
 
 def observed(module: nn.Module, training: Training, options: Mapping[str, object]) -> Observed:
-    """Runs a step once and explains the model with the inputs that it was called with first.
+    """Runs a step once and explains the model with the inputs that it was called with first; then its loss, without the model.
 
     Raises:
         ProfileError: the step does not train the model.
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    results: list[Any] = []
+    before = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    behind = module.register_forward_hook(lambda _, args, result: results.append(_alone(result)))
     try:
         seconds = training.run(module)
     finally:
-        handle.remove()
+        before.remove()
+        behind.remove()
     if not calls:
         raise ProfileError(
             f"the step did not call the model, a {type(module).__name__}",
             where="step",
             do="write step(model, batch) so that it calls the model it is given and returns the loss",
         )
+    # A model that is called several times has its results beside one another, of which a model graph does not tell.
+    loss = loss_in_step(training.step, module, training.batch, results[0]) if len(results) == 1 else None
     args, kwargs = calls[0]
     # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -68,7 +78,7 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
         )
     written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
     found = fingerprint(module, written, Options.parse(options))
-    return Observed(explanation, model_of(module, explanation, options), found, seconds)
+    return Observed(explanation, model_of(module, explanation, options), found, seconds, loss)
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
@@ -80,6 +90,16 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
     digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [asked])]).encode()).hexdigest()[:16]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return Model(type(module).__name__, digest, parameters, asked, len(evaluated))
+
+
+def _alone(returned: Any) -> Any:
+    """Returns what a model returned, without what it was computed from; what is one tensor stays one."""
+    found: dict[int, Tensor] = {}
+
+    def detached(tensor: Tensor) -> Tensor:
+        return found.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+
+    return tree_map_only(Tensor, detached, returned)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -43,7 +43,10 @@ def of_catalog(
     precisions: Sequence[str | Precision] | None = None,
     optimizer: Optimizer | None = None,
 ) -> Profile:
-    """Returns what a device would take; the step runs once, as written, to see what it gives the model. See `Device.profile`."""
+    """Returns what a device would take; the step runs once, as written, to see what it gives the model, then its loss alone.
+
+    See `Device.profile`.
+    """
     formats = _formats(device, precisions)
     training = Training(step, batch, optimizer, lambda: model.zero_grad(set_to_none=True), clock_for(1))
     # Whatever sizes the model was compiled for before, its times are those of this batch.
@@ -70,6 +73,7 @@ def of_catalog(
         type(optimizer).__name__ if optimizer is not None else "",
         _collectives(device),
         optimizer_memory=known_memory(optimizer),
+        loss_memory=seen.loss,
     )
 
 

@@ -19,7 +19,7 @@ from qsync_fx.codec import Path, Schema
 from qsync_fx.devices.machine import Machine, this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.plan import Plan
-from qsync_fx.predictor.memory import OptimizerMemory
+from qsync_fx.predictor.memory import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.file import StoredGraph, restored
 from qsync_fx.predictor.model.value import ModelGraph
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
@@ -109,6 +109,7 @@ class Profile:
         sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
         optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
         codecs: how fast gradients are coded; empty where that was not measured.
+        loss_memory: what the loss takes behind the model; None where that could not be found out, and in files of before it was asked.
         fingerprint: by which the model's graphs are known when they are compiled; None where it was not run here.
     """
 
@@ -123,6 +124,7 @@ class Profile:
     optimizer_memory: OptimizerMemory | None = None
     fingerprint: Fingerprint | None = None
     codecs: list[CodecSpeed] = field(default_factory=list)
+    loss_memory: LossMemory | None = None
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
@@ -242,6 +244,7 @@ _CHECKS: Final[Mapping[Any, Any]] = {
     Model: sizes,
     Collective: _table,
     CodecSpeed: _speed,
+    LossMemory: sizes,
     Profile: _profile,
     **SENSITIVITY.checks,
 }

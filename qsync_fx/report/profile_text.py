@@ -113,6 +113,10 @@ def _notes(profile: Profile) -> list[str]:
     lines = [f"{profile.model}"]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
+    if profile.loss_memory is None:
+        lines.append(
+            "loss: what it takes is not known; peaks count the gradients that it gives as held throughout the backward pass"
+        )
     for (before, after), line in fitted(profile.runs).items():
         lines.append(
             f"quantizing {before} to {after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"

@@ -15,6 +15,7 @@ from qsync_fx.codec import Path
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError, shown
+from qsync_fx.predictor.memory import Training
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
@@ -78,6 +79,18 @@ def for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
     if given.keys() == {ALONE} and ALONE not in fleet.devices:
         return dict.fromkeys(fleet.devices, given[ALONE])
     return dict(given)
+
+
+def training_of(profile: Known, sends: bool) -> Training | None:
+    """Returns what a step holds beside both passes, as a profile says it; None where it does not say what the optimizer takes.
+
+    Args:
+        sends: whether gradients are sent.
+    """
+    optimizer = getattr(profile, "optimizer_memory", None)
+    if optimizer is None:
+        return None
+    return Training(optimizer, buckets=sends, loss=getattr(profile, "loss_memory", None))
 
 
 def graph_of(name: str, profile: Known) -> ModelGraph:

@@ -15,7 +15,7 @@ from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.reading import read_plan
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.predictor.memory import Training, peak_bytes
+from qsync_fx.predictor.memory import peak_bytes
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.fleet import played
@@ -31,6 +31,7 @@ from qsync_fx.timeline.known import (
     graph_of,
     known_devices,
     read_cluster,
+    training_of,
 )
 from qsync_fx.timeline.timeline import Timeline
 
@@ -119,5 +120,5 @@ def _mapper(name: str, plan: Plan, profile: Known) -> CostMapper:
 
 def _peak(mapper: CostMapper, profile: Known, sends: bool) -> int | None:
     """Returns the most bytes that a step holds; None where nothing says what the optimizer takes."""
-    optimizer = getattr(profile, "optimizer_memory", None)
-    return None if optimizer is None else peak_bytes(mapper.states(), Training(optimizer, buckets=sends))
+    training = training_of(profile, sends)
+    return None if training is None else peak_bytes(mapper.states(), training)

@@ -16,7 +16,8 @@ from torch import nn
 import qsync_fx
 from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.mapper import CostMapper, states
+from qsync_fx.predictor.memory import SGD, LossMemory, Training, most_bytes, peak_bytes
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import StoredGraph, stored
 from qsync_fx.predictor.sensitivity.value import Sensitivity
@@ -54,6 +55,7 @@ def taken() -> Profile:
         collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
         sensitivity=Sensitivity("exact", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
         codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
+        loss_memory=LossMemory(held=1024, most=4096),
     )
 
 
@@ -61,6 +63,27 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     profile = taken()
     profile.save(tmp_path / "net.json")
     assert Profile.load(tmp_path / "net.json") == profile
+
+
+def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(tmp_path: Path) -> None:
+    tree: Any = PROFILE.plain(taken())
+    del tree["loss_memory"]
+    (tmp_path / "net.json").write_text(json.dumps(tree))
+    found = Profile.load(tmp_path / "net.json")
+    assert found == replace(taken(), loss_memory=None)
+    assert "what it takes is not known" in str(found) and "not known" not in str(taken())
+
+
+@pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
+def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(loss: LossMemory | None) -> None:
+    profile = replace(taken(), optimizer_memory=SGD, loss_memory=loss)
+    plan = qsync_fx.Plan.uniform("fp32")
+    (found,) = qsync_fx.replay(plan, profile).peak_bytes.values()
+    assert found == peak_bytes(states(profile.graph, plan), Training(SGD, loss=loss))
+    chosen = qsync_fx.find_plan(profile, objective="fastest", budget=1e9, memory=1e9)
+    (figures,) = chosen.judged.classes.values()
+    (asked,) = chosen.plans.values()
+    assert figures.peak_bytes == most_bytes(states(profile.graph, asked), Training(SGD, loss=loss))
 
 
 def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:
@@ -105,6 +128,11 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
         (("runs",), [], "no run"),
         (("runs", 1, "operators"), [], "other operators"),
         (("runs", 0, "peak_bytes"), -1, "peak_bytes -1"),
+        (("loss_memory", "held"), -1, "held -1"),
+        (("loss_memory", "most"), -1, "most -1"),
+        (("loss_memory", "held"), 0.5, "held"),
+        (("loss_memory", "most"), float("inf"), "Infinity"),
+        (("loss_memory",), [1, 2], "loss_memory"),
         (("stored", "operators", 0, "id"), "other/linear", "another model"),
         (("stored", "operators", 0, "reads", 0, "value"), 99, "99"),
         (("surprise",), 1, "surprise"),

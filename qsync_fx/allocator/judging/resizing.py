@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.graph.reads import State
+from qsync_fx.predictor.memory import LossMemory, Training
+from qsync_fx.predictor.memory.telling import whole
 from qsync_fx.predictor.model.value import ModelGraph, StateNames
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.times import ANYBODY, Beside, Seconds, Times
@@ -44,7 +46,21 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     graph = symbolic.at(**{symbol: batch})
     before = part.times
     times: Times = before.of(graph) if isinstance(before, DeviceTimes) else Scaled(before, part.graph, graph)
-    return replace(part, graph=graph, times=times, anchors=())
+    return replace(part, graph=graph, times=times, anchors=(), training=_trained(part.training, part.graph, graph))
+
+
+def _trained(training: Training | None, before: ModelGraph, after: ModelGraph) -> Training | None:
+    """What a loss takes follows what the model returns."""
+    if training is None or training.loss is None or (held := _returned(before)) == (now := _returned(after)):
+        return training
+    if not held:
+        return replace(training, loss=None)
+    loss = LossMemory(*(-(-size * now // held) for size in (training.loss.held, training.loss.most)))
+    return replace(training, loss=loss)
+
+
+def _returned(graph: ModelGraph) -> int:
+    return sum(whole(graph.values[read.value].numel) for read in graph.outputs)
 
 
 @dataclass(frozen=True)

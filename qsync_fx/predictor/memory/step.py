@@ -97,21 +97,8 @@ def step_memory(states: States, training: Training | None = None, tasks: Sequenc
         return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
 
     held, working = _held(states.graph, training), kind(Buffer("", None, 0))
-    found = [_moment(live, held) for live in _with_loss(lives(tasks, True, kind, working), tasks, training.loss)]
+    found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
     return Memory((*found, _optimizer(states.graph, training, held)))
-
-
-def _with_loss(found: Sequence[Live[Kind]], tasks: Sequence[Task], loss: LossMemory | None) -> Iterator[Live[Kind]]:
-    """Adds what the loss takes: while it runs, beyond the gradients that it gives, and throughout the backward pass behind it."""
-    if loss is None:
-        yield from found
-        return
-    given = sum(buffer.bytes for task in tasks if task.backward and not task.operator for buffer in task.writes)
-    begun = max((at for at, live in enumerate(found) if live.backward and not live.operator), default=None)
-    for at, live in enumerate(found):
-        more = max(loss.most - given, loss.held) if at == begun else loss.held if live.backward and live.operator else 0
-        key: Kind = Category.LOSS, None
-        yield replace(live, kinds={**live.kinds, key: more}) if more else live
 
 
 def step_tasks(states: States, training: Training | None = None) -> list[Task]:
@@ -134,7 +121,7 @@ class Orders:
     @classmethod
     def of(cls, states: States, training: Training | None = None) -> Orders:
         """Returns both, of a training whose loss is known or not."""
-        known = training is not None and training.loss is not None
+        loss = None if training is None else training.loss
         forward = Forward(states)
         backward = Backward(forward)
         there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
@@ -144,9 +131,11 @@ class Orders:
         given = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*there, backward.incoming, *back]):
             orders = list(part), ordered(part, kept | forward.outputs | given)
-            now, then = orders if known else (_held_throughout(tasks, made) for tasks in orders)
+            now, then = orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
             written, expected = [*now, *written], [*then, *expected]
             kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
+        if loss is not None:
+            written, expected = (_with_loss(tasks, loss, given) for tasks in (written, expected))
         return cls(written, expected)
 
 
@@ -177,6 +166,19 @@ def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
     if given:
         tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *given))
     return tasks
+
+
+def _with_loss(tasks: list[Task], loss: LossMemory, given: Set[Buffer]) -> list[Task]:
+    """Returns the tasks with what the loss takes: beside the gradients that it gives while it runs, and till the pass has ended."""
+    ends = [at for at, task in enumerate(tasks) if not given.isdisjoint(task.writes)]
+    if not ends:
+        return tasks
+    found, begun = list(tasks), ends[-1]
+    more = max(0, loss.most - loss.held - sum(buffer.bytes for buffer in given))
+    kept = Buffer("loss", None, loss.held, Category.LOSS)
+    found[begun] = replace(found[begun], writes=(*found[begun].writes, kept), workspace=more)
+    found[-1] = replace(found[-1], holds=(*found[-1].holds, kept))
+    return found
 
 
 def peak_bytes(states: States, training: Training | None = None) -> int:

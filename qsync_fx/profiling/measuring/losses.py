@@ -6,10 +6,13 @@ Invariant: the results count for as long as the loss needs them; of what is give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
-from torch import Tensor, autograd
+from torch import Tensor, autograd, nn
+from torch.utils import _pytree as pytree
 
 from qsync_fx.predictor.memory.training import LossMemory
 from qsync_fx.profiling.measuring.peak import Recording
@@ -25,17 +28,60 @@ def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
     """
     leaves = [result.detach().clone().requires_grad_() for result in results]
 
-    def once() -> tuple[Tensor, tuple[Tensor, ...]]:
+    def once() -> tuple[Tensor, Sequence[Tensor | None]]:
         # Copies are its own, so that they go as soon as the loss lets go of them, as what a model returns does.
         number = loss(*(leaf.clone() for leaf in leaves))
-        return number, autograd.grad(number, leaves)
+        return number, autograd.grad(number, leaves, allow_unused=True)
 
     once()
     recording = Recording()
     try:
         recording.second()
-        kept = once()
+        _kept, gradients = once()
+        del gradients
     finally:
         _, events = recording.stop()
-    gradients = sum(gradient.nbytes for gradient in kept[1])
-    return LossMemory(sum(events) - gradients, max(accumulate(events)))
+    return LossMemory(max(0, sum(events)), max(accumulate(events), default=0))
+
+
+def loss_in_step(
+    step: Callable[[Any, Any], Tensor], module: nn.Module, batch: object, returned: object
+) -> LossMemory | None:
+    """Returns what the loss of a user's step takes: all that the step computes from what the model returns.
+
+    Args:
+        step: takes the model and a batch, returns the loss. It runs twice, with a model that returns at once.
+        returned: what the model returned for the batch.
+
+    Returns:
+        None where that cannot be found out: results have no gradients, are not tensors of the CPU in containers that torch knows, or the
+        step needs more of a model than these.
+    """
+    leaves, spec = pytree.tree_flatten(returned)
+    differentiated = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+    if not differentiated or any(leaf.device.type != "cpu" for leaf in differentiated.values()):
+        return None
+
+    def loss(*results: Tensor) -> Tensor:
+        given = dict(zip(differentiated, results, strict=True))
+        now = pytree.tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], spec)
+        with _returning(module, now):
+            return step(module, batch)
+
+    try:
+        return loss_memory(loss, *differentiated.values())
+    except Exception:  # noqa: BLE001 - a step that runs with a model need not run without one, and raises what it likes
+        return None
+
+
+@contextmanager
+def _returning(module: nn.Module, result: object) -> Iterator[None]:
+    """Has a module return this whatever it is called with, and compute nothing."""
+    held = vars(module)
+    before = {name: held[name] for name in ("forward",) if name in held}
+    held["forward"] = lambda *_, **__: result
+    try:
+        yield
+    finally:
+        del held["forward"]
+        held.update(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from allocation_problems import OwnedTimes, alone, fleet
@@ -21,7 +22,7 @@ from qsync_fx.allocator.exact.terms.prices import Prices
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.explanation import Explanation
 from qsync_fx.predictor.mapper import States, states
-from qsync_fx.predictor.memory import Orders, Training, step_memory
+from qsync_fx.predictor.memory import LossMemory, Orders, Training, step_memory
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
 
@@ -116,6 +117,17 @@ def test_what_is_held_is_learned_from_plans(name: str) -> None:
         assert solved(problem, asked, held)[3] == pytest.approx(passes(now))
 
 
+@pytest.mark.parametrize("loss", [LossMemory(), LossMemory(held=30_000, most=90_000)], ids=["none", "kept"])
+@pytest.mark.parametrize("name", NAMES + MORE)
+def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_keeps(name: str, loss: LossMemory) -> None:
+    """Of gradients that a pass begins with none is held longer than it is read."""
+    for certain, known, part, memory, least in certainties(name, FIVE, loss):
+        assert least <= passes(known, part.training) * (1 + 1e-9)
+        assert least >= certain.of(known.names) * (1 - 1e-6) - 1.0
+        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
+        assert least >= before + loss.held + certain.kept.of(known.names) - 1.0
+
+
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
 def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, ...]) -> None:
@@ -126,19 +138,20 @@ def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, .
         assert least >= before + certain.kept.of(known.names) - 1.0
 
 
+@pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=30_000)], ids=["unknown", "none", "kept"])
 @pytest.mark.parametrize(
     "name", ["prenorm", *(pytest.param(name, marks=ALL) for name in ("odd", "resnet", "gpt2", "vgg"))]
 )
-def test_what_is_certain_at_a_moment_is_held_then(name: str) -> None:
+def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | None) -> None:
     """While each gradient is computed, in the order in which the backward pass is written."""
-    for certain, known, part, memory, _ in certainties(name, FIVE):
+    for certain, known, part, memory, _ in certainties(name, FIVE, loss):
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         held: dict[str, int] = {}
         for moment in step_memory(known, part.training, Orders.of(known, part.training).written).moments:
             if moment.place == "backward":
                 held[moment.operator] = max(held.get(moment.operator, 0), moment.bytes)
         for at, which in certain.during.moments:
-            least = before + certain.during.of(known.names, (at, which))
+            least = before + certain.behind + certain.during.of(known.names, (at, which))
             assert least <= held[part.graph.operators[at].id] * (1 + 1e-9) + 1.0, part.graph.operators[at].id
 
 
@@ -170,10 +183,15 @@ def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_compute
         assert 0 <= end - before - certain.returning.of(known.names) < 2048
 
 
-def certainties(name: str, formats: tuple[str, ...]) -> Iterator[tuple[Certain, States, DeviceClass, Memory, float]]:
+def certainties(
+    name: str, formats: tuple[str, ...], loss: LossMemory | None = None
+) -> Iterator[tuple[Certain, States, DeviceClass, Memory, float]]:
     """Yields random plans, and the bytes that a program says are certain under each."""
     draw, problem = random.Random(f"certain {name}"), alone(name, formats, 0, OwnedTimes)
     part = problem.classes["device"]
+    assert part.training is not None
+    part = replace(part, training=replace(part.training, loss=loss))
+    problem = replace(problem, classes={"device": part})
     for _ in range(6):
         known = states(part.graph, drawn(problem, draw))
         memory = step_memory(known, part.training)

@@ -44,6 +44,7 @@ class Certain:
         memory: what it holds under some plan.
 
     Attributes:
+        behind: what is there while gradients are computed beside what `During` tells of, in bytes; below 0 where there may be less.
         moments: gradients while which are computed it is reckoned, beside the begin of the backward pass.
     """
 
@@ -51,6 +52,7 @@ class Certain:
         before = sum(memory.moments[0].of(category) for category in _BEFORE)
         self._before = before + min([0, *(anchor.error(part.training) for anchor in part.anchors)])
         self.kept = Kept(part)
+        self._begun, self.behind = _with_loss(part, self.kept)
         self.during = During(self.kept)
         self.returning = Returning(self.kept)
         self.moments: list[Moment] = []
@@ -82,13 +84,13 @@ class Certain:
         }
         above = [moment for moment in self.during.moments if self._operator(moment) in high]
         # Of thousands of operators all moments would take minutes.
+        before = self._before + self.behind
         every = 1 + len(names) * len(above) // _ASKED
         rest = [moment for moment in above[::every] if moment not in self.moments]
         # To know it to the byte takes long, and most limits are missed by more.
         for exact in (False, True):
             found = {
-                moment: self._before + self.during.of(names, moment, above=limit - self._before, exact=exact)
-                for moment in rest
+                moment: before + self.during.of(names, moment, above=limit - before, exact=exact) for moment in rest
             }
             above = [moment for moment, held in found.items() if beyond(held, limit)]
             new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
@@ -101,18 +103,31 @@ class Certain:
         return self.kept.graph.operators[moment[0]].id
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        before: Expression = {CONSTANT: float(self._before)}
-        yield total((1.0, before), (1.0, self.kept.expression(formats)))
+        there, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))
+        yield total((1.0, begun), (1.0, self.kept.expression(formats)))
         if self.returning.any:
-            yield total((1.0, before), (1.0, self.returning.expression(formats)))
+            yield total((1.0, there), (1.0, self.returning.expression(formats)))
         for moment in self.moments:
-            yield total((1.0, before), (1.0, self.during.expression(formats, moment)))
+            yield total((1.0, behind), (1.0, self.during.expression(formats, moment)))
 
     def of(self, names: Sequence[StateNames], waiting: bool = True) -> float:
         """Returns the most bytes under a plan, by the states that it puts operators into; without `waiting` sooner, and maybe less."""
         found = [
-            self.kept.of(names),
+            self._begun + self.kept.of(names),
             self.returning.of(names),
-            *(self.during.of(names, moment, waiting) for moment in self.moments),
+            *(self.behind + self.during.of(names, moment, waiting) for moment in self.moments),
         ]
         return self._before + max(found)
+
+
+def _with_loss(part: DeviceClass, kept: Kept) -> tuple[int, int]:
+    """Returns what is certain, beside what `Kept` and `During` tell of, when the backward pass begins, and behind that.
+
+    Those reckon with the gradients that the pass begins with as there throughout. Where the loss is known, they are held no longer than
+    they are read, and without them there is less by as much at most.
+    """
+    loss = part.training.loss if part.training is not None else None
+    given = [buffer.bytes for task in kept.passes[0].backward.incoming for buffer in task.writes]
+    if loss is None or not given:
+        return 0, 0
+    return max(loss.held, loss.most - sum(given)), loss.held - sum(given)
