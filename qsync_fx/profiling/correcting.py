@@ -46,14 +46,18 @@ def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str)
 
 
 def corrected(profile: Profile, found: Profile) -> Profile:
-    """Returns a profile with the runs of another one of the same model that are of the user's plans, in place of what it held of these."""
+    """Returns a profile with the runs of another one of the same model that are of the user's plans, in place of what it held of these.
+
+    What the loss takes stays, too, but where it was not known.
+    """
     beside = next((run for run in found.runs if not run.planned), None)
     pace = 1.0 if beside is None else _pace(profile.runs[0], beside)
     runs = [run.at_pace(pace) for run in found.runs if run.planned]
     new = [_states(run) for run in runs]
     kept = [run for run in profile.runs if not (run.planned and _states(run) in new)]
     wider = set(found.graph.formats) - set(profile.graph.formats)
-    return replace(profile, stored=found.stored if wider else profile.stored, runs=[*kept, *runs])
+    loss = found.loss_memory if profile.loss_memory is None else profile.loss_memory
+    return replace(profile, stored=found.stored if wider else profile.stored, runs=[*kept, *runs], loss_memory=loss)
 
 
 def again(profile: Profile, explanation: Explanation, asked: Mapping[str, Plan]) -> dict[str, tuple[Plan, States]]:

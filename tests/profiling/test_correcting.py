@@ -16,6 +16,7 @@ from torch import nn
 import qsync_fx
 from qsync_fx import Plan, Profile
 from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.predictor.memory import LossMemory
 from qsync_fx.profiling.correcting import corrected
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.runs import Run
@@ -48,6 +49,13 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     # The plan and the profile's own: as written, its loss alone twice, then of each compiled two for the peak of memory,
     # and three in each of two rounds.
     assert step.calls == 3 + 2 * (1 + 2 + 2 * 3)
+
+
+def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
+    before = quick(layer(), Counted())
+    old, other = replace(before, loss_memory=None), replace(before, loss_memory=LossMemory(held=7, most=9))
+    after, kept = (correct(layer(), Counted(), profile, rounds=1) for profile in (old, other))
+    assert after.loss_memory == before.loss_memory is not None and kept.loss_memory == other.loss_memory
 
 
 def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:

@@ -11,6 +11,7 @@ from qsync_fx import PlanError, ProfileError
 from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.judging.resizing import Scaled, resized
+from qsync_fx.predictor.memory import LossMemory
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device
 
@@ -87,6 +88,16 @@ def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
     assert {note.numbers["learning rate"] for note in answer.notes} == {samples / 2048}
     hopeless = {name: replace(found, memory=1.0) for name, found in problem.classes.items()}
     assert not allocated(replace(problem, classes=hopeless)).fits
+
+
+def test_what_a_loss_takes_follows_what_the_model_returns() -> None:
+    measured = part("t4", 1024)
+    assert measured.training is not None
+    for known, twice in ((None, None), (LossMemory(held=1001, most=4000), LossMemory(held=2002, most=8000))):
+        asked = replace(measured, training=replace(measured.training, loss=known))
+        same, double = (resized(asked, symbolic("perceptron", "t4"), batch).training for batch in (1024, 2048))
+        assert same == asked.training
+        assert double == replace(measured.training, loss=twice)
 
 
 def test_what_was_measured_is_scaled() -> None:
