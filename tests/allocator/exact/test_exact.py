@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from allocation_problems import PlainTimes
-from drawn_graphs import device, every
+from drawn_graphs import LOSSES, device, every
 from hypothesis import HealthCheck, given, settings, strategies as st
 from predicted_models import DrawnTimes
 from tiers import ALL, chosen
@@ -70,7 +70,7 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
     monkeypatch.setattr(trying, "FEW", 0)
     best = 0
     for seed in range(examples(6)):
-        part = replace(device(seed, SETS[2 * (seed % 2)]), training=Training())
+        part = replace(device(seed, SETS[2 * (seed % 2)]), training=Training(loss=LOSSES[seed % 3]))
         problem = Problem({"a": part}, Cluster({"a": Device()}))
         known = every(problem, "a")
         peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)

@@ -1,6 +1,6 @@
 """Small graphs that are drawn, as classes of devices, and what the judge says of all of their plans.
 
-Invariant: a seed gives one graph, and one class with it.
+Invariant: a seed gives one graph, one loss, and one class with them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
-from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.memory import ADAM, LossMemory, Training
 from qsync_fx.predictor.model import ModelGraph, model_graph
+
+LOSSES = None, LossMemory(), LossMemory(held=150, most=500)
+"""By a seed's remainder, what is known of a loss: nothing, that it keeps nothing, that it keeps more than the gradients that it gives."""
 
 
 class Drawn(nn.Module):
@@ -62,7 +65,9 @@ def graph(seed: int) -> ModelGraph:
 
 def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:
     found = graph(seed % 7)
-    return DeviceClass(found, times(seed), drawn_sensitivity(found, seed), formats, training=Training(ADAM))
+    return DeviceClass(
+        found, times(seed), drawn_sensitivity(found, seed), formats, training=Training(ADAM, loss=LOSSES[seed % 3])
+    )
 
 
 def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Judged]]:
