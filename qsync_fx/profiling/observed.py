@@ -65,6 +65,7 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
         )
     # A model that is called several times has its results beside one another, of which a model graph does not tell.
     loss = loss_in_step(training.step, module, training.batch, results[0]) if len(results) == 1 else None
+    results.clear()
     args, kwargs = calls[0]
     # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
