@@ -240,7 +240,7 @@ def judged(name: str, folder: Path) -> list[Row]:
         foreseen = [
             [replayed(both, profiles, links, one, way) for both, one in zip(pairs, turn, strict=True)] for turn in paces
         ]
-        off = {str(at): statistics.median(each) for at, each in enumerate(zip(*ratios(foreseen, real), strict=True))}
+        off = medians(ratios(foreseen, real))
         mean, worst = errors(off, dict.fromkeys(off, 1.0))
         row: dict[str, Any] = {
             "case": name,
@@ -252,13 +252,7 @@ def judged(name: str, folder: Path) -> list[Row]:
             "bias_%": 100 * statistics.mean(value - 1 for value in off.values()),
         }
         if way == REPLAYED:
-            halves = [
-                {
-                    str(at): statistics.median(each)
-                    for at, each in enumerate(zip(*ratios(foreseen[first::2], real[first::2]), strict=True))
-                }
-                for first in (0, 1)
-            ]
+            halves = [medians(ratios(foreseen[first::2], real[first::2])) for first in (0, 1)]
             row |= {"busy": links.busy, "pace": middle.devices, "pace of the network": middle.network}
             floor_mean, floor_worst = errors(*halves)
         rows.append(row)
@@ -271,6 +265,11 @@ def ratios(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) ->
     return [
         [one / other for one, other in zip(ones, others, strict=True)] for ones, others in zip(left, right, strict=True)
     ]
+
+
+def medians(turns: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns the median of each pair's turns, by its number."""
+    return {str(at): statistics.median(each) for at, each in enumerate(zip(*turns, strict=True))}
 
 
 def pace(known: Sequence[Sequence[Known]], profiles: Sequence[Profile], links: Collective) -> Pace:
