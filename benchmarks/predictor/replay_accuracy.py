@@ -1,8 +1,10 @@
 """Foreseen against real: random mixed plans, none of them measured for the profile, on models whose steps take 50 to 300 ms.
 
 One process a model: all plans, those of the profile and those to foresee, are compiled, and take turns. A step is foreseen from a profile
-of the first ones alone. The floor is what the same plans differ by between odd and even rounds: no error says anything below it. Beside it
-stand what a profile of uniform plans alone would say, and the sum of operators without casts and cascades, as dPRO sees a step.
+of the first ones alone. The floor is what the same plans differ by between odd and even rounds: no error says anything below it. Plans are
+compared by steps that nothing else made longer, as in every profile (`qsync_fx.profiling.runs.levelled`). Beside it stand what a profile of
+uniform plans alone would say, and the sum of operators without casts and cascades, as dPRO sees a step. A whole measurement that --partial
+has is judged anew, not measured again.
 """
 
 from __future__ import annotations
@@ -192,17 +194,20 @@ def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | Non
 
     A plan that puts operators into the states of one that every profile measures would test nothing: it is left out.
     """
-    whole = qsync_fx.measure(
-        case.model,
-        case.step,
-        [case.batch],
-        PRECISIONS,
-        optimizer=case.optimizer,
-        plan=plans,
-        rounds=rounds,
-        sensitivity=None,
-        path=partial,
-    )
+    if partial is not None and partial.exists():
+        whole = Profile.load(partial)
+    else:
+        whole = qsync_fx.measure(
+            case.model,
+            case.step,
+            [case.batch],
+            PRECISIONS,
+            optimizer=case.optimizer,
+            plan=plans,
+            rounds=rounds,
+            sensitivity=None,
+            path=partial,
+        )
     runs = {run.label: run for run in whole.runs if run.planned}
     profile = replace(whole, runs=[run for run in whole.runs if not run.planned])
     return profile, [runs[label] for plan in plans if (label := label_of(plan)) in runs]
@@ -217,7 +222,10 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     targets = {run.label: run for run in runs}
     real = {label: run.passes for label, run in targets.items()}
     steps = {label: statistics.median(map(sum, run.steps)) for label, run in targets.items()}
-    halves = [{label: _passes(run.steps[start::2]) for label, run in targets.items()} for start in (0, 1)]
+    halves = [
+        {label: replace(run, steps=run.steps[start::2]).undisturbed for label, run in targets.items()}
+        for start in (0, 1)
+    ]
     ways = {
         "mapper": {label: foreseen(profile, asked[label][1]) for label in targets},
         "mapper, uniform runs alone": {label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets},
@@ -246,10 +254,6 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         {"case": name, "way": "floor: odd against even rounds", "passes_mean_%": floor[0], "passes_worst_%": floor[1]}
     )
     return rows
-
-
-def _passes(steps: Sequence[tuple[float, float, float]]) -> float:
-    return statistics.median(forward + backward for forward, backward, _ in steps)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from qsync_fx.precision import FORMATS, Precision, encoding, precision, precisio
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.correcting import again, check_asked, check_same, corrected
+from qsync_fx.profiling.cost import costs, sensitivity_costs
 from qsync_fx.profiling.measuring.attribution import attribute
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
 from qsync_fx.profiling.measuring.collectives import collectives
@@ -44,18 +45,14 @@ from qsync_fx.profiling.observed import Observed, observed
 from qsync_fx.profiling.profile import PROFILE, Profile
 from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
+from qsync_fx.profiling.runs import levelled
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
-from qsync_fx.profiling.statistics.indicators.methods import method
-from qsync_fx.profiling.statistics.measured import FRACTION, STEPS, several as sensitivities
+from qsync_fx.profiling.statistics.measured import several as sensitivities
 from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
 SETTLED = 0.1
 """The standard error of what each operator adds to the variance of the gradients, as a share, within which it is known well enough."""
-_STEPS = 3
-"""Steps that a plan runs in its turn."""
-_COMPILE = (3.0, 0.2)
-"""Seconds that it takes to compile a model, and each operator of it more, where compiled kernels are cached."""
 
 
 def measure(
@@ -122,8 +119,8 @@ def measure(
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
         if progress:
-            looked = sensitivity if known is None else None
-            print(f"qsync: {_costs(seen, len(plans), left)}{_looked(seen, looked, len(formats))}", file=sys.stderr)
+            beside = sensitivity_costs(seen, sensitivity if known is None else None, len(formats))
+            print(f"qsync: {costs(seen, len(plans), left)}{beside}", file=sys.stderr)
         with shown_progress("measuring", len(plans) * (1 + left), progress) as advance:
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
@@ -194,7 +191,7 @@ def _profile(
         samples.model,
         stored(model_graph(seen.explanation, _asked([fmt.name for fmt in formats], plans.values()))),
         [fmt.name for fmt in formats],
-        runs,
+        levelled(runs),
         samples.optimizer,
         fingerprint=seen.fingerprint,
         loss_memory=seen.loss,
@@ -227,33 +224,6 @@ def _labelled(asked: Sequence[Plan]) -> dict[str, Plan]:
 def label_of(plan: Plan) -> str:
     """Returns what the run of a plan of the user's is called."""
     return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
-
-
-def _costs(seen: Observed, plans: int, rounds: int) -> str:
-    from qsync_fx.report.numbers import many
-
-    steps = plans * (rounds * _STEPS + 3)
-    fixed, each = _COMPILE
-    seconds = plans * (fixed + each * len(seen.explanation.operators)) + steps * (
-        seen.seconds.passes + seen.seconds.optimizer
-    )
-    about = f"{many(plans, 'compilation')} and {steps} steps, about {seconds / 60:.1f} minutes"
-    return (
-        f"measuring {seen.model.name} under {many(plans, 'plan')}: {about} where its kernels were compiled before, "
-        "else several times that"
-    )
-
-
-def _looked(seen: Observed, sensitivity: str | None, formats: int) -> str:
-    """Returns what a sensitivity costs beside."""
-    if sensitivity is None:
-        return ""
-    from qsync_fx.report.numbers import many
-
-    passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
-    minutes = STEPS * FRACTION * passes * seen.seconds.passes / 60
-    most = f"at most {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
-    return f"; then {most}, at most about {minutes:.1f} minutes"
 
 
 def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:

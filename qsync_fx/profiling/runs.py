@@ -1,13 +1,14 @@
 """What was measured of a model under one plan.
 
-Invariant: what is kept is what was measured, at the pace that the machine had when its profile began; medians, spreads and what belongs to
-no operator follow from it.
+Invariant: what is kept is what was measured, at the pace that the machine had when its profile began, and as if others had disturbed all
+plans alike; medians, spreads and what belongs to no operator follow from it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -98,6 +99,12 @@ class Run:
         )
 
     @property
+    def undisturbed(self) -> float:
+        """Seconds of both, the mean over the faster half of the steps: those that others made longer are hardly among them."""
+        both = sorted(step[0] + step[1] for step in self.steps)
+        return statistics.mean(both[: (len(both) + 1) // 2])
+
+    @property
     def spread(self) -> float:
         """How far steps lie from that, in the median, as a share of it: what differs less, differs by chance."""
         typical = self.passes
@@ -110,6 +117,17 @@ class Run:
         for call in self.quantized:
             inside[call.backward] += call.seconds
         return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
+
+
+def levelled(runs: Sequence[Run]) -> list[Run]:
+    """Returns runs of plans that took turns as if others had disturbed all of them alike.
+
+    What else a machine does makes steps longer, never shorter, and by chance those of one plan more than those of another. So plans are to
+    one another as their undisturbed steps are; how much longer the typical step is follows from all of them together.
+    """
+    shares = [run.undisturbed / run.passes for run in runs]
+    level = statistics.median(shares)
+    return [run.at_pace(share / level) for run, share in zip(runs, shares, strict=True)]
 
 
 def sizes(value: Any) -> str | None:
