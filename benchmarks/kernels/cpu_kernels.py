@@ -32,7 +32,7 @@ from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, standing, write_json
+from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, write_cases
 
 BF16 = torch.bfloat16
 PEER = "oneDNN bf16"
@@ -265,9 +265,7 @@ def main() -> None:
     if options.only:
         rows = grouped_rows(repeats, options.threads, options.quick)
         if options.json:
-            done = {row["case"] for row in rows}
-            kept = [row for row in standing(options.json, options.quick) if row["case"] not in done]
-            write_json(options.json, [*kept, *rows], quick=options.quick)
+            write_cases(options.json, rows, quick=options.quick)
         show(rows)
         return
     for count in (32,) if options.quick else ROWS:

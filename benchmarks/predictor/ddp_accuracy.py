@@ -1,13 +1,12 @@
 """Foreseen against real: two ranks with gloo on this machine, each with a mixed plan of its own, that was not measured for the profile.
 
-Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile, and how
-long all-reduces take and what of that they take of a rank that computes. Then each pair of plans is compiled under
-DistributedDataParallel. Before and behind each turn of a pair two things are measured that are known: steps of a uniform plan that each
-rank makes without sending, and all-reduces of a bucket alone. What these take longer than the profile says, the machine is slower by in
-that minute than when the profile was measured, and `pace` is what devices and network are replayed at; what sending takes of a rank that
-computes is measured again in each round, too. A step is foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks,
-for each turn at its pace; a pair's error is the median of its turns'.
-`floor` is what that error differs by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that travel;
+Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile. Then each
+pair of plans is compiled under DistributedDataParallel, and all take turns. Before and behind each turn three things of a uniform plan are
+measured: steps that each rank makes without sending, a bucket that is sent while nothing is computed, and steps of both ranks together. By
+these it is known how fast ranks and network are in these minutes, and what sending takes of a rank that computes, as a profile finds it,
+too (`qsync_fx.profiling.sending`). Pairs are then foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks at that
+pace. All are compared by steps that nothing else made longer.
+`floor` is what errors differ by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that travel;
 `no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was measured is kept in the
 folder of --partial, and judged anew where it stands.
 
@@ -37,14 +36,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx import Plan, Profile
-from qsync_fx.profiling.measuring.busy import busy
+from qsync_fx import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, Known, judged
+from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, judged
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
-from benchmarks.support.harness import Row, arguments, finish, folder as made, selected
+from benchmarks.support.harness import Row, arguments, finish_cases, folder as made, selected
 
 STEPS = 4
 MANY = 2**16
@@ -94,7 +92,7 @@ def main() -> None:
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
             rows += judged(name, Path(folder))
-    finish(options, rows)
+    finish_cases(options, rows)
 
 
 def rank(own: int, job: dict[str, Any]) -> None:
@@ -121,24 +119,26 @@ def rank(own: int, job: dict[str, Any]) -> None:
         )
         dist.barrier()
         profile.save(folder / f"profile-{own}.json")
-    (collective,) = Profile.load(folder / f"profile-{own}.json", any_machine=True).collectives
     ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
     plans = list(mixed_plans(ids, RANKS * job["pairs"]).values())[own::RANKS]
     turns: list[list[float]] = []
-    known: list[list[Known]] = []
+    known: list[list[tuple[float, float, float]]] = []
+    uniform = Plan.uniform(REFERENCE)
     # All versions are of one function, of which Dynamo keeps few.
     with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
         steps = [training(case, plan) for plan in plans]
-        alone = training(case, Plan.uniform(REFERENCE), parallel=False)
-        shares: list[float] = []
+        alone, together = (training(case, uniform, parallel) for parallel in (False, True))
+
+        def reference() -> tuple[float, float, float]:
+            return timed(alone), sending(), timed(together)
+
         for _ in range(job["rounds"]):
-            shares.append(busy(collective.seconds))
-            known.append([(timed(alone), sending())])
+            known.append([reference()])
             turns.append([])
             for step in steps:
                 turns[-1].append(timed(step))
-                known[-1].append((timed(alone), sending()))
-    found = {"turns": turns, "known": known, "busy": shares, "plans": [plan.to_json() for plan in plans]}
+                known[-1].append(reference())
+    found = {"turns": turns, "known": known, "plans": [plan.to_json() for plan in plans]}
     (folder / f"rank-{own}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,13 +1,14 @@
-"""What two ranks measured, judged: each pair of plans replayed at the pace of its turn, against what its steps took.
+"""What two ranks measured, judged: each pair of plans replayed as fast as the ranks were in those minutes, against what its steps took.
 
-Invariant: a step is foreseen from the ranks' profiles, and from what is known of the minute it was measured in; never from the step itself.
+Invariant: a step is foreseen from the ranks' profiles, and from steps of a uniform plan that were measured between; never from steps of
+plans that are judged.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,52 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.collectives import Measured
 from qsync_fx.profiling.profile import Collective
+from qsync_fx.profiling.sending import MOST
 
 RANKS = 2
 BUCKET_MIB = 5
 """Smaller than DDP's own, so that models of these sizes send several."""
 REFERENCE = "bf16"
-"""The uniform plan whose steps say how fast a rank is."""
-REPLAYED, APART = "replayed", "apart"
-WAYS = (REPLAYED, "replayed, nothing is copied", "replayed, sending takes no core", "no overlap", APART)
+"""The uniform plan whose steps say how fast ranks are."""
+NOTHING_COPIED, NO_CORE, OF_PROFILE = (
+    "replayed, nothing is copied",
+    "replayed, sending takes no core",
+    "replayed, with what sending took of a core when the profile was made",
+)
+REPLAYED, NO_OVERLAP, APART = "replayed", "no overlap", "apart"
+WAYS = (REPLAYED, OF_PROFILE, NOTHING_COPIED, NO_CORE, NO_OVERLAP, APART)
+_NEAR = 1e-3
 
-Known = tuple[float, float]
-"""Seconds of a step without sending, and those that a bucket travels."""
+
+@dataclass(frozen=True)
+class Known:
+    """Steps of the uniform plan between two turns.
+
+    Attributes:
+        alone: seconds of a step without sending, beside the other rank's.
+        sending: seconds that a bucket travels while nothing is computed.
+        together: seconds of a step of both ranks under DistributedDataParallel.
+    """
+
+    alone: float
+    sending: float
+    together: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What both ranks measured in some rounds, where nothing else made it longer.
+
+    Attributes:
+        alone: seconds of each rank's step of the uniform plan.
+        sending, together: as in `Known`.
+        pairs: seconds of a step of each pair of plans.
+    """
+
+    alone: list[float]
+    sending: float
+    together: float
+    pairs: list[float]
 
 
 @dataclass(frozen=True)
@@ -39,10 +75,12 @@ class Pace:
     Attributes:
         devices: how much longer than in its profile each rank computes.
         network: how much longer than in the table gradients travel.
+        busy: what of the time that they travel a rank computes later.
     """
 
     devices: list[float]
     network: float
+    busy: float
 
 
 def judged(name: str, folder: Path) -> list[Row]:
@@ -53,74 +91,82 @@ def judged(name: str, folder: Path) -> list[Row]:
         {key: Plan.from_json(text) for key, text in zip(profiles, both, strict=True)}
         for both in zip(*(one["plans"] for one in found), strict=True)
     ]
-    # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
-    real = [
-        [statistics.mean(both) for both in zip(*turn, strict=True)]
-        for turn in zip(*(one["turns"] for one in found), strict=True)
-    ]
-    # It is a small difference between long times, which one measurement of a second does not tell where the machine is not quiet.
-    links = replace(profiles["rank 0"].collectives[0], busy=statistics.median(found[0]["busy"]))
-    paces = [
-        [
-            pace([one["known"][turn][at : at + 2] for one in found], list(profiles.values()), links)
-            for at in range(len(pairs))
-        ]
-        for turn in range(len(real))
-    ]
-    middle = Pace(
-        [statistics.median(each) for each in zip(*(one.devices for turn in paces for one in turn), strict=True)],
-        statistics.median(one.network for turn in paces for one in turn),
-    )
+    rounds = range(len(found[0]["turns"]))
+    whole = seen(found, rounds)
+    middle = pace(whole, profiles)
     rows: list[Row] = []
     for way in WAYS:
-        foreseen = [
-            [replayed(both, profiles, links, one, way) for both, one in zip(pairs, turn, strict=True)] for turn in paces
-        ]
-        off = medians(ratios(foreseen, real))
-        mean, worst = errors(off, dict.fromkeys(off, 1.0))
+        off = [value - 1 for value in ratios(pairs, profiles, whole, middle, way)]
         row: dict[str, Any] = {
             "case": name,
             "way": way,
             "pairs": len(pairs),
-            "step_ms": 1e3 * statistics.median(step for turn in real for step in turn),
-            "mean_%": mean,
-            "worst_%": worst,
-            "bias_%": 100 * statistics.mean(value - 1 for value in off.values()),
+            "step_ms": 1e3 * statistics.median(whole.pairs),
+            "mean_%": 100 * statistics.mean(map(abs, off)),
+            "worst_%": 100 * max(map(abs, off)),
+            "bias_%": 100 * statistics.mean(off),
         }
         if way == REPLAYED:
-            halves = [medians(ratios(foreseen[first::2], real[first::2])) for first in (0, 1)]
-            row |= {"busy": links.busy, "pace": middle.devices, "pace of the network": middle.network}
-            floor_mean, floor_worst = errors(*halves)
+            row |= {"busy": middle.busy, "pace": middle.devices, "pace of the network": middle.network}
+            row |= {"each_%": [round(100 * one, 2) for one in off]}
+        if way == OF_PROFILE:
+            row |= {"busy": links(profiles).busy}
         rows.append(row)
-    floor = {"case": name, "way": "floor: odd against even rounds", "mean_%": floor_mean, "worst_%": floor_worst}
+    halves = [seen(found, rounds[first::2]) for first in (0, 1)]
+    apart = [dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED))) for half in halves]
+    mean, worst = errors(*({str(at): value for at, value in one.items()} for one in apart))
+    floor = {"case": name, "way": "floor: odd against even rounds", "mean_%": mean, "worst_%": worst}
     return [*rows, floor]
 
 
-def ratios(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Returns what each of the left is to its counterpart."""
-    return [
-        [one / other for one, other in zip(ones, others, strict=True)] for ones, others in zip(left, right, strict=True)
-    ]
+def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
+    """Returns what is known of some rounds."""
+    known = [[Known(*one) for at in rounds for one in rank["known"][at]] for rank in found]
+    turns = [[rank["turns"][at] for at in rounds] for rank in found]
+    # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
+    pairs = [[statistics.mean(both) for both in zip(*ranks, strict=True)] for ranks in zip(*turns, strict=True)]
+    return Seen(
+        [undisturbed([one.alone for one in rank]) for rank in known],
+        undisturbed([max(one.sending for one in both) for both in zip(*known, strict=True)]),
+        undisturbed([statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]),
+        [undisturbed(each) for each in zip(*pairs, strict=True)],
+    )
 
 
-def medians(turns: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns the median of each pair's turns, by its number."""
-    return {str(at): statistics.median(each) for at, each in enumerate(zip(*turns, strict=True))}
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Returns the mean of the faster half, as a profile has it."""
+    return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
-def pace(known: Sequence[Sequence[Known]], profiles: Sequence[Profile], links: Collective) -> Pace:
-    """Returns how much slower than in their profiles devices and network are, by what each rank measured before and behind a turn."""
+def ratios(
+    pairs: Sequence[Mapping[str, Plan]], profiles: Mapping[str, Profile], real: Seen, pace: Pace, way: str
+) -> list[float]:
+    """Returns what is foreseen of each pair, of what its steps took."""
+    return [replayed(plans, profiles, pace, way) / seconds for plans, seconds in zip(pairs, real.pairs, strict=True)]
+
+
+def links(profiles: Mapping[str, Profile]) -> Collective:
+    return next(iter(profiles.values())).collectives[0]
+
+
+def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
+    """Returns how much slower than in their profiles devices and network are, and what sending takes of them, by the uniform plan."""
     uniform = Plan.uniform(REFERENCE)
     devices = [
-        statistics.mean(step for step, _ in one) / qsync_fx.replay(uniform, profile).seconds
-        for one, profile in zip(known, profiles, strict=True)
+        alone / qsync_fx.replay(uniform, profile).seconds
+        for alone, profile in zip(real.alone, profiles.values(), strict=True)
     ]
-    (bucket,) = Measured(links.seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
-    sent = max(statistics.mean(taken for _, taken in one) for one in known)
-    return Pace(devices, sent / float(bucket))
+    (bucket,) = Measured(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
+    found = Pace(devices, real.sending / float(bucket), 0.0)
+    low, high = 0.0, MOST
+    while high - low > _NEAR:
+        middle = replace(found, busy=(low + high) / 2)
+        longer = replayed(dict.fromkeys(profiles, uniform), profiles, middle, REPLAYED) > real.together
+        low, high = (low, middle.busy) if longer else (middle.busy, high)
+    return replace(found, busy=low)
 
 
-def replayed(plans: dict[str, Plan], profiles: dict[str, Profile], links: Collective, pace: Pace, way: str) -> float:
+def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str) -> float:
     """Returns the seconds of a step that is replayed at a pace, in one of the ways that are compared."""
     if way == APART:
         return max(
@@ -128,13 +174,16 @@ def replayed(plans: dict[str, Plan], profiles: dict[str, Profile], links: Collec
             for slower, (key, profile) in zip(pace.devices, profiles.items(), strict=True)
         )
     limit = BUCKET_MIB * 2**20
-    table = [(float(nbytes), pace.network * seconds) for nbytes, seconds in links.seconds]
-    copies = 0.0 if way == "replayed, nothing is copied" else None
+    measured = links(profiles)
+    busy = {NO_CORE: 0.0, NO_OVERLAP: 0.0, OF_PROFILE: measured.busy}.get(way, pace.busy)
+    copies = 0.0 if way == NOTHING_COPIED else None
     cluster = Cluster(
         {key: Device(copies=copies, slowdown=slower) for key, slower in zip(profiles, pace.devices, strict=True)},
         Network(
-            all_reduce=table, ranks=RANKS, busy=links.busy if way in (REPLAYED, "replayed, nothing is copied") else 0.0
+            all_reduce=[(float(nbytes), pace.network * seconds) for nbytes, seconds in measured.seconds],
+            ranks=RANKS,
+            busy=busy,
         ),
-        Buckets(limit, limit, whole_graphs=way == "no overlap"),
+        Buckets(limit, limit, whole_graphs=way == NO_OVERLAP),
     )
-    return qsync_fx.replay(plans, profiles, cluster=cluster).seconds
+    return qsync_fx.replay(dict(plans), dict(profiles), cluster=cluster).seconds

@@ -29,7 +29,7 @@ from qsync_fx.profiling.runs import Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, folder, selected, write_json
+from benchmarks.support.harness import Row, arguments, finish_cases, folder, selected, write_cases
 from benchmarks.support.models import vgg_layers
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -273,10 +273,10 @@ def main() -> None:
         count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
         rows += rows_of(name, build(), count, rounds, partial)
         if options.json:
-            # An hour a case: what is measured is kept even if the next one is interrupted.
-            write_json(options.json, rows, quick=options.quick)
+            # Minutes a case: what is measured is kept even if the next one is interrupted.
+            write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
-    finish(options, rows)
+    finish_cases(options, rows)
 
 
 if __name__ == "__main__":

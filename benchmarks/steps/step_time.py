@@ -27,7 +27,7 @@ import qsync_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.steps import torchao_peer
-from benchmarks.support.harness import Row, Times, arguments, measure, selected, show, standing, write_json
+from benchmarks.support.harness import Row, Times, arguments, measure, selected, show, write_cases
 from benchmarks.support.models import (
     Case,
     bert,
@@ -186,9 +186,7 @@ def main() -> None:
         rows += found
         if options.json:
             # Minutes a case: what is measured is kept even if the next one is interrupted.
-            done = {row["case"] for row in rows}
-            kept = [row for row in standing(options.json, options.quick) if row["case"] not in done]
-            write_json(options.json, [*kept, *rows], quick=options.quick)
+            write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
 
 

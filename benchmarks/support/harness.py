@@ -133,6 +133,20 @@ def finish(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         print(f"written: {options.json}")
 
 
+def finish_cases(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """As `finish`, and rows of cases that were not taken now stay in the file."""
+    show(rows)
+    if options.json:
+        write_cases(options.json, rows, quick=options.quick)
+        print(f"written: {options.json}")
+
+
+def write_cases(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
+    """As `write_json`, and rows of cases that were not taken now stay in the file."""
+    done = {row["case"] for row in rows}
+    write_json(path, [*(row for row in standing(path, quick) if row["case"] not in done), *rows], quick=quick)
+
+
 def show(rows: Sequence[Row]) -> None:
     """Prints rows, whose keys may differ, as a table."""
     from rich.console import Console

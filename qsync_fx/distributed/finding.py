@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.precision import Precision
 from qsync_fx.profiling.measurement import measure
-from qsync_fx.profiling.measuring.collectives import collectives
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.profiling.profile import PROFILE, Profile
 from qsync_fx.this_process import named_class, this_process
@@ -111,13 +109,15 @@ def find_plan(
 
         meeting.agree("models", statements.of_model(model), statements.REMEDIES)
         first, batches = first_batch(batches)
-        how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0, "all_reduce": False}
+        how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
         if (path := measuring.get("path")) is not None:
             how["path"] = _of_rank(path, meeting.rank)
-        profile = measure(model, watched, batches, precisions, **{**measuring, **how})
-        # All are here before any of them waits for another in a collective.
-        meeting.agree("measurements", {}, {}, patient=True)
-        profile = replace(profile, collectives=collectives())
+
+        def here() -> None:
+            # All are here before any of them waits for another in a collective.
+            meeting.agree("measurements", {}, {}, patient=True)
+
+        profile = measure(model, watched, batches, precisions, **{**measuring, **how, "all_reduce": here})
         links = links_between_nodes(meeting, hierarchical if codecs else False, compiling)
         meeting.put("class", mine)
         meeting.put("batch", str(samples_in(first)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from qsync_fx.profiling.correcting import again, check_asked, check_same, correc
 from qsync_fx.profiling.cost import costs, sensitivity_costs
 from qsync_fx.profiling.measuring.attribution import attribute
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
-from qsync_fx.profiling.measuring.collectives import collectives
 from qsync_fx.profiling.measuring.compiled import Compiled, compiling
 from qsync_fx.profiling.measuring.kernels import Files, watching
 from qsync_fx.profiling.measuring.lines import timing_lines
@@ -47,6 +46,7 @@ from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.runs import levelled
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
+from qsync_fx.profiling.sending import linked
 from qsync_fx.profiling.statistics.measured import several as sensitivities
 from qsync_fx.profiling.untouched import untouched
 
@@ -68,7 +68,7 @@ def measure(
     sensitivity: str | None = "exact",
     path: Path | None = None,
     options: Mapping[str, object] | None = None,
-    all_reduce: bool = True,
+    all_reduce: bool | Callable[[], None] = True,
     progress: bool = True,
 ) -> Profile:
     """Measures a model on the device that it lies on: how long each operator takes in each format, and how much memory a step needs.
@@ -91,7 +91,8 @@ def measure(
         path: where the profile is written. What is measured is kept beside it, in files that end with ".partial", until all is, so that a
             measurement that was interrupted goes on from there when it is called again.
         options: of the backend, for all plans.
-        all_reduce: whether to measure all-reduces too, where torch.distributed is up: all ranks wait for one another then.
+        all_reduce: whether to measure all-reduces too, and what sending gradients takes of a step, where torch.distributed is up: all ranks
+            wait for one another then. A function is called before that, and returns once all of them are here.
         progress: whether to show it.
 
     Raises:
@@ -140,14 +141,19 @@ def measure(
     measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
     if known is not None:
         measured = corrected(known, measured)
-    elif all_reduce:
-        measured = replace(measured, collectives=collectives())
     if known is None and next(module.parameters()).device.type == "cpu":
         measured = replace(measured, codecs=coding_speeds())
     if known is None and sensitivity is not None:
         asked_for: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
         (found,) = sensitivities(model, step, batches, [sensitivity], formats, **asked_for)
         measured = replace(measured, sensitivity=found)
+    if known is None and all_reduce:
+        if callable(all_reduce):
+            all_reduce()
+        given = {**(options or {}), "plan": Plan.uniform(formats[0])}
+        with untouched(module, optimizer), compiling() as compile_under:
+            links = linked(measured, module, lambda wrapped, passes: compile_under(wrapped, given, passes), training)
+        measured = replace(measured, collectives=links)
     if path is not None:
         measured.save(path)
         for kept in (partial, found_so_far):

@@ -72,7 +72,7 @@ class Collective:
         backend: of torch.distributed.
         ranks: how many took part.
         seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
-        busy: what of these a rank that computes beside it computes later for; between 0 and 1.
+        busy: what of these a rank that computes beside it computes later for; more than 1 where both slow one another down.
     """
 
     backend: str

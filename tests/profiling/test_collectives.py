@@ -1,14 +1,18 @@
-"""All-reduces between ranks: measured on two of them."""
+"""All-reduces between ranks, and what sending takes of a step: measured on two of them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tiers
+import torch
 import torch.multiprocessing as mp
-from torch import distributed
+from torch import distributed, nn
 
+import qsync_fx
+from qsync_fx.profiling.measuring.busy import busy
 from qsync_fx.profiling.measuring.collectives import collectives
 
 
@@ -19,7 +23,7 @@ def test_alone_there_is_nothing_to_measure() -> None:
 def rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
     (found,) = collectives()
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds)]))
     assert (found.backend, found.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -29,6 +33,55 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
     assert texts[0] == texts[1]
-    measured, busy = json.loads(texts[0])
+    measured, of_a_core = json.loads(texts[0])
     assert len(measured) == 9 and all(seconds > 0 for _, seconds in measured)
-    assert 0 <= busy <= 1
+    assert 0 <= of_a_core <= 1
+
+
+class Told(nn.Sequential):
+    """A model that has something that a wrapped one does not tell."""
+
+    def told(self) -> float:
+        return 0.5
+
+
+def plain_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(batch).square().mean()
+    return result
+
+
+def told_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return plain_step(model, batch) * model.told()
+
+
+def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
+    torch.manual_seed(at)
+    model = Told(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batch = torch.randn(16, 64)
+    how: dict[str, Any] = {"rounds": 1, "sensitivity": None, "progress": False}
+    profile = qsync_fx.measure(model, told_step if told else plain_step, [batch], ["fp32"], **how)
+    (found,) = profile.collectives
+    assert all(torch.equal(one, now) for one, now in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if at == 0:
+        # Nothing of what was wrapped is left: one rank trains without the other.
+        plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
+    distributed.barrier()
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
+    distributed.destroy_process_group()
+
+
+@tiers.ALL
+def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path) -> None:
+    mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), False), nprocs=2)
+    texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
+    assert texts[0] == texts[1]
+    assert 0 <= json.loads(texts[0])[1] <= 4
+
+
+@tiers.ALL
+def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(tmp_path: Path) -> None:
+    mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), True), nprocs=2)
+    assert 0 <= json.loads((tmp_path / "out.0").read_text())[1] <= 1

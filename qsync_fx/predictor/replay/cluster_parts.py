@@ -52,8 +52,8 @@ class Network:
         latency: seconds of the smallest all-reduce; between nodes, where there are some.
         all_reduce: pairs of bytes and seconds that were measured, in place of the two.
         ranks: how many ranks took part in these; all devices of the cluster where None.
-        busy: what of the time that a bucket travels a device spends on it itself, and computes later for it: 1 where the cores that
-            compute send and sum, too, 0 where others do. As much is measured where all-reduces are.
+        busy: what of the time that a bucket travels alone a device computes later for it: 1 where the cores that compute send and sum,
+            too, 0 where others do, and more where both slow one another down. As much is measured where all-reduces are.
         slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
     """
 
@@ -164,8 +164,6 @@ def _network(network: Network) -> str | None:
         return " has both a bandwidth and all_reduce"
     if network.ranks is not None and network.ranks < 2:
         return " has an all_reduce of fewer than 2 ranks"
-    if network.busy > 1:
-        return f" has the busy {network.busy}, which must be at most 1"
     return _positive(network)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from qsync_fx.profiling.measuring.busy import busy
 from qsync_fx.profiling.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
@@ -22,12 +21,11 @@ _SHORT, _MANY = 0.02, 21
 
 
 def collectives() -> list[Collective]:
-    """Measures all-reduces of FP32 values, and what they take of ranks that compute, on all ranks at once; nothing where torch.distributed
-    is not up, or there is one rank."""
+    """Measures all-reduces of FP32 values on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return []
     table = [(2**power, _steadily(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
-    return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table, busy(table))]
+    return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
 
 
 def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:

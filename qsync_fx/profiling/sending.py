@@ -1,0 +1,81 @@
+"""How long gradients travel between the ranks that are up, and what sending them takes of a device that computes.
+
+Invariant: such a step of the profile's first plan is foreseen as long as it was, where some `busy` says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import distributed, nn
+
+from qsync_fx.errors import QSyncError
+from qsync_fx.plan import Plan
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
+from qsync_fx.predictor.replay.fleet import played
+from qsync_fx.profiling.measuring.busy import busy
+from qsync_fx.profiling.measuring.collectives import collectives
+from qsync_fx.profiling.measuring.steps import Training
+from qsync_fx.profiling.measuring.together import Together, together
+from qsync_fx.profiling.profile import Collective, Profile
+
+MOST: Final = 4.0
+"""Times as long as they travel that messages are taken to keep a device from computing, at most."""
+_NEAR: Final = 1e-3
+
+
+def linked(
+    profile: Profile, module: nn.Module, compiled: Callable[[nn.Module, Training], Any], training: Training
+) -> list[Collective]:
+    """Measures all-reduces, and steps of a model with and without them, on all ranks at once; nothing where there is one rank.
+
+    Args:
+        profile: of this rank, without them.
+        module, compiled, training: as `together` takes them, of the profile's first plan.
+    """
+    found = collectives()
+    if not found:
+        return []
+    (alone,) = found
+    try:
+        own = busy_in_steps(profile, alone, together(module, compiled, training))
+    except QSyncError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
+        what = f"no step could be trained with gradients that are sent, of which sending takes a part ({error})"
+        warnings.warn(f"{what}: products are computed beside all-reduces instead", stacklevel=2)
+        return [replace(alone, busy=busy(alone.seconds))]
+    mean = torch.tensor(own)
+    distributed.all_reduce(mean)
+    return [replace(alone, busy=float(mean) / alone.ranks)]
+
+
+def busy_in_steps(profile: Profile, collective: Collective, steps: Together) -> float:
+    """Returns `busy` with which the replayer has the steps take as long as they did.
+
+    Args:
+        profile: of this rank.
+        collective: how long messages travel alone.
+        steps: of the first plan that the profile has.
+    """
+    plan = Plan.uniform(profile.precisions[0])
+    schedule = replace(CostMapper(profile.graph, profile.times(), plan).schedule(), optimizer=0.0)
+    device = Device(count=collective.ranks, copies=0.0, slowdown=steps.apart / schedule.seconds)
+    table = [(float(nbytes), seconds) for nbytes, seconds in collective.seconds]
+    buckets = Buckets(steps.bucket_bytes, steps.bucket_bytes)
+
+    def foreseen(busy: float) -> float:
+        network = Network(all_reduce=table, ranks=collective.ranks, busy=busy)
+        return float(played({"rank": schedule}, Cluster({"rank": device}, network, buckets)).step.seconds)
+
+    low, high = 0.0, MOST
+    while high - low > _NEAR:
+        middle = (low + high) / 2
+        low, high = (middle, high) if foreseen(middle) < steps.sending else (low, middle)
+    return high if low > 0 else 0.0
