@@ -7,7 +7,6 @@ from typing import Final
 from qsync_fx.profiling.observed import Observed
 from qsync_fx.profiling.statistics.indicators.methods import method
 from qsync_fx.profiling.statistics.measured import FRACTION, STEPS
-from qsync_fx.report.numbers import many
 
 _STEPS: Final = 3
 """Steps that a plan runs in its turn."""
@@ -17,6 +16,8 @@ _COMPILE: Final = (3.0, 0.2)
 
 def costs(seen: Observed, plans: int, rounds: int) -> str:
     """Returns what it takes to measure a model under so many plans, in so many turns each."""
+    from qsync_fx.report.numbers import many
+
     steps = plans * (rounds * _STEPS + 3)
     fixed, each = _COMPILE
     seconds = plans * (fixed + each * len(seen.explanation.operators)) + steps * (
@@ -33,6 +34,8 @@ def sensitivity_costs(seen: Observed, sensitivity: str | None, formats: int) -> 
     """Returns what it takes to find a sensitivity beside; "" for none."""
     if sensitivity is None:
         return ""
+    from qsync_fx.report.numbers import many
+
     passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
     minutes = STEPS * FRACTION * passes * seen.seconds.passes / 60
     most = f"at most {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"

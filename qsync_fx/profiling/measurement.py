@@ -150,9 +150,12 @@ def measure(
     if known is None and all_reduce:
         if callable(all_reduce):
             all_reduce()
-        given = {**(options or {}), "plan": Plan.uniform(formats[0])}
         with untouched(module, optimizer), compiling() as compile_under:
-            links = linked(measured, module, lambda wrapped, passes: compile_under(wrapped, given, passes), training)
+
+            def compiled_as(wrapped: nn.Module, passes: Training, plan: Plan) -> Compiled:
+                return compile_under(wrapped, {**(options or {}), "plan": plan}, passes)
+
+            links = linked(measured, module, compiled_as, training)
         measured = replace(measured, collectives=links)
     if path is not None:
         measured.save(path)

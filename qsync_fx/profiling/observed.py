@@ -43,7 +43,9 @@ class Observed:
 
 
 def observed(module: nn.Module, training: Training, options: Mapping[str, object]) -> Observed:
-    """Runs a step once and explains the model with the inputs that it was called with first; then its loss, without the model.
+    """Runs a step twice, and explains the model with the inputs that it was called with first; then its loss, without the model.
+
+    The second step is the one that is timed: the first one makes what all others find there.
 
     Raises:
         ProfileError: the step does not train the model.
@@ -53,7 +55,7 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
     before = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     behind = module.register_forward_hook(lambda _, args, result: results.append(_alone(result)))
     try:
-        seconds = training.run(module)
+        training.run(module)
     finally:
         before.remove()
         behind.remove()
@@ -63,6 +65,7 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
             where="step",
             do="write step(model, batch) so that it calls the model it is given and returns the loss",
         )
+    seconds = training.run(module)
     # A model that is called several times has its results beside one another, of which a model graph does not tell.
     loss = loss_in_step(training.step, module, training.batch, results[0]) if len(results) == 1 else None
     results.clear()

@@ -1,10 +1,12 @@
 """How long gradients travel between the ranks that are up, and what sending them takes of a device that computes.
 
-Invariant: such a step of the profile's first plan is foreseen as long as it was, where some `busy` says so.
+Invariant: such steps of the profile's widest and narrowest format are foreseen as long as they were in the mean, where some `busy` says so.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,20 +33,27 @@ _NEAR: Final = 1e-3
 
 
 def linked(
-    profile: Profile, module: nn.Module, compiled: Callable[[nn.Module, Training], Any], training: Training
+    profile: Profile, module: nn.Module, compiled: Callable[[nn.Module, Training, Plan], Any], training: Training
 ) -> list[Collective]:
     """Measures all-reduces, and steps of a model with and without them, on all ranks at once; nothing where there is one rank.
 
+    Memory is what steps in narrow formats wait for, and what sending takes from them: the wider the format, the less is in its way.
+
     Args:
         profile: of this rank, without them.
-        module, compiled, training: as `together` takes them, of the profile's first plan.
+        compiled: compiles a model under a plan, as `together` has it done.
+        module, training: as `together` takes them.
     """
     found = collectives()
     if not found:
         return []
     (alone,) = found
     try:
-        own = busy_in_steps(profile, alone, together(module, compiled, training))
+        own = statistics.mean(
+            busy_in_steps(profile, alone, together(module, functools.partial(compiled, plan=plan), training), plan)
+            # Two on all ranks, also on one that has a single format: they train together.
+            for plan in map(Plan.uniform, (profile.precisions[0], profile.precisions[-1]))
+        )
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
@@ -56,15 +65,13 @@ def linked(
     return [replace(alone, busy=float(mean) / alone.ranks)]
 
 
-def busy_in_steps(profile: Profile, collective: Collective, steps: Together) -> float:
-    """Returns `busy` with which the replayer has the steps take as long as they did.
+def busy_in_steps(profile: Profile, collective: Collective, steps: Together, plan: Plan) -> float:
+    """Returns `busy` with which the replayer has the steps of a plan take as long as they did.
 
     Args:
         profile: of this rank.
         collective: how long messages travel alone.
-        steps: of the first plan that the profile has.
     """
-    plan = Plan.uniform(profile.precisions[0])
     schedule = replace(CostMapper(profile.graph, profile.times(), plan).schedule(), optimizer=0.0)
     device = Device(count=collective.ranks, copies=0.0, slowdown=steps.apart / schedule.seconds)
     table = [(float(nbytes), seconds) for nbytes, seconds in collective.seconds]

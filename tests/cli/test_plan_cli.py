@@ -163,6 +163,26 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     assert "run with its model" in capsys.readouterr().err
 
 
+def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nets_that_do_not_fit.py").write_text(MODEL)
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def never(*_: object) -> None:
+        raise AssertionError("minutes are spent on what no plan keeps")
+
+    monkeypatch.setattr("qsync_fx.cli.commands.plan.known.sensitivities", never)
+    asked = ["plan", "nets_that_do_not_fit:small", "--cluster", "fleet.toml", "--memory", "t4=1 MB"]
+    assert main(asked) == 2
+    error = capsys.readouterr().err
+    assert "a step on 't4' takes" in error and "memory of 't4', 1 MB" in error
+    with pytest.raises(AssertionError):
+        main([*asked[:-1], "t4=1 GB"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

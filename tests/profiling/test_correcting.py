@@ -46,9 +46,9 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
     beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
     anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
     assert found == pytest.approx(anchor), "the measured step is an anchor"
-    # The plan and the profile's own: as written, its loss alone twice, then of each compiled two for the peak of memory,
+    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled two for the peak of memory,
     # and three in each of two rounds.
-    assert step.calls == 3 + 2 * (1 + 2 + 2 * 3)
+    assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
 
 
 def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
@@ -81,12 +81,12 @@ def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_pat
     before = quick(layer(), Counted(), path=path)
     how = {"profile": path, "path": path, "rounds": 3}
     with pytest.raises(KeyboardInterrupt):
-        correct(layer(), Counted(interrupted_at=3 + 2 * (1 + 2 + 2 * 3) + 1), **how)
+        correct(layer(), Counted(interrupted_at=4 + 2 * (1 + 2 + 2 * 3) + 1), **how)
     assert Profile.load(path) == before
     assert SAMPLES.load(f"{path}.partial").rounds == 2
     rest = Counted()
     assert len(correct(layer(), rest, **how).runs[-1].steps) == 3 and not Path(f"{path}.partial").exists()
-    assert rest.calls == 3 + 2 * (1 + 2 + 3)
+    assert rest.calls == 4 + 2 * (1 + 2 + 3)
 
 
 def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:

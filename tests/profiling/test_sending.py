@@ -18,6 +18,7 @@ from qsync_fx.profiling.profile import Collective, Profile
 from qsync_fx.profiling.sending import MOST, busy_in_steps
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
+PLAN = Plan.uniform("fp32")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def profile() -> Profile:
 
 def steps(profile: Profile, busy: float, slower: float) -> Together:
     """Returns steps as the replayer foresees them."""
-    schedule = replace(CostMapper(profile.graph, profile.times(), Plan.uniform("fp32")).schedule(), optimizer=0.0)
+    schedule = replace(CostMapper(profile.graph, profile.times(), PLAN).schedule(), optimizer=0.0)
     network = Network(all_reduce=[(float(nbytes), seconds) for nbytes, seconds in TABLE], ranks=2, busy=busy)
     cluster = Cluster({"t4": Device(count=2, copies=0.0, slowdown=slower)}, network, Buckets(2**20, 2**20))
     return Together(
@@ -44,12 +45,12 @@ def steps(profile: Profile, busy: float, slower: float) -> Together:
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
 @pytest.mark.parametrize("slower", [1.0, 2.5])
 def test_what_steps_were_made_with_is_found_again(profile: Profile, busy: float, slower: float) -> None:
-    found = busy_in_steps(profile, Collective("gloo", 2, TABLE), steps(profile, busy, slower))
+    found = busy_in_steps(profile, Collective("gloo", 2, TABLE), steps(profile, busy, slower), PLAN)
     assert found == pytest.approx(busy, abs=0.01)
 
 
 def test_steps_that_sending_makes_no_longer_or_far_too_long_have_the_least_and_the_most(profile: Profile) -> None:
     seen = steps(profile, 0.0, 1.0)
-    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), replace(seen, sending=seen.apart)) == 0
+    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), replace(seen, sending=seen.apart), PLAN) == 0
     endless = replace(seen, sending=100 * seen.apart)
-    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), endless) == pytest.approx(MOST, abs=0.01)
+    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), endless, PLAN) == pytest.approx(MOST, abs=0.01)

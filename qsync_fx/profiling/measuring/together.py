@@ -8,6 +8,7 @@ Invariant: all ranks call it together and know the same numbers; no parameter is
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -86,6 +87,9 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
             seconds.append(time.perf_counter() - begin)
     slowest = torch.tensor([_undisturbed(found[False]), _undisturbed(found[True])], dtype=torch.float64)
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    # What DistributedDataParallel has hung on parameters goes with it.
+    del parallel, model
+    gc.collect()
     apart, sending = slowest.tolist()
     return Together(apart, sending, mebibytes * 2**20)
 

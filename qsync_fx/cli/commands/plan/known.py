@@ -69,8 +69,34 @@ def read(arguments: argparse.Namespace) -> Known:
         profiles[""] = _measured(trained, arguments, given is None)
     found = Known(profiles, cluster, given, trained)
     if given is None and any(profile.sensitivity is None for profile in profiles.values()):
+        _fits(found, arguments)
         return replace(found, sensitivity=sensitivities(found, arguments.method))
     return found
+
+
+def _fits(known: Known, arguments: argparse.Namespace) -> None:
+    """Raises `PlanError` where no plan fits into the memory that there is, whatever the sensitivities are, which take minutes to find."""
+    from qsync_fx.allocator.finding import find_plan
+    from qsync_fx.errors import PlanError
+    from qsync_fx.precision import FORMATS
+    from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+    def alike(profile: Any) -> Sensitivity:
+        narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
+        return Sensitivity("exact", "", {one.id: dict(narrow) for one in profile.graph.operators}, steps=1)
+
+    given = {name: alike(profile) for name, profile in known.profiles.items()}
+    try:
+        find_plan(
+            known.profiles.get("", known.profiles),
+            known.cluster,
+            objective=objective(arguments, known),  # type: ignore[arg-type]
+            memory=memory(arguments),
+            sensitivity=given.get("", given),
+        )
+    except PlanError as error:
+        if error.where is not None and error.where.startswith("memory of"):
+            raise
 
 
 def sensitivities(known: Known, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
