@@ -5,7 +5,6 @@ Invariant: such steps of the profile's widest and narrowest format are foreseen 
 
 from __future__ import annotations
 
-import functools
 import statistics
 import warnings
 from collections.abc import Callable
@@ -48,12 +47,14 @@ def linked(
     if not found:
         return []
     (alone,) = found
+
+    def measured(plan: Plan) -> float:
+        steps = together(module, lambda wrapped, passes: compiled(wrapped, passes, plan), training)
+        return busy_in_steps(profile, alone, steps, plan)
+
     try:
-        own = statistics.mean(
-            busy_in_steps(profile, alone, together(module, functools.partial(compiled, plan=plan), training), plan)
-            # Two on all ranks, also on one that has a single format: they train together.
-            for plan in map(Plan.uniform, (profile.precisions[0], profile.precisions[-1]))
-        )
+        # Two on all ranks, also on one that has a single format: they train together.
+        own = statistics.mean(measured(Plan.uniform(name)) for name in (profile.precisions[0], profile.precisions[-1]))
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
