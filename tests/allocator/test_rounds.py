@@ -131,8 +131,8 @@ def test_a_model_at_hand_is_run() -> None:
     for (trial,) in answer.trials:
         assert trial.device == "cpu" and any(run.passes == trial.measured for run in runs if run.planned)
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
-    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three, each round; and of the profile's first plan,
-    # where it is another one.
+    # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three, each round; and of the profile's first
+    # plan, where it is another one.
     tried = [next(run for run in runs if run.planned and run.passes == trial.measured) for (trial,) in answer.trials]
     beside = [run for run in tried if run.operators[0].precision != profile.runs[0].operators[0].precision]
     assert step.calls == 10 * len(tried) + 6 * len(beside)
