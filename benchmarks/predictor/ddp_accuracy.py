@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.predictor.ddp_judging import BUCKET_MIB, RANKS, REFERENCE, judged
 from benchmarks.predictor.replay_accuracy import CASES, PRECISIONS, QUICK, Case, mixed_plans
-from benchmarks.support.harness import Row, arguments, finish_cases, folder as made, selected
+from benchmarks.support.harness import Row, arguments, finish, folder as made, selected
 
 STEPS = 4
 MANY = 2**16
@@ -92,7 +92,7 @@ def main() -> None:
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
             rows += judged(name, Path(folder))
-    finish_cases(options, rows)
+    finish(options, rows, cases=True)
 
 
 def rank(own: int, job: dict[str, Any]) -> None:

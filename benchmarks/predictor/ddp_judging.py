@@ -21,7 +21,8 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.collectives import Measured
 from qsync_fx.profiling.profile import Collective
-from qsync_fx.profiling.sending import MOST
+from qsync_fx.profiling.runs import faster_half
+from qsync_fx.profiling.sending import busy_for
 
 RANKS = 2
 BUCKET_MIB = 5
@@ -35,7 +36,6 @@ NOTHING_COPIED, NO_CORE, OF_PROFILE = (
 )
 REPLAYED, NO_OVERLAP, APART = "replayed", "no overlap", "apart"
 WAYS = (REPLAYED, OF_PROFILE, NOTHING_COPIED, NO_CORE, NO_OVERLAP, APART)
-_NEAR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,11 @@ def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
     # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
     pairs = [[statistics.mean(both) for both in zip(*ranks, strict=True)] for ranks in zip(*turns, strict=True)]
     return Seen(
-        [undisturbed([one.alone for one in rank]) for rank in known],
-        undisturbed([max(one.sending for one in both) for both in zip(*known, strict=True)]),
-        undisturbed([statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]),
-        [undisturbed(each) for each in zip(*pairs, strict=True)],
+        [faster_half([one.alone for one in rank]) for rank in known],
+        faster_half([max(one.sending for one in both) for both in zip(*known, strict=True)]),
+        faster_half([statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]),
+        [faster_half(each) for each in zip(*pairs, strict=True)],
     )
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the mean of the faster half, as a profile has it."""
-    return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def ratios(
@@ -158,12 +153,9 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
     ]
     (bucket,) = Measured(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
     found = Pace(devices, real.sending / float(bucket), 0.0)
-    low, high = 0.0, MOST
-    while high - low > _NEAR:
-        middle = replace(found, busy=(low + high) / 2)
-        longer = replayed(dict.fromkeys(profiles, uniform), profiles, middle, REPLAYED) > real.together
-        low, high = (low, middle.busy) if longer else (middle.busy, high)
-    return replace(found, busy=low)
+    both = dict.fromkeys(profiles, uniform)
+    busy = busy_for(lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together)
+    return replace(found, busy=busy)
 
 
 def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str) -> float:

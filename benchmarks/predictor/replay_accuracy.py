@@ -29,7 +29,7 @@ from qsync_fx.profiling.runs import Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish_cases, folder, selected, write_cases
+from benchmarks.support.harness import Row, arguments, finish, folder, selected, write_cases
 from benchmarks.support.models import vgg_layers
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -276,7 +276,7 @@ def main() -> None:
             # Minutes a case: what is measured is kept even if the next one is interrupted.
             write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
-    finish_cases(options, rows)
+    finish(options, rows, cases=True)
 
 
 if __name__ == "__main__":

@@ -125,19 +125,11 @@ def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str
     return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
 
-def finish(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Prints the rows as a table, and writes them where --json says."""
+def finish(options: argparse.Namespace, rows: Sequence[Row], cases: bool = False) -> None:
+    """Prints the rows as a table, and writes them where --json says; with `cases`, rows of others than these stay there."""
     show(rows)
     if options.json:
-        write_json(options.json, rows, quick=options.quick)
-        print(f"written: {options.json}")
-
-
-def finish_cases(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """As `finish`, and rows of cases that were not taken now stay in the file."""
-    show(rows)
-    if options.json:
-        write_cases(options.json, rows, quick=options.quick)
+        (write_cases if cases else write_json)(options.json, rows, quick=options.quick)
         print(f"written: {options.json}")
 
 

@@ -100,9 +100,8 @@ class Run:
 
     @property
     def undisturbed(self) -> float:
-        """Seconds of both, the mean over the faster half of the steps: those that others made longer are hardly among them."""
-        both = sorted(step[0] + step[1] for step in self.steps)
-        return statistics.mean(both[: (len(both) + 1) // 2])
+        """Seconds of both, as if nothing else had been on the machine: the mean over the faster half of the steps."""
+        return faster_half([step[0] + step[1] for step in self.steps])
 
     @property
     def spread(self) -> float:
@@ -117,6 +116,11 @@ class Run:
         for call in self.quantized:
             inside[call.backward] += call.seconds
         return max(0.0, self.forward - inside[0]), max(0.0, self.backward - inside[1])
+
+
+def faster_half(seconds: Sequence[float]) -> float:
+    """Returns the mean over the faster half: what others on the machine made longer is hardly in it."""
+    return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def levelled(runs: Sequence[Run]) -> list[Run]:

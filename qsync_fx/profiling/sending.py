@@ -82,8 +82,13 @@ def busy_in_steps(profile: Profile, collective: Collective, steps: Together, pla
         network = Network(all_reduce=table, ranks=collective.ranks, busy=busy)
         return float(played({"rank": schedule}, Cluster({"rank": device}, network, buckets)).step.seconds)
 
+    return busy_for(foreseen, steps.sending)
+
+
+def busy_for(foreseen: Callable[[float], float], seconds: float) -> float:
+    """Returns the least `busy`, up to `MOST`, with which steps are foreseen as long as that; what is foreseen rises with it."""
     low, high = 0.0, MOST
     while high - low > _NEAR:
         middle = (low + high) / 2
-        low, high = (middle, high) if foreseen(middle) < steps.sending else (low, middle)
+        low, high = (middle, high) if foreseen(middle) < seconds else (low, middle)
     return high if low > 0 else 0.0

@@ -54,6 +54,14 @@ def planned(files: Path, *more: str) -> list[str]:
     return ["plan", "--cluster", f"{files}/fleet.toml", "--sensitivity", f"{files}/sensitivity.json", *more]
 
 
+def placed(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> None:
+    """Makes a folder with these modules the current one, in which models are found."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+
+
 def formats(plan: Plan) -> set[str]:
     return {str(fmt) for fmt in plan.operators.values()}
 
@@ -144,9 +152,7 @@ def linear():
 def test_a_model_alone_is_measured_and_its_plan_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "net_at_hand.py").write_text(NET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    placed(tmp_path, monkeypatch, net_at_hand=NET)
     how = ["net_at_hand:linear", "--precisions", "fp32,bf16", "--optimizer", "sgd"]
     assert main(["plan", *how, "--rounds", "2", "-o", "plan.json"]) == 0
     printed = capsys.readouterr().out
@@ -166,10 +172,8 @@ def test_a_model_alone_is_measured_and_its_plan_run(
 def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nets_that_do_not_fit.py").write_text(MODEL)
+    placed(tmp_path, monkeypatch, nets_that_do_not_fit=MODEL)
     (tmp_path / "fleet.toml").write_text(FLEET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
     def never(*_: object) -> None:
         raise AssertionError("minutes are spent on what no plan keeps")
@@ -212,10 +216,8 @@ def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_on_devices_of_the_catalog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nets_to_plan.py").write_text(MODEL)
+    placed(tmp_path, monkeypatch, nets_to_plan=MODEL)
     (tmp_path / "fleet.toml").write_text(FLEET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["plan", "nets_to_plan:small", "--cluster", "fleet.toml", "--compare", "--hessian", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)

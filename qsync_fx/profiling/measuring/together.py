@@ -9,9 +9,8 @@ Invariant: all ranks call it together and know the same numbers; no parameter is
 from __future__ import annotations
 
 import gc
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.profiling.measuring.steps import Training
+from qsync_fx.profiling.runs import faster_half
 
 _BUCKETS: Final = 6
 """Of which a small model is to send so many: one alone would travel behind the backward pass."""
@@ -85,15 +85,10 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
             begin = time.perf_counter()
             passes.run(model)
             seconds.append(time.perf_counter() - begin)
-    slowest = torch.tensor([_undisturbed(found[False]), _undisturbed(found[True])], dtype=torch.float64)
+    slowest = torch.tensor([faster_half(found[False]), faster_half(found[True])], dtype=torch.float64)
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
     # What DistributedDataParallel has hung on parameters goes with it.
     del parallel, model
     gc.collect()
     apart, sending = slowest.tolist()
     return Together(apart, sending, mebibytes * 2**20)
-
-
-def _undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the mean of the faster half: what else the machine does makes steps longer."""
-    return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])

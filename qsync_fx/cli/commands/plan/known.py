@@ -85,6 +85,9 @@ def _fits(known: Known, arguments: argparse.Namespace) -> None:
         narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
         return Sensitivity("exact", "", {one.id: dict(narrow) for one in profile.graph.operators}, steps=1)
 
+    devices = () if known.cluster is None else known.cluster.devices.values()
+    if not arguments.memory and all(device.memory is None for device in devices):
+        return
     given = {name: alike(profile) for name, profile in known.profiles.items()}
     try:
         find_plan(
