@@ -2,13 +2,13 @@
 is no kernel for.
 
 Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type; and for the
-numbers that dropout draws, where that is asked for.
+numbers that dropout draws, where that is asked for. A table has a name that torch's caches on disk know a graph by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -37,25 +37,36 @@ def _max_pool2d_backward(
     return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
 
 
-def for_inductor(
-    device: torch.device, fast_dropout: bool = False, keep_less: bool = False
-) -> dict[OpOverload, Callable[..., Any]] | None:
+class Table(dict[OpOverload, Callable[..., Any]]):
+    """A table that is pickled as what it was made of: torch 2.13 has it in the key of a graph in its caches, and none of its operators
+    can be pickled, so that no graph was ever found there."""
+
+    def __init__(self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]) -> None:
+        super().__init__(table)
+        self._made_of = made_of
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return for_inductor, self._made_of
+
+
+def for_inductor(device: torch.device, fast_dropout: bool = False, keep_less: bool = False) -> Table | None:
     """Returns Inductor's table of decompositions with ours in it, those of the options too; None where its own is right."""
     from torch._inductor.decomposition import select_decomp_table
 
+    made_of = device, fast_dropout, keep_less
     if device.type != "cpu":
         written = fusing.decompositions(device)
-        return {**select_decomp_table(), **written} if written else None
+        return Table({**select_decomp_table(), **written}, made_of) if written else None
 
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:
         table = {**table, dropping: decomposition()}
     elif keep_less:
         table = {**table, dropping: in_bits(table[dropping])}
-    return {
-        **table,
+    ours: dict[OpOverload, Callable[..., Any]] = {
         aten.convolution_backward.default: depthwise.convolution_backward,
         aten.threshold_backward.default: threshold_backward,
         aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
         aten.embedding_dense_backward.default: embedding_gradient,
     }
+    return Table({**table, **ours}, made_of)

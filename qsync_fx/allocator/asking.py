@@ -5,7 +5,6 @@ Invariant: nothing is assumed in silence: formats that are left out, and classes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
@@ -14,7 +13,6 @@ from qsync_fx.allocator.answer import Note, NoteKind
 from qsync_fx.allocator.coding import Coding
 from qsync_fx.allocator.judging.judge import Judge, beyond
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
-from qsync_fx.devices import Device as CatalogDevice, get, names
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.plan.gradient_codecs import CODECS, PLAIN
 from qsync_fx.precision import FORMATS, precision
@@ -22,16 +20,15 @@ from qsync_fx.predictor.isomorphism import isomorphic_blocks
 from qsync_fx.predictor.model.value import Choices, ModelGraph
 from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.memory_size import WAYS, Memory, memory_size
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.timeline.coding import rates
 from qsync_fx.timeline.known import Known, conditions, graph_of, training_of
 
 Objective = Literal["hybrid", "fastest", "recover"]
-Memory = float | int | str
 OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
 _MIXED: Final = 16
 """Bits of the formats of mixed precision."""
-_UNITS: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
 
 
 @dataclass(frozen=True)
@@ -219,34 +216,20 @@ def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
 
 def _limits(fleet: Cluster, given: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
     """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
-    limits = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
+    named = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
     asked = dict.fromkeys(fleet.devices, given) if not isinstance(given, Mapping) else given
     for name, size in asked.items():
         if name not in fleet.devices:
             raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, fleet.devices))
         if size is not None:
-            limits[name] = _bytes(fleet, name, size)
-    return limits
+            named[name] = size
+    return {name: _bytes(fleet, name, size) for name, size in named.items()}
 
 
-def _bytes(fleet: Cluster, name: str, size: Memory) -> float:
-    if not isinstance(size, str):
-        return float(size)
-    found = re.fullmatch(r"\s*([\d.]+)\s*(%|[KMG]?i?B)\s*", size, flags=re.IGNORECASE)
-    if found is None or found[1].count(".") > 1 or found[1] == ".":
-        raise PlanError(
-            f"{shown(size)} is no memory", where=f"memory of {shown(name)}", do='give bytes, "4 GB" or "30%"'
-        )
-    if found[2] != "%":
-        return float(found[1]) * _UNITS[found[2].upper()]
-    whole = fleet.devices[name].memory or _of_catalog(fleet, name)
-    if whole is None:
-        what = f"how much memory {shown(name)} has is not known, so {size} of it is not"
-        raise PlanError(what, where="memory", do="give bytes, or say in the cluster's file what memory it has")
-    return whole * float(found[1]) / 100
-
-
-def _of_catalog(fleet: Cluster, name: str) -> float | None:
-    called = fleet.devices[name].device or name
-    device: CatalogDevice | None = get(called) if called in names() or fleet.devices[name].device else None
-    return None if device is None else float(device.memory.bytes)
+def _bytes(fleet: Cluster, name: str, memory: Memory) -> float:
+    if (found := fleet.bytes_of(name, memory)) is not None:
+        return found
+    if memory_size(memory) is None:
+        raise PlanError(f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS)
+    what = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
+    raise PlanError(what, where="memory", do="give bytes, or say in the cluster's file what memory it has")

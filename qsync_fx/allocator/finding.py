@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Allocator, Answer
-from qsync_fx.allocator.asking import Memory, Objective, Wishes, problem_of, target_of
+from qsync_fx.allocator.asking import Objective, Wishes, problem_of, target_of
 from qsync_fx.allocator.known import allocator_of
 from qsync_fx.allocator.looking import looked
 from qsync_fx.allocator.margins import margins, with_margin
@@ -22,6 +22,7 @@ from qsync_fx.allocator.rounds import CORRECTIONS, TURNS, AtHand, settled
 from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.memory_size import Memory
 from qsync_fx.predictor.sensitivity.value import Sensitivity
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.timeline.known import Given, Known, known_devices

@@ -10,6 +10,7 @@ error, and one that is missing unless the class has a default for it. The first 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from qsync_fx.errors import nearest, shown
 Check = Callable[[Any], str | None]
 _Hook = Callable[[Any, Any], Any]
 _LONGEST_NUMBER: Final = 40
+_WORDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def structured(by: Converter, tree: object, expected: Any) -> Any:
@@ -41,10 +43,10 @@ def converter(checks: Mapping[Any, Check] | None = None) -> Converter:
     """Returns what reads and writes values of dataclasses; `checks` by the class whose values they look at."""
     # Its detailed validation would collect an error for each of a million wrong values.
     made = Converter(detailed_validation=False, unstruct_collection_overrides={tuple: list})
-    made.register_structure_hook(int, _leaf("a whole number", _whole))
-    made.register_structure_hook(float, _leaf("a number", _number))
-    made.register_structure_hook(str, _leaf("text", lambda value: value if isinstance(value, str) else None))
-    made.register_structure_hook(bool, _leaf("true or false", lambda value: value if isinstance(value, bool) else None))
+    made.register_structure_hook(int, _leaf(_WORDS[int], _whole))
+    made.register_structure_hook(float, _leaf(_WORDS[float], _number))
+    made.register_structure_hook(str, _leaf(_WORDS[str], lambda value: value if isinstance(value, str) else None))
+    made.register_structure_hook(bool, _leaf(_WORDS[bool], lambda value: value if isinstance(value, bool) else None))
     for origins, factory in (
         ((Literal,), _literal),
         ((tuple,), _tuple),
@@ -54,6 +56,7 @@ def converter(checks: Mapping[Any, Check] | None = None) -> Converter:
         made.register_structure_hook_factory(functools.partial(_made_of, origins), functools.partial(factory, made))
     made.register_structure_hook_factory(is_dataclass, functools.partial(_class, made, checks or {}))
     made.register_structure_hook_factory(lambda t: bool(_kinds(t)), functools.partial(_union, made))
+    made.register_structure_hook_factory(lambda t: bool(_leaves(t)), functools.partial(_one_of, made))
     made.register_unstructure_hook_factory(_has_kind, functools.partial(_with_kind, made))
     return made
 
@@ -180,6 +183,29 @@ def _union(by: Converter, expected: Any) -> _Hook:
         if not isinstance(told, str) or told not in kinds:
             raise Malformed(f" has {kind(told)} in place of {' or '.join(map(repr, kinds))}", step("kind"))
         return by.structure({key: part for key, part in value.items() if key != "kind"}, kinds[told])
+
+    return hook
+
+
+def _leaves(expected: Any) -> tuple[Any, ...]:
+    """Returns the members of a union of text and numbers; nothing for other types, which one alone or None beside it makes."""
+    members = get_args(expected) if get_origin(expected) in (Union, UnionType) else ()
+    plain = tuple(member for member in members if member is not type(None))
+    return plain if len(plain) > 1 and {bool, int, float, str}.issuperset(plain) else ()
+
+
+def _one_of(by: Converter, expected: Any) -> _Hook:
+    leaves = _leaves(expected)
+    hooks = [(by.get_structure_hook(leaf), leaf) for leaf in leaves]
+    optional = type(None) in get_args(expected)
+
+    def hook(value: object, _: Any) -> Any:
+        if value is None and optional:
+            return None
+        for inner, leaf in hooks:
+            with contextlib.suppress(Malformed):
+                return inner(value, leaf)
+        raise _not(value, " or ".join(_WORDS[leaf] for leaf in leaves))
 
     return hook
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.asking import Memory, Objective
+from qsync_fx.allocator.asking import Objective
 from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
 from qsync_fx.devices import names
@@ -27,6 +27,7 @@ from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.precision import Precision
+from qsync_fx.predictor.replay.memory_size import Memory
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.profiling.profile import PROFILE, Profile

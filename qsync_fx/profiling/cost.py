@@ -7,11 +7,12 @@ from typing import Final
 from qsync_fx.profiling.observed import Observed
 from qsync_fx.profiling.statistics.indicators.methods import method
 from qsync_fx.profiling.statistics.measured import FRACTION, STEPS
+from qsync_fx.profiling.statistics.settling import LEAST
 
 _STEPS: Final = 3
 """Steps that a plan runs in its turn."""
-_COMPILE: Final = (3.0, 0.2)
-"""Seconds that it takes to compile a model, and each operator of it more, where compiled kernels are cached."""
+_COMPILE: Final = (1.0, 0.015)
+"""Seconds that it takes to compile a model, and each operator of it more, where its graphs are in torch's caches."""
 
 
 def costs(seen: Observed, plans: int, rounds: int) -> str:
@@ -25,8 +26,8 @@ def costs(seen: Observed, plans: int, rounds: int) -> str:
     )
     about = f"{many(plans, 'compilation')} and {steps} steps, about {seconds / 60:.1f} minutes"
     return (
-        f"measuring {seen.model.name} under {many(plans, 'plan')}: {about} where its kernels were compiled before, "
-        "else several times that"
+        f"measuring {seen.model.name} under {many(plans, 'plan')}: {about} where it was measured before, else several "
+        "times that"
     )
 
 
@@ -37,6 +38,6 @@ def sensitivity_costs(seen: Observed, sensitivity: str | None, formats: int) -> 
     from qsync_fx.report.numbers import many
 
     passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
-    minutes = STEPS * FRACTION * passes * seen.seconds.passes / 60
-    most = f"at most {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
-    return f"; then {most}, at most about {minutes:.1f} minutes"
+    each = FRACTION * passes * seen.seconds.passes / 60
+    steps = f"{LEAST} to {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
+    return f"; then {steps}, {LEAST * each:.1f} to {STEPS * each:.1f} minutes, until it is known well enough"

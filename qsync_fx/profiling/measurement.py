@@ -35,7 +35,8 @@ from qsync_fx.profiling.cost import costs, sensitivity_costs
 from qsync_fx.profiling.measuring.attribution import attribute
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
 from qsync_fx.profiling.measuring.compiled import Compiled, compiling
-from qsync_fx.profiling.measuring.kernels import Files, watching
+from qsync_fx.profiling.measuring.kept import Files
+from qsync_fx.profiling.measuring.kernels import watching
 from qsync_fx.profiling.measuring.lines import timing_lines
 from qsync_fx.profiling.measuring.optimizers import known_memory
 from qsync_fx.profiling.measuring.peak import measured_peak
@@ -52,7 +53,8 @@ from qsync_fx.profiling.untouched import untouched
 
 ROUNDS = 7
 SETTLED = 0.1
-"""The standard error of what each operator adds to the variance of the gradients, as a share, within which it is known well enough."""
+"""The standard error of what each operator adds to the variance of the gradients, as a share, in proportion to the others, within which
+it is known well enough (`statistics.settling`)."""
 
 
 def measure(
@@ -110,7 +112,7 @@ def measure(
     training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
-    with untouched(module, optimizer), watching() as files, compiling() as compile_under:
+    with untouched(module, optimizer), compiling() as compile_under:
         seen = observed(module, training, options or {})
         name = type(optimizer).__name__ if optimizer is not None else ""
         if known is not None:
@@ -122,11 +124,18 @@ def measure(
         if progress:
             beside = sensitivity_costs(seen, sensitivity if known is None else None, len(formats))
             print(f"qsync: {costs(seen, len(plans), left)}{beside}", file=sys.stderr)
-        with shown_progress("measuring", len(plans) * (1 + left), progress) as advance:
+        with (
+            watching(seen.model.digest) as files,
+            shown_progress("measuring", len(plans) * (1 + left), progress) as advance,
+        ):
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
             for label, (chosen, _) in plans.items():
-                compiled[label] = compile_under(module, {**(options or {}), "plan": chosen}, training)
+                asked_for = {**(options or {}), "plan": chosen}
+                compiled[label] = compile_under(module, asked_for, training)
+                if files.unknown:
+                    with files.anew():
+                        compiled[label] = compile_under(module, asked_for, training)
                 peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]))  # type: ignore[misc]
                 advance(f"compiled {label}")
             for _ in range(left):
@@ -144,8 +153,8 @@ def measure(
     if known is None and next(module.parameters()).device.type == "cpu":
         measured = replace(measured, codecs=coding_speeds())
     if known is None and sensitivity is not None:
-        asked_for: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
-        (found,) = sensitivities(model, step, batches, [sensitivity], formats, **asked_for)
+        how: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
+        (found,) = sensitivities(model, step, batches, [sensitivity], formats, **how)
         measured = replace(measured, sensitivity=found)
     if known is None and all_reduce:
         if callable(all_reduce):

@@ -71,7 +71,8 @@ def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Render
 
 
 def _peak(timeline: Timeline, name: str) -> str:
-    peak, memory = timeline.peak_bytes.get(name), timeline.played.cluster.devices[name].memory
+    cluster, peak = timeline.played.cluster, timeline.peak_bytes.get(name)
+    memory = cluster.bytes_of(name, cluster.devices[name].memory or 0)
     if peak is None:
         return "?"
     if memory is None:

@@ -100,6 +100,8 @@ def test_memory_is_a_limit() -> None:
     assert tight.judged.variance > free.judged.variance
     percent = qsync_fx.find_plan(known, Cluster({"t4": Device(memory=2.0 * peak)}), target=1.0, memory="50%")
     assert percent.problem.classes["t4"].memory == peak
+    shared = qsync_fx.find_plan(known, Cluster({"t4": Device(memory="30%")}), target=1.0)
+    assert shared.problem.classes["t4"].memory == pytest.approx(0.3 * qsync_fx.devices.get("t4").memory.bytes)
     assert qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory == 1.5 * 2**30
     for memory, what in (("all", "is no memory"), ("30%", "is not known"), ({"gpu": 1}, "no devices 'gpu'")):
         with pytest.raises(PlanError, match=what):

@@ -6,15 +6,14 @@ import math
 
 import pytest
 
-from qsync_fx.graph.meta import Charge
 from qsync_fx.profiling.measuring.attribution import attribute
-from qsync_fx.profiling.measuring.kernels import Computed, Files, Kernel
+from qsync_fx.profiling.measuring.kept import Computed, Files, Kernel
 
 FILE, OTHER = "forward.py", "backward.py"
 
 
 def node(owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None) -> Computed:
-    return Computed(Charge(owner) if owner else None, "aten.op.default", nbytes, quantizes)
+    return Computed(owner, "aten.op.default", nbytes, quantizes)
 
 
 def library(*nodes: Computed) -> Kernel:

@@ -56,7 +56,7 @@ def test_the_gradients_of_a_convolution_are_one_call_of_its_own() -> None:
     kernels = [kernel for lines in files.values() for kernel in lines.values()]
     calls = [kernel for kernel in kernels if kernel.library]
     assert ["convolution" in node.target for call in calls for node in call.nodes] == [True, True]
-    assert {node.charge.owner for call in calls for node in call.nodes if node.charge is not None} == {"1/conv2d"}
+    assert {node.owner for call in calls for node in call.nodes if node.owner is not None} == {"1/conv2d"}
     for kernel in kernels:
         turns = ["convolution" in node.target for node in kernel.nodes]
         assert kernel.library or all(turns) or not any(turns), kernel.name

@@ -9,7 +9,7 @@
     count = 16
     profile = "t4.json"
     batch = 32
-    memory = 15.8e9          # bytes that a plan may take
+    memory = 15.8e9          # bytes that a plan may take; or "16 GB", or "30%" of what the catalog says
     bandwidth = 1.25e9       # bytes a second of its link, where that is not the network's
 
     [network]
@@ -34,9 +34,11 @@ from typing import Any, Final
 
 from qsync_fx.codec import Path
 from qsync_fx.codec.toml import TomlSchema
+from qsync_fx.devices import get, names
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replay.cluster_parts import CHECKS, Buckets, Compression, Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import AllReduce, Levels, Link, Measured
+from qsync_fx.predictor.replay.memory_size import Memory, memory_size
 from qsync_fx.predictor.replay.step import Overlap
 
 
@@ -81,6 +83,19 @@ class Cluster:
     def ranks(self) -> int:
         """How many devices there are."""
         return sum(device.count for device in self.devices.values())
+
+    def bytes_of(self, name: str, memory: Memory) -> float | None:
+        """Returns how many bytes some memory of a class of devices is: a share is one of what the cluster says that they have, or the
+        catalog; None where neither does, and for what is no memory."""
+        size = memory_size(memory)
+        if size is None or not size.share:
+            return None if size is None else size.amount
+        device = self.devices[name]
+        known = memory_size(device.memory or 0)
+        if known is not None and not known.share:
+            return known.amount * size.amount
+        called = device.device or name
+        return get(called).memory.bytes * size.amount if device.device or called in names() else None
 
     @property
     def all_reduce(self) -> AllReduce:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from qsync_fx.codec import Check
+from qsync_fx.errors import shown
 from qsync_fx.predictor.replay.buckets import BUCKET_BYTES, FIRST_BYTES
+from qsync_fx.predictor.replay.memory_size import WAYS, memory_size
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Device:
         device: the name of a device of the catalog; None where a profile says how long things take.
         profile: path of a profile, from where the cluster's file lies.
         batch: samples of one device in a step; None where that is not known.
-        memory: bytes that a plan may take on it; None where that is not known.
+        memory: what a plan may take on it: bytes, "4 GB", or "30%" of what the device of the catalog has; None where that is not known.
         bandwidth, latency: of its link, or its node's; those of the network where None.
         slowdown: what it takes longer than its profile says: 1.1 for a tenth.
         delay: seconds that it waits for something else in each step, such as data.
@@ -35,7 +37,7 @@ class Device:
     device: str | None = None
     profile: str | None = None
     batch: int | None = None
-    memory: float | None = None
+    memory: float | str | None = None
     bandwidth: float | None = None
     latency: float | None = None
     slowdown: float = 1.0
@@ -146,6 +148,8 @@ def _positive(value: Any) -> str | None:
 def _device(device: Device) -> str | None:
     if device.device is not None and device.profile is not None:
         return " has both a device of the catalog and a profile"
+    if isinstance(device.memory, str) and memory_size(device.memory) is None:
+        return f" has the memory {shown(device.memory)}, which is none; {WAYS}"
     return _positive(device)
 
 

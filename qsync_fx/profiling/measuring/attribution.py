@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsync_fx.profiling.measuring.kernels import Files, Kernel
+from qsync_fx.profiling.measuring.kept import Files, Kernel
 from qsync_fx.profiling.measuring.lines import Seconds
 from qsync_fx.profiling.runs import Quantized
 
@@ -77,17 +77,17 @@ def _with_beside(lines: Mapping[int, float], kernels: Mapping[int, Kernel]) -> l
 
 def _quantizer(kernel: Kernel | None, backward: bool, taken: float) -> Quantized | None:
     for node in kernel.nodes if kernel is not None and kernel.library else ():
-        if node.quantizes is not None and node.charge is not None:
-            return Quantized(node.charge.owner, *node.quantizes, backward, taken)
+        if node.quantizes is not None and node.owner is not None:
+            return Quantized(node.owner, *node.quantizes, backward, taken)
     return None
 
 
 def _owners(kernel: Kernel | None) -> dict[str, float]:
     """Returns which share of a kernel's time belongs to whom."""
-    nodes = [node for node in kernel.nodes if node.charge is not None] if kernel is not None else []
+    nodes = [node for node in kernel.nodes if node.owner is not None] if kernel is not None else []
     whole = sum(node.bytes for node in nodes)
     shares: dict[str, float] = defaultdict(float)
     for node in nodes:
-        assert node.charge is not None
-        shares[node.charge.owner] += node.bytes / whole if whole else 1 / len(nodes)
+        assert node.owner is not None
+        shares[node.owner] += node.bytes / whole if whole else 1 / len(nodes)
     return shares

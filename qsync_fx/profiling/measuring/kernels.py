@@ -3,8 +3,8 @@
 Inductor notes for each kernel the nodes that it was made of, and writes the kernel's number above the line that calls it. The numbers begin
 anew in each graph, so they are looked up by the file that they stand in.
 
-Invariant: watching changes no code that is compiled, but that caches of graphs are left aside: what comes from there tells nothing of its
-nodes. Caches of compiled kernels serve as ever.
+Invariant: watching changes no code that is compiled. What comes from torch's caches of graphs tells nothing of its nodes: what is known of
+it was kept beside it when it was compiled (`kept`), and where that is gone it is compiled again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,75 +21,93 @@ from torch import fx
 from qsync_fx.graph.charging import charges
 from qsync_fx.graph.meta import Charge
 from qsync_fx.graph.values import format_of, tensors
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A node that a kernel computes.
-
-    Attributes:
-        charge: whose time it takes; None where it belongs to no operator.
-        target: what the node calls.
-        bytes: what it reads and writes; nothing for what only shows memory in another way.
-        quantizes: where it is a quantizer, the names of the formats that it reads and makes, and how many elements; else None.
-    """
-
-    charge: Charge | None
-    target: str
-    bytes: int
-    quantizes: tuple[str, str, int] | None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What one line of a wrapper calls.
-
-    Attributes:
-        name: of the kernel, without its number.
-        library: whether it is a call of a library, and no code that Inductor has written.
-        nodes: what it computes; of a library's call one.
-    """
-
-    name: str
-    library: bool
-    nodes: tuple[Computed, ...]
-
-
-Files = Mapping[str, Mapping[int, Kernel]]
-"""By the path of a wrapper: the kernel that each line calls."""
+from qsync_fx.profiling.measuring import kept
+from qsync_fx.profiling.measuring.kept import Computed, Kernel
 
 _HANDLE = re.compile(r"\[Provenance debug handles\] (.*):(\d+)\s*$")
 
 
+class Watched(dict[str, Mapping[int, Kernel]]):
+    """
+    Attributes:
+        unknown: wrappers that came from a cache which has lost what their lines compute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: set[str] = set()
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Within, nothing comes from caches of graphs; what was unknown is forgotten, as it is compiled again."""
+        import torch._functorch.config
+        import torch._inductor.config
+
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            yield
+        self.unknown.clear()
+
+
 @contextlib.contextmanager
-def watching() -> Iterator[Files]:
-    """Yields what is compiled while this is active: it grows with each wrapper."""
-    import torch._functorch.config
+def watching(model: str = "") -> Iterator[Watched]:
+    """Yields what is compiled while this is active: it grows with each wrapper.
+
+    Args:
+        model: tells the model and its inputs from others, the ids of its operators too, which caches of graphs do not know; "" to leave
+            those caches aside.
+    """
     import torch._inductor.config
+    import torch.compiler.config
     from torch._inductor import debug
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    found: dict[str, dict[int, Kernel]] = {}
+    found = Watched()
     compile_to_module: Callable[[Any], Any] = GraphLowering.compile_to_module
+    load_by_key_path: Callable[..., Any] = PyCodeCache.load_by_key_path
 
     def noting(lowering: Any) -> Any:
-        kept = debug._inductor_triton_kernel_to_post_grad_node_info
+        before = debug._inductor_triton_kernel_to_post_grad_node_info
         debug._inductor_triton_kernel_to_post_grad_node_info = {}
         try:
             module = compile_to_module(lowering)
             made_of = debug._inductor_triton_kernel_to_post_grad_node_info
         finally:
-            debug._inductor_triton_kernel_to_post_grad_node_info = kept
+            debug._inductor_triton_kernel_to_post_grad_node_info = before
         found[module.__file__] = _lines(Path(module.__file__), made_of, lowering.module.graph)
+        found.unknown.discard(module.__file__)
+        if model:
+            kept.keep(module.__file__, model, found[module.__file__])
         return module
 
-    settings = {"fx_graph_cache": False, "trace.provenance_tracking_level": 2}
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        module = load_by_key_path(*args, **kwargs)
+        if model and module.__file__ not in found:
+            lines = kept.lines_of(module.__file__, model)
+            if lines is None:
+                found.unknown.add(module.__file__)
+            else:
+                found[module.__file__] = lines
+        return module
+
+    settings: Any = torch.compiler.config
+    # Wrappers are written with numbers here, and are others than those of the same graph that nobody watches.
+    tag = f"{settings.cache_key_tag} watched {model}".strip()
     GraphLowering.compile_to_module = noting  # type: ignore[method-assign, assignment]
+    PyCodeCache.load_by_key_path = loading  # type: ignore[method-assign]
     try:
-        with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+        with (
+            torch._inductor.config.patch({"trace.provenance_tracking_level": 2}),
+            settings.patch(cache_key_tag=tag),
+            contextlib.nullcontext() if model else found.anew(),
+        ):
             yield found
     finally:
         GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign, assignment]
+        PyCodeCache.load_by_key_path = load_by_key_path  # type: ignore[method-assign]
 
 
 def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, Kernel]:
@@ -132,7 +149,8 @@ def _is_library(name: str) -> bool:
 
 
 def _computed(node: fx.Node, charge: Charge | None) -> Computed:
-    return Computed(charge, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node))
+    owner = None if charge is None else charge.owner
+    return Computed(owner, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node))
 
 
 def _shows(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.codec import Path
 from qsync_fx.devices import support
@@ -122,7 +123,11 @@ def several(
     if partial is not None:
         INTERRUPTED.check_writable(partial)
     kept = Kept(partial, made, about, root)
-    with undisturbed(root), progress(f"sensitivity of {type(root).__name__}", steps) as done:
+    # From the first pass on: Dynamo would capture the model again for another kernel of attention.
+    attention = (
+        sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in known.values()) else contextlib.nullcontext()
+    )
+    with undisturbed(root), attention, progress(f"sensitivity of {type(root).__name__}", steps) as done:
         looking = _Looking(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replay.cluster import CLUSTER, Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import Levels, Link, Measured
+from qsync_fx.predictor.replay.memory_size import Size, memory_size
 
 GOOD = """
 [devices.v100]
@@ -57,6 +59,33 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("memory", "size"),
+    [
+        (1, Size(1.0)),
+        (15.8e9, Size(15.8e9)),
+        ("16 GB", Size(16e9)),
+        ("1.5GiB", Size(1.5 * 2**30)),
+        (" 12 b ", Size(12.0)),
+        (".5 kB", Size(500.0)),
+        ("30%", Size(0.3, share=True)),
+        *(
+            (wrong, None)
+            for wrong in ("", "30", "GB", "1 TB", "-3%", "1e3 B", "1..5 GB", "nan%", "4 ib", 0, -1, math.nan, math.inf)
+        ),
+    ],
+)
+def test_memory_as_people_write_it(memory: float | str, size: Size | None) -> None:
+    assert memory_size(memory) == size
+
+
+def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[devices.t4]\nmemory = '30%'\n[devices.v100]\nmemory = 4\n[network]\nbandwidth = 1e9")
+    cluster = Cluster.load(path)
+    assert (cluster.devices["t4"].memory, cluster.devices["v100"].memory) == ("30%", 4.0)
+
+
+@pytest.mark.parametrize(
     ("text", "what", "where"),
     [
         ("", "lacks the field 'devices'", ""),
@@ -70,6 +99,10 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("[devices.a]\nslowdown = inf", "the number inf in place of a number", "devices.a.slowdown"),
         ("[devices.a]\ndelay = -0.1", "has the delay -0.1, which must be at least 0", "devices.a"),
         ("[devices.a]\ndevice = 'a'\nprofile = 'b'", "has both a device of the catalog and a profile", "devices.a"),
+        ("[devices.a]\nmemory = 'much'", "has the memory 'much', which is none", "devices.a"),
+        ("[devices.a]\nmemory = '0%'", "has the memory '0%', which is none", "devices.a"),
+        ("[devices.a]\nmemory = true", "has true in place of a number or text", "devices.a.memory"),
+        ("[devices.a]\nmemory = -1", "has the memory -1.0, which must be above 0", "devices.a"),
         ("[devices.a]\nprofil = 'b'", "has an unknown field 'profil'", "devices.a"),
         ("[device.a]", "has an unknown field 'device'", ""),
         ("devices = 3", "has the number 3 in place of an object", "devices"),

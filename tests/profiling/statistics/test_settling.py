@@ -27,13 +27,25 @@ def test_what_is_always_the_same_is_known_after_the_fewest_steps() -> None:
     assert settled(trace_of(LEAST, 0.0), WITHIN)
 
 
-@given(some.floats(0.2, 0.5), some.integers(0, 2**32))
+@given(some.floats(0.4, 0.8), some.integers(0, 2**32))
 def test_what_varies_is_looked_at_until_its_mean_is_known(spread: float, seed: int) -> None:
     steps = trace_of(2_000, spread, seed)
     ends = next(count for count in range(LEAST, len(steps)) if settled(steps[:count], WITHIN))
-    values = [step["a", "bf16"] for step in steps[:ends]]
-    assert statistics.stdev(values) <= WITHIN * statistics.fmean(values) * ends**0.5 * (1 + 1e-9)
+    a, both = (statistics.fmean(step["a", "bf16"] + more for step in steps[:ends]) for more in (0.0, 3.0))
+    left = [step["a", "bf16"] * (1 - a / both) - 3.0 * a / both for step in steps[:ends]]
+    assert statistics.stdev(left) <= WITHIN * a * ends**0.5 * (1 + 1e-9)
     assert settled(steps, WITHIN)
+
+
+@given(some.floats(0.02, 0.1), some.integers(0, 2**32))
+def test_what_all_operators_have_in_common_keeps_nobody_waiting_until_the_sum_is_unknown(
+    spread: float, seed: int
+) -> None:
+    drawn = Random(seed)
+    factors = [drawn.gauss(1.0, spread) for _ in range(LEAST)]
+    common = [{("a", "bf16"): factor, ("b", "bf16"): 3.0 * factor} for factor in factors]
+    known = statistics.stdev(factors) / LEAST**0.5 <= 2 * WITHIN * statistics.fmean(factors)
+    assert settled(common, WITHIN) == known
 
 
 def test_what_adds_next_to_nothing_keeps_nobody_waiting() -> None:

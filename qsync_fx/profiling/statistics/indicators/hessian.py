@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.step import Key, Step
@@ -39,7 +38,7 @@ class Hessian:
                 weights[str(operator.id)] = operator.row.scaled[1]
         taps = Taps({name: {place} for name, place in weights.items()})
         step.again(0)
-        with step.captured.running(tapped(taps.tap)), sdpa_kernel(SDPBackend.MATH):
+        with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
         edges = [seen.tensors[weights[seen.operator]].edge for seen in taps.seen]
         slopes: tuple[Tensor | None, ...] = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)

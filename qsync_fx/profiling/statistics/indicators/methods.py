@@ -27,11 +27,13 @@ class Known:
         make: makes one for a model.
         about: what it does, for lists.
         passes: how many forward and backward passes a step costs, of a number of operators and of precisions, about.
+        twice: whether it differentiates twice, which fused kernels of attention cannot.
     """
 
     make: Callable[[], Method]
     about: str
     passes: Callable[[int, int], int]
+    twice: bool = False
 
 
 METHODS: Final[dict[str, Known]] = {
@@ -39,6 +41,7 @@ METHODS: Final[dict[str, Known]] = {
         SecondOrder,
         "exact variances, carried to the gradients by second derivatives, and the gates that flip",
         lambda operators, precisions: 20,
+        twice=True,
     ),
     "injected": Known(
         Injected,
@@ -54,7 +57,10 @@ METHODS: Final[dict[str, Known]] = {
         lambda: Formulas(of_paper), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
     ),
     "hessian": Known(
-        Hessian, "HAWQ: the top eigenvalue of each weight's Hessian", lambda operators, precisions: 2 + 8 * operators
+        Hessian,
+        "HAWQ: the top eigenvalue of each weight's Hessian",
+        lambda operators, precisions: 2 + 8 * operators,
+        twice=True,
     ),
     "fisher": Known(
         lambda: Formulas(by_fisher), "squared gradients, weighed with exact variances", lambda operators, precisions: 1

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_fx.ops import Place
 from qsync_fx.profiling.statistics.indicators.direct import flipping
@@ -93,7 +92,7 @@ class SecondOrder:
         following = step.following
         taps = Taps(step.places, following)
         step.again(0)
-        with step.captured.running(tapped(taps.tap, taps.watch, following)), sdpa_kernel(SDPBackend.MATH):
+        with step.captured.running(tapped(taps.tap, taps.watch, following)):
             loss = step.loss()
         numbers = {place: number for number, place in enumerate(taps.edges)}
         edges = list(taps.edges.values())
@@ -107,10 +106,12 @@ class SecondOrder:
         for at, seen in enumerate(taps.seen):
             mine = {place: numbers[at, place] for place in seen.tensors}
             gradients = found.of(mine)
-            for change, keys in _alike(step, seen).items():
-                sums.add(keys, at, mine, erring(seen, change, gradients, change.handed))
-            for follower, keys in following.get(seen.operator, {}).items():
-                sums.add(keys, at, mine, erring_behind(seen, follower, gradients))
+            errors = [
+                (keys, erring(seen, change, gradients, change.handed)) for change, keys in _alike(step, seen).items()
+            ]
+            behind = following.get(seen.operator, {}).items()
+            errors += [(keys, erring_behind(seen, follower, gradients)) for follower, keys in behind]
+            sums.add(at, mine, errors)
         for one in sums.asked:
             self.reach.add(one.gate, one.squares)
         result = sums.smooth()
@@ -157,6 +158,10 @@ class _Asked:
     squares: dict[Key, float] = field(default_factory=dict)
 
 
+_Errs = tuple[Sequence[Key], Erring]
+"""What one tensor errs by, and for which operators and precisions."""
+
+
 @dataclass(frozen=True)
 class _Sums:
     """What operators add in one run, without gates: what is random, and for each probe the sum of what is not."""
@@ -166,31 +171,57 @@ class _Sums:
     random: dict[Key, float] = field(default_factory=dict)
     fixed: dict[Key, list[float]] = field(default_factory=dict)
 
-    def add(self, keys: Sequence[Key], call: int, numbers: Mapping[Place, int], errors: Sequence[Erring]) -> None:
-        """Takes in what errs in one call of an operator, by its number, for operators and precisions that come to the same."""
-        probes = self.found.probes
-        random, fixed = 0.0, [0.0] * len(probes)
-        reached = [0.0] * len(self.asked)
-        for one in errors:
-            number = numbers[one.place]
-            for at, probe in enumerate(probes):
-                weight = probe.by_gradient.get(number) if one.gradient else probe.by_value[number]
-                if weight is None:
-                    continue
-                if one.random:
-                    random += float((one.values * weight.double().square()).sum()) / len(probes)
-                else:
-                    fixed[at] += float((one.values * weight.double()).sum())
-            for at, asked in enumerate(self.asked):
-                gain = None if asked.gate.reads == call else asked.gains[number]
-                if gain is not None and not one.gradient:
-                    reached[at] += float((one.square * gain.double().square()).sum())
-        for key in keys:
-            self.random[key] = self.random.get(key, 0.0) + random
-            before = self.fixed.get(key, [0.0] * len(probes))
-            self.fixed[key] = [a + b for a, b in zip(before, fixed, strict=True)]
-            for asked, square in zip(self.asked, reached, strict=True):
-                asked.squares[key] = asked.squares.get(key, 0.0) + square
+    def add(
+        self, call: int, numbers: Mapping[Place, int], found: Sequence[tuple[Sequence[Key], Sequence[Erring]]]
+    ) -> None:
+        """Takes in what errs in one call of an operator: for operators and precisions that come to the same, its tensors' errors."""
+        by_tensor: dict[tuple[int, bool], list[_Errs]] = {}
+        for keys, errors in found:
+            # What nothing is known of yet adds nothing.
+            for key in keys:
+                self.random.setdefault(key, 0.0)
+                self.fixed.setdefault(key, [0.0] * len(self.found.probes))
+                for asked in self.asked:
+                    asked.squares.setdefault(key, 0.0)
+            for one in errors:
+                by_tensor.setdefault((numbers[one.place], one.gradient), []).append((keys, one))
+        for (number, gradient), errs in by_tensor.items():
+            self._weigh(number, gradient, errs)
+            if not gradient:
+                self._reach(call, number, errs)
+
+    def _weigh(self, number: int, gradient: bool, errs: Sequence[_Errs]) -> None:
+        """Adds what errors of one tensor do to the gradients of all parameters. It is in FP64 once for all errors: that takes longest."""
+        found = [probe.by_gradient.get(number) if gradient else probe.by_value[number] for probe in self.found.probes]
+        squares: Tensor | None = None
+        for at, weight in enumerate(found):
+            if weight is None:
+                continue
+            wide = weight.double().flatten()
+            for keys, one in errs:
+                if not one.random:
+                    moved = float(one.values.flatten().dot(wide))
+                    for key in keys:
+                        self.fixed[key][at] += moved
+            if any(one.random for _, one in errs):
+                squares = wide.square_() if squares is None else squares.addcmul_(wide, wide)
+        for keys, one in errs:
+            if one.random and squares is not None:
+                square = float(one.values.flatten().dot(squares)) / len(found)
+                for key in keys:
+                    self.random[key] += square
+
+    def _reach(self, call: int, number: int, errs: Sequence[_Errs]) -> None:
+        """Adds what errors of one tensor do in front of the gates that are asked."""
+        for asked in self.asked:
+            gain = None if asked.gate.reads == call else asked.gains[number]
+            if gain is None:
+                continue
+            squares = gain.double().flatten().square_()
+            for keys, one in errs:
+                square = float(one.square.flatten().dot(squares))
+                for key in keys:
+                    asked.squares[key] += square
 
     def smooth(self) -> dict[Key, float]:
         """Returns what each operator adds in each precision."""
