@@ -169,8 +169,11 @@ def inner_compiler(
 
     found: Any = lookup_backend(name)
     if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx_inner
+
         tuned.register_with_inductor()
         settings = {
+            "inner_compile": tuned.remembering(compile_fx_inner),
             "config_patches": tuned.inductor(device, cudagraphs, keep_less),
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }

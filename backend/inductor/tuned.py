@@ -152,11 +152,27 @@ def _revision() -> str:
 
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
     """
-    here = Path(__file__).parent
-    names = "tuned", "decompositions", "relu", "dropout", "fusing", "keep_less", "depthwise", "gradients"
-    operators = sorted(path for folder in ("operators", "numerics") for path in (here / folder).rglob("*.py"))
-    files = (*(here / f"{name}.py" for name in names), *operators)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    backend = Path(__file__).parents[1]
+    files = [sorted((backend / folder).rglob("*.py")) for folder in ("inductor", "operators", "numerics")]
+    assert all(files), "a folder was moved: its code would change, and what was compiled of it would not"
+    return hashlib.sha256(b"".join(file.read_bytes() for folder in files for file in folder)).hexdigest()
+
+
+def _ours() -> str:
+    return f"qsync_fx {_revision()}"
+
+
+def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Inductor's inner compiler under the tag that caches know a graph by now.
+
+    The backward graph is compiled when it runs first, and what we say of how operators are lowered is not in it.
+    """
+    settings: Any = torch.compiler.config
+    tag = settings.cache_key_tag
+    found: Callable[..., Any] = settings.patch(cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip())(
+        compile_inner
+    )
+    return found
 
 
 @contextmanager
@@ -174,7 +190,7 @@ def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     settings: Any = torch.compiler.config
     # A cache on disk may be shared by machines whose CPUs have different units.
     integers = "integers" if device.type == "cpu" and cpu_multiplies_integers() else ""
-    tag = f"{settings.cache_key_tag} {kernels} {integers} qsync_fx {_revision()}".strip()
+    tag = f"{settings.cache_key_tag} {kernels} {integers} {_ours()}".strip()
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
         with settings.patch(cache_key_tag=tag):

@@ -12,6 +12,7 @@ from measured_layer import BATCH, layer
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
+from qsync_fx.backend.inductor import tuned
 from qsync_fx.profiling.measuring import kept
 from qsync_fx.profiling.measuring.kernels import Watched, watching
 
@@ -77,7 +78,9 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     assert kept.lines_of(str(wrapper), "a layer") is None
 
 
-def test_what_nobody_watches_is_found_in_caches_too(caches: None) -> None:
+def test_what_nobody_watches_is_found_in_caches_too(caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
     assert compiled(Watched())["miss"] == 2
     assert compiled(Watched()) == {"hit": 2, "miss": 0, "bypass": 0}
+    monkeypatch.setattr(tuned, "_revision", lambda: "of another version")
+    assert compiled(Watched()) == {"hit": 0, "miss": 2, "bypass": 0}

@@ -15,6 +15,7 @@ from qsync_fx.backend.inductor.decompositions import for_inductor
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 BACKWARD = torch.ops.aten.convolution_backward.default
+CHECKS = ("test_schema", "test_faketensor")
 
 
 def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
@@ -26,34 +27,42 @@ def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -
     return gradient, x, weight, [8], *rest
 
 
-def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[tuple[torch.dtype, list[bool]]], Any]:
-    """What calls the gradients are decomposed to, by type and by what they give, and the gradients."""
+def computed(arguments: tuple[Any, ...], needed: list[bool]) -> tuple[list[bool], list[bool], Any]:
+    """What our operator is asked for and what torch's is, nothing where it is not called, and the gradients."""
 
     def run(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
         return BACKWARD(gradient, x, weight, *arguments[3:], needed)
 
     graph = make_fx(run, decomposition_table=for_inductor(CPU))(*arguments[:3])
-    calls = graph.graph.find_nodes(op="call_function", target=BACKWARD)
-    return [(call.args[0].meta["val"].dtype, list(call.args[-1])) for call in calls], graph(*arguments[:3])
+    asked = []
+    for target in (torch.ops.qsync.depthwise_gradients.default, BACKWARD):
+        calls = graph.graph.find_nodes(op="call_function", target=target)
+        assert len(calls) <= 1
+        asked.append([bool(wanted) for call in calls for wanted in call.args[-1]])
+    return asked[0], asked[1], graph(*arguments[:3])
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "groups", "expected"),
+    ("kernel", "stride", "groups", "ours", "torchs"),
     [
-        (3, 1, 8, [(BF16, [True, True, True])]),
-        (3, 2, 8, [(FP32, [True, False, False]), (BF16, [False, True, True])]),
-        (5, 1, 8, [(FP32, [False, True, False]), (BF16, [True, False, True])]),
-        (7, 2, 8, [(FP32, [True, True, False]), (BF16, [False, False, True])]),
-        (7, 2, 4, [(BF16, [True, True, True])]),
-        (7, 2, 1, [(BF16, [True, True, True])]),
+        (3, 1, 8, [], [True, True, True]),
+        (3, 2, 8, [True, False], [False, True, True]),
+        # The bias's gradient is a sum: torch's kernel would compute the weight's for it.
+        (5, 1, 8, [False, True], [True, False, False]),
+        (7, 2, 8, [True, True], []),
+        (7, 2, 4, [], [True, True, True]),
+        (7, 2, 1, [], [True, True, True]),
     ],
 )
+@pytest.mark.parametrize("channels_last", [False, True])
 def test_slow_ones_are_computed_in_fp32(
-    kernel: int, stride: int, groups: int, expected: list[tuple[torch.dtype, list[bool]]]
+    kernel: int, stride: int, groups: int, ours: list[bool], torchs: list[bool], channels_last: bool
 ) -> None:
     arguments = operands(kernel, groups, stride)
-    calls, found = computed(arguments, [True, True, True])
-    assert calls == expected
+    if channels_last:
+        arguments = *(t.to(memory_format=torch.channels_last) for t in arguments[:2]), *arguments[2:]
+    asked, of_torch, found = computed(arguments, [True, True, True])
+    assert (asked, of_torch) == (ours, torchs)
     in_bf16 = BACKWARD(*arguments, [True, True, True])
     exact = BACKWARD(*(t.double() for t in arguments[:3]), *arguments[3:], [True, True, True])
     for one, other, reference in zip(found, in_bf16, exact, strict=True):
@@ -62,18 +71,35 @@ def test_slow_ones_are_computed_in_fp32(
         assert errors[0] <= errors[1] * 1.05 and errors[0] < 0.01
 
 
+def test_large_kernels_are_so_in_fp32_too() -> None:
+    arguments = operands(7, 8, 2, FP32)
+    ours, torchs, found = computed(arguments, [True, True, True])
+    assert (ours, torchs) == ([False, True], [True, False, False])
+    for one, reference in zip(found, BACKWARD(*arguments, [True, True, True]), strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-4, atol=1e-4)
+
+
 def test_what_nobody_needs_is_not_computed() -> None:
     arguments = operands(3, 8, 2)
-    calls, found = computed(arguments, [False, True, False])
-    assert calls == [(BF16, [False, True, False])] and found[0] is None
-    calls, found = computed(arguments, [True, False, False])
-    assert calls == [(FP32, [True, False, False])] and found[1] is found[2] is None
+    ours, torchs, found = computed(arguments, [False, True, False])
+    assert (ours, torchs) == ([], [False, True, False]) and found[0] is None
+    ours, torchs, found = computed(arguments, [True, False, False])
+    assert (ours, torchs) == ([True, False], []) and found[1] is found[2] is None
+    ours, torchs, found = computed(operands(5, 8, 1), [False, False, True])
+    assert (ours, torchs) == ([], [False, False, True])
 
 
-@pytest.mark.parametrize("dtype", [FP32, torch.float64])
-def test_other_types_stay(dtype: torch.dtype) -> None:
-    calls, _ = computed(operands(7, 8, 2, dtype), [True, True, False])
-    assert calls == [(dtype, [True, True, False])]
+@pytest.mark.parametrize("needed", [[True, False], [False, True], [True, True]])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_operator(needed: list[bool], dtype: torch.dtype) -> None:
+    gradient, x, weight, _, stride, padding, dilation, *_ = operands(5, 8, 2, dtype)
+    given = gradient, x, weight, stride, padding, dilation, needed
+    torch.library.opcheck(torch.ops.qsync.depthwise_gradients.default, given, test_utils=CHECKS)
+
+
+def test_other_types_stay() -> None:
+    ours, torchs, _ = computed(operands(7, 8, 2, torch.float64), [True, True, False])
+    assert (ours, torchs) == ([], [True, True, False])
 
 
 @tiers.ALL
