@@ -19,6 +19,8 @@ import torch.compiler.config
 from torch import fx
 from torch.backends import cuda
 
+import qsync_fx
+import qsync_fx.passes
 from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.inductor import fusing, gradients, keep_less as keeping, relu
 from qsync_fx.devices import cpu_multiplies_integers
@@ -148,14 +150,14 @@ def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = F
 
 @functools.cache
 def _revision() -> str:
-    """Returns a digest of the code of the lowered operators, of decompositions, and of these settings.
+    """Returns a digest of the code of this package.
 
-    torch's caches on disk know a graph by the operators in it, and not what tracing into them gives.
+    torch's caches on disk know a graph by the operators in it, and not what tracing into them gives, nor how they are lowered. What takes
+    part in that lies in many places, and reading all takes some hundredths of a second.
     """
-    backend = Path(__file__).parents[1]
-    files = [sorted((backend / folder).rglob("*.py")) for folder in ("inductor", "operators", "numerics")]
-    assert all(files), "a folder was moved: its code would change, and what was compiled of it would not"
-    return hashlib.sha256(b"".join(file.read_bytes() for folder in files for file in folder)).hexdigest()
+    folders = {Path(str(module.__file__)).parent.resolve() for module in (qsync_fx, qsync_fx.backend, qsync_fx.passes)}
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _ours() -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.profiler import ProfilerActivity, profile
 
 import qsync_fx
 from qsync_fx.graph import attention
@@ -60,6 +61,18 @@ def test_it_is_products_in_bf16_where_it_trains() -> None:
     assert by_products(Attending(scale=0.3), rows())
     assert by_products(Attending(), rows(), precision="int8"), "attention is in BF16 there"
     assert by_products(Attending(), rows(attention.MOST_TOKENS))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_products_are_what_runs(batch: int) -> None:
+    """Inductor knows attention by its products where a batch is one sequence, and would call the fused kernel for them again."""
+    run = torch.compile(Attending().train(), backend="qsync", options={"precision": "bf16"})
+    x = rows()[:batch]
+    run(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run(x).sum().backward()
+    called = {event.key for event in profiled.key_averages()}
+    assert "aten::bmm" in called and not any("scaled_dot_product" in name for name in called)
 
 
 @pytest.mark.parametrize(
