@@ -1,7 +1,7 @@
 """Which gradients of a depthwise convolution a CPU computes in FP32 with channels last: those that oneDNN has no fast kernel for.
 
-The input gradient in BF16 of one that moves by more than one took 7 to 36 times as long as in FP32, and the weight gradient of one of
-5 x 5 or 7 x 7 values 1.6 to 4.5 times; in FP32, with conversions, they take 0.05 to 0.65 of BF16's time. All else took 0.3 to 1.1 of
+The input gradient in BF16 of one that moves by more than one took 7 to 113 times as long as in FP32, and the weight gradient of one of
+5 x 5 or 7 x 7 values 1.5 to 3.5 times; in FP32, with conversions, they take 0.03 to 0.66 of BF16's time. All else took 0.3 to 1.1 of
 FP32's time, and so did convolutions in larger groups (`benchmarks/kernels/cpu_kernels.py --only grouped`; AVX512-BF16, torch 2.13).
 
 Invariant: what is computed so is at least as exact: the same values are multiplied, and sums are rounded once.

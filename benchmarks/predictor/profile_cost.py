@@ -1,0 +1,77 @@
+"""How long it takes to measure a profile of BERT-base, its sensitivity included, and how long it says that it will take.
+
+Twelve layers, 4 texts of 128 tokens, FP32, BF16 and INT8, AdamW. Each measurement is a process of its own. The first one compiles all plans,
+where torch's caches have none of them yet, for one turn of each; the second one finds them there, as whoever measures a model again does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import qsync_fx
+from benchmarks.support.harness import Row, arguments, finish
+
+PRECISIONS = ("fp32", "bf16", "int8")
+BATCHES = 50
+_FORESEEN = re.compile(r"steps, about ([\d.]+) minutes.*?(?:, ([\d.]+) to ([\d.]+) minutes.*)?$", re.MULTILINE)
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--measure":
+        print(json.dumps(measured(**json.loads(sys.argv[2]))))
+        return
+    options = arguments(__doc__)
+    layers = 1 if options.quick else 12
+    rows: list[Row] = []
+    for case, how in (
+        ("compiled anew, one turn, no sensitivity", {"rounds": 1, "sensitivity": None}),
+        ("compiled before", {}),
+    ):
+        print(f"{layers} layers: {case}", flush=True)
+        given = json.dumps({"layers": layers, "threads": options.threads, "how": how})
+        command = [sys.executable, str(Path(__file__).resolve()), "--measure", given]
+        done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        found = _FORESEEN.search(done.stderr)
+        assert found is not None, done.stderr
+        least, most = (float(found[1]) + float(sensitivity or 0.0) for sensitivity in found.group(2, 3))
+        said = {"foreseen_minutes": [least, most]} if how == {} else {}
+        rows.append({"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said})
+    finish(options, rows)
+
+
+def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
+    """Measures a profile here, and says what that took."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=layers, num_labels=2))
+    batches = [
+        {"input_ids": torch.randint(30000, (4, 128)), "labels": torch.randint(2, (4,))} for _ in range(BATCHES)
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    begin = time.perf_counter()
+    profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **how)
+    minutes = (time.perf_counter() - begin) / 60
+    found = profile.sensitivity
+    told = {} if found is None else {"sensitivity_steps": found.steps, "sensitivity_minutes": found.seconds / 60}
+    return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **told}
+
+
+if __name__ == "__main__":
+    main()
