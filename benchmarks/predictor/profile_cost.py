@@ -1,7 +1,7 @@
 """How long it takes to measure a profile of BERT-base, its sensitivity included, and how long it says that it will take.
 
-Twelve layers, 4 texts of 128 tokens, FP32, BF16 and INT8, AdamW. Each measurement is a process of its own. The first one compiles all plans,
-where torch's caches have none of them yet, for one turn of each; the second one finds them there, as whoever measures a model again does.
+Twelve layers, 4 texts of 128 tokens, FP32, BF16 and INT8, AdamW. Each measurement is a process of its own. The first compiles all plans,
+where torch's caches have none of them yet, for one turn of each; the second finds them there, as whoever measures a model again does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def main() -> None:
         print(f"{layers} layers: {case}", flush=True)
         given = json.dumps({"layers": layers, "threads": options.threads, "how": how})
         command = [sys.executable, str(Path(__file__).resolve()), "--measure", given]
-        done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = subprocess.run(command, check=True, text=True, capture_output=True)
         found = _FORESEEN.search(done.stderr)
         assert found is not None, done.stderr
-        least, most = (float(found[1]) + float(sensitivity or 0.0) for sensitivity in found.group(2, 3))
+        least, most = (round(float(found[1]) + float(beside or 0.0), 1) for beside in found.group(2, 3))
         said = {"foreseen_minutes": [least, most]} if how == {} else {}
         rows.append({"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said})
     finish(options, rows)
@@ -56,9 +56,7 @@ def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=layers, num_labels=2))
-    batches = [
-        {"input_ids": torch.randint(30000, (4, 128)), "labels": torch.randint(2, (4,))} for _ in range(BATCHES)
-    ]
+    batches = [{"input_ids": torch.randint(30000, (4, 128)), "labels": torch.randint(2, (4,))} for _ in range(BATCHES)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step(model: Any, batch: Any) -> torch.Tensor:
