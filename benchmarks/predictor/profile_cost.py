@@ -44,7 +44,7 @@ def main() -> None:
         found = _FORESEEN.search(done.stderr)
         assert found is not None, done.stderr
         least, most = (round(float(found[1]) + float(beside or 0.0), 1) for beside in found.group(2, 3))
-        said = {"foreseen_minutes": [least, most]} if how == {} else {}
+        said = {} if how else {"foreseen_minutes": [least, most]}
         rows.append({"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said})
     finish(options, rows)
 
