@@ -8,13 +8,14 @@ those that the loader has written to as well, and the process dies at the next c
 
 from __future__ import annotations
 
-import _ctypes
 import contextlib
 import ctypes
 import functools
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,17 +108,40 @@ def load(path: Path, unit: Unit) -> Library:
 def shared_memory(path: Path) -> int:
     """Returns how many bytes of shared memory a threadblock of the kernel at `path` takes, which its machine code does not say.
 
+    A process of its own loads it for that. Unloading a library from a process that uses CUDA leaves that process's runtime with addresses
+    of kernels that are gone: the next copy lies at the same place, and is started as the old one is (seen on an H200: it dies or hangs).
+
     Raises:
         KernelError: the library cannot be loaded, or has not the functions that it should have.
     """
-    handle = _opened(path)
-    try:
-        _declare(handle, path, GemmArguments)
-        size: int = handle.qsync_shared_memory()
-        return size
-    finally:
-        # Whoever compiles many kernels does not keep a copy of each.
-        _ctypes.dlclose(handle._handle)
+    folders = map(str, _runtime_folders())
+    # -I: what a user's environment puts in front of Python's own modules is not run.
+    command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode or not done.stdout.strip().isdecimal():
+        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise _foreign(path, f"asked for its shared memory, {said[-1]}")
+    return int(done.stdout)
+
+
+_ASKED: Final = r"""
+import ctypes, os, re, sys
+path, folders = sys.argv[1], sys.argv[2:]
+try:
+    library = ctypes.CDLL(path)
+except OSError as error:
+    missing = re.match(r"(libcudart\.so\.\d+):", str(error))
+    found = [os.path.join(folder, missing[1]) for folder in folders] if missing else []
+    for runtime in [name for name in found if os.path.isfile(name)]:
+        try:
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+            break
+        except OSError:
+            pass
+    library = ctypes.CDLL(path)
+print(library.qsync_shared_memory())
+"""
+"""What that process runs. Its arguments: the library, and folders in which CUDA's runtime may lie."""
 
 
 def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
@@ -178,14 +202,14 @@ def _private(path: Path) -> ctypes.CDLL:
 
 def _runtimes(name: str) -> Iterator[Path]:
     """Yields where a CUDA runtime may lie: beside torch, in pip wheels, with nvcc."""
+    return (folder / name for folder in _runtime_folders() if (folder / name).is_file())
+
+
+def _runtime_folders() -> Iterator[Path]:
     torch_folders = [place / "lib" for place in toolchain.package_folders("torch")]
-    for folder in (*torch_folders, *toolchain.wheel_folders("lib"), Path("/usr/local/cuda/lib64")):
-        if (folder / name).is_file():
-            yield folder / name
+    yield from (*torch_folders, *toolchain.wheel_folders("lib"), Path("/usr/local/cuda/lib64"))
     with contextlib.suppress(ToolchainError):
-        for folder in toolchain.library_folders(toolchain.nvcc().path):
-            if (folder / name).is_file():
-                yield folder / name
+        yield from toolchain.library_folders(toolchain.nvcc().path)
 
 
 def _foreign(path: Path, why: str) -> KernelError:

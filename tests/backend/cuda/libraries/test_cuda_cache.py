@@ -48,6 +48,26 @@ def test_a_library_answers(home: Path) -> None:
     assert not hasattr(ctypes.CDLL(None), "qsync_run"), "its symbols must not be seen by others"
 
 
+def test_no_process_unloads_what_it_compiled(home: Path, tmp_path: Path) -> None:
+    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung when it was started."""
+    ran = tmp_path / "ran"
+    tells = f"""
+#include <cstdio>
+#include <unistd.h>
+__attribute__((constructor)) static void loaded() {{
+    if (std::FILE *file = std::fopen("{ran}", "a")) {{ std::fprintf(file, "%d\\n", int(getpid())); std::fclose(file); }}
+}}
+"""
+    unit = small_unit("tells")
+    unit = dataclasses.replace(unit, source=unit.source + tells)
+    path = compiler.build([unit])[unit]
+    looked = [int(line) for line in ran.read_text().split()]
+    assert len(looked) == 1
+    assert os.getpid() not in looked
+    assert library.load(path, unit).shared_memory() == 4096
+    assert os.getpid() in [int(line) for line in ran.read_text().split()]
+
+
 OUTLIVES = """
 import sys
 from pathlib import Path
