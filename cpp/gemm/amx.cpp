@@ -77,15 +77,17 @@ void multiply(const void *rows, const void *columns, const std::int32_t *, std::
     _tile_stored(3, tile + SIDE * COLUMNS + SIDE, LINE);
 }
 
-void enter() {
-    struct {
-        std::uint8_t palette = 1, start = 0, reserved[14] = {};
-        std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        std::uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
-    } const shapes;
-    static_assert(sizeof shapes == 64);
-    _tile_loadconfig(&shapes);
-}
+// What tiles are: kept as data, since GCC before 12.4 and 13.3 takes _tile_loadconfig to read its first 8 bytes only (PR 114098), and leaves
+// out what was to be written behind them on the stack.
+struct Shapes {
+    std::uint8_t palette = 1, start = 0, reserved[14] = {};
+    std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
+};
+static_assert(sizeof(Shapes) == 64);
+alignas(64) constexpr Shapes SHAPES;
+
+void enter() { _tile_loadconfig(&SHAPES); }
 
 void leave() { _tile_release(); }
 
