@@ -29,6 +29,7 @@ from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.second_order import telling
 from qsync_fx.backend.unasked import candidates, note_unasked, tell_of_a_stale_profile, with_cached_plan
 from qsync_fx.backend.weights_once import Lifted, lift
+from qsync_fx.backend.widened_norms import widened
 from qsync_fx.cached.candidates import Candidates
 from qsync_fx.coverage.log import log_of
 from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
@@ -163,8 +164,9 @@ def inner_compiler(
     name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False, keep_less: bool = False
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
+    prepared = widened if device.type == "cuda" else _as_it_is
     if name == "eager":
-        return lambda module, inputs: module.forward
+        return lambda module, inputs: prepared(module).forward
     from torch._dynamo.backends.registry import lookup_backend
 
     found: Any = lookup_backend(name)
@@ -178,7 +180,11 @@ def inner_compiler(
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
         return lambda module, inputs: found(module, list(inputs), **settings)
-    return lambda module, inputs: found(module, list(inputs))
+    return lambda module, inputs: found(prepared(module), list(inputs))
+
+
+def _as_it_is(module: fx.GraphModule) -> fx.GraphModule:
+    return module
 
 
 def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options, seen: Iterable[OpId] = ()) -> Context:

@@ -1,0 +1,76 @@
+"""Normalisations of mixed types, as CUDA's kernels do not take them, in FP32. On an H200 a BERT in BF16 by "aot_eager" found it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from qsync_fx.backend.widened_norms import widened
+
+BF16 = torch.bfloat16
+
+
+def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (8,), weight, bias)
+
+
+def group(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, 2, weight, bias)
+
+
+def by_name(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.ops.aten.layer_norm.default(input=x, normalized_shape=[8], weight=weight, bias=bias)  # type: ignore[no-any-return]
+
+
+def native(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return torch.native_layer_norm(x, (8,), weight, bias, 1e-5)
+
+
+def traced(norm: Callable[..., Any], x: Tensor, *parameters: Tensor) -> Any:
+    return make_fx(norm, tracing_mode="fake", pre_dispatch=True)(x, *parameters)
+
+
+def parameters(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(8).to(dtype), torch.randn(8).to(dtype)
+
+
+@pytest.mark.parametrize("norm", [layer, group, by_name])
+@pytest.mark.parametrize("narrow", [BF16, torch.float16])
+def test_parameters_and_input_are_of_one_type(norm: Callable[..., Tensor], narrow: torch.dtype) -> None:
+    x, given = (torch.randn(4, 8) * 3).to(narrow), parameters(torch.float32)
+    module = widened(traced(norm, x, *given))
+    (node,) = (node for node in module.graph.nodes if "norm" in str(node.target))
+    for operand in node.all_input_nodes:
+        assert operand.target == torch.ops.aten.to.dtype or operand.meta["val"].dtype == torch.float32
+    assert torch.equal(module(x, *given), norm(x.float(), *given).to(narrow))
+
+
+def test_of_a_native_one_the_activation_alone_is_narrow() -> None:
+    x, given = torch.randn(4, 8).to(BF16), parameters(torch.float32)
+    got = widened(traced(native, x, *given))(x, *given)
+    y, mean, deviation = native(x.float(), *given)
+    assert torch.equal(got[0], y.to(BF16))
+    assert torch.equal(got[1], mean)
+    assert torch.equal(got[2], deviation)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_what_is_of_one_type_stays(dtype: torch.dtype) -> None:
+    module = traced(layer, torch.randn(4, 8).to(dtype), *parameters(dtype))
+    before = str(module.graph)
+    assert str(widened(module).graph) == before
+
+
+def test_bodies_within_are_looked_at() -> None:
+    x, given = torch.randn(4, 8).to(BF16), parameters(torch.float32)
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder(name) for name in "abc"]
+    graph.output(graph.call_module("body", tuple(operands)))
+    outer = widened(torch.fx.GraphModule({"body": traced(layer, x, *given)}, graph))
+    assert torch.equal(outer(x, *given), layer(x.float(), *given).to(BF16))
