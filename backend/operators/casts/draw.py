@@ -4,7 +4,8 @@ Why an operator: the number is another one at each step, so it cannot be a const
 the graph, rank and place in the stream included, so it cannot be decided when the graph is compiled, which other processes may have done.
 
 Invariant: it reads no tensor and copies none: a fill with a number that the host knows, which waits for no device. What would record it
-once and repeat the record, as CUDA graphs do, is told not to.
+once and repeat the record, as the CUDA graphs of torch.compile do, is told not to. A user who captures a step by hand
+(`torch.cuda.graph`) records it all the same: then it is torch's own generator on the device that draws, which moves on with each replay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from qsync_fx.rounding.stream import rounding_stream
 
 
 def _draw(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.randint(2**62, [1], dtype=torch.int64, device=device)
     return torch.full([1], rounding_stream.draw(), dtype=torch.int64, device=device)
 
 
