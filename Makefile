@@ -38,6 +38,7 @@ GPU_BENCHES ?= tune linear conv quantize step
 GPU_SECONDS ?= 480
 GPU_JOBS ?=
 WHEELS := .wheels
+WHEELS_FOR := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 GPU_PIP := $(GPU_VENV)/bin/python -m pip --disable-pip-version-check -q install $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
 # For tests on another torch, which may be one that pyproject.toml does not admit: that is what they find out.
@@ -158,8 +159,8 @@ bench-gpu: gpu ## on an NVIDIA GPU: tunes, then measures beside the peers, JSON 
 # The index is asked for what a Python 3.12 without network would lack; nvidia-cutlass is headers, and what its Python wants is left out.
 wheels: setup ## fetch into .wheels what the tests and benchmarks need on a machine with a GPU and without network
 	@mkdir -p $(WHEELS)
-	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation py --abi none --platform any \
-	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass attrs cattrs platformdirs
+	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(addprefix --platform ,$(WHEELS_FOR)) \
+	  -c constraints.txt -d $(WHEELS) pybind11 expecttest nvidia-cutlass attrs cattrs platformdirs highspy
 	@du -sh $(WHEELS)
 
 gpu:

@@ -13,6 +13,7 @@ Invariant: a stage that does not run is named with the reason, and the status is
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import importlib.util
 import json
@@ -31,6 +32,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "site"
+WHEELS = ".wheels"
+"""Where `make wheels` has put what a machine without network lacks."""
+
 LIMIT = 600.0
 """Seconds after which no stage is started any more."""
 
@@ -73,13 +77,17 @@ def install(site: Path) -> None:
         str(site),
         "--upgrade",
     ]
+    if wheels := [*(ROOT / WHEELS).glob("*.whl")]:
+        pip += ["--no-index", "--find-links", str(wheels[0].parent), "-c", str(ROOT / "constraints.txt")]
     headers = [] if importlib.util.find_spec("cutlass_library") else project["optional-dependencies"]["cuda"][:1]
     wanted, asked = [*missing, *headers], set[str]()
     while wanted:
         subprocess.run([*pip, "--no-deps", *wanted], check=True)
         asked |= {*wanted}
         wanted = [name for name in unmet(site) if name not in asked]
-    subprocess.run([*pip, "--no-deps", str(ROOT)], check=True)
+    # Without network nothing can be fetched to build with: what is on this machine has to do.
+    build = ["--no-build-isolation"] if wheels else []
+    subprocess.run([*pip, "--no-deps", *build, str(ROOT)], check=True)
 
 
 def unmet(site: Path) -> list[str]:
@@ -170,6 +178,10 @@ def speed(device: Any) -> dict[str, Any]:
 STAGES = {stage.__name__: stage for stage in (versions, kernels, launches, training, speed)}
 
 
+HANGS = 150.0
+"""Seconds after which a stage that still runs says where it is, on standard error, and goes on."""
+
+
 def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, Any]:
     """Runs stages and returns the report, which is written after each of them."""
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "device": str(device), "stages": {}}
@@ -181,12 +193,15 @@ def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, 
         if since - start > seconds:
             found = {"status": "skipped", "why": f"{seconds:.0f} s were over"}
         else:
+            faulthandler.dump_traceback_later(HANGS)
             try:
                 found = {"status": "passed", "found": STAGES[name](device)}
             except SkippedError as why:
                 found = {"status": "skipped", "why": str(why)}
             except Exception as error:  # noqa: BLE001  whatever it is, the other stages run, and it is told
                 found = {"status": "failed", "why": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            finally:
+                faulthandler.cancel_dump_traceback_later()
         report["stages"][name] = found | {"seconds": round(time.monotonic() - since, 1)}
         out.mkdir(parents=True, exist_ok=True)
         (out / "smoke.json").write_text(json.dumps(report, indent=1) + "\n")

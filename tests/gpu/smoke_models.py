@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -102,6 +103,7 @@ def trained(device: torch.device) -> dict[str, Any]:
         # On a CPU it is this script that is tried.
         for inner in ("aot_eager",) if device.type == "cpu" else ("aot_eager", "inductor"):
             torch.compiler.reset()
+            print(f"smoke: {name}, {inner}", file=sys.stderr, flush=True)
             model, x, y = case(name, device)
             compiled = torch.compile(model, backend="qsync", options={"precision": "int8", "inner": inner})
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, _warned() as told:
