@@ -1,0 +1,195 @@
+"""Times of a GPU's library products in every format: what the catalog's constants are fitted to where such a GPU is at hand.
+
+Matrix products by cuBLAS and all three products of convolutions by cuDNN (channels last, as Inductor lays them out), on random data, the
+same call again and again, as DeepBench measures them; nothing of ours is run. `--shapes` is a folder with deepbench_gemm.csv and
+deepbench_conv.csv, of which sizes and layouts alone are read; without it the layers of BERT-base and ResNet-50 are measured. Beside them,
+copies of 1 KiB to 4 GiB and an addition of one number, which tell bandwidths and what a launch takes.
+
+`benchmarks/published/catalog.py --measured FILE` fits to the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import CYCLES, Call, Rows, read, synchronize
+from benchmarks.support.harness import Row
+
+GEMM = ("fp32", "tf32", "bf16", "fp16", "int8", "fp8")
+CONVOLUTIONS = ("bf16", "fp16", "fp32", "tf32")
+TYPES = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "int8": torch.int8, "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+PRODUCTS = {"output": None, "input_gradient": (True, False, False), "weight_gradient": (False, True, False)}
+SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
+LINEAR = {"bert_base": [(n, 8192, k) for n, k in ((768, 768), (3072, 768), (768, 3072))]}
+LAYERS = (
+    (64, 56, 64, 3, 1),
+    (128, 28, 128, 3, 1),
+    (256, 14, 256, 3, 1),
+    (512, 7, 512, 3, 1),
+    (256, 56, 64, 1, 1),
+    (256, 56, 512, 1, 2),
+)
+"""Channels, side, filters, side of a filter and stride of layers of ResNet-50."""
+BATCH = 32
+
+Gemm = tuple[int, int, int, str]
+ROUNDS, CALLS, ENOUGH = 5, 8, 0.02
+
+
+def gemms(folder: Path | None) -> list[Gemm]:
+    """Returns m, n, k and layout, as BLAS counts, each once."""
+    if folder is None:
+        return [(m, n, k, "tn") for shapes in LINEAR.values() for m, n, k in shapes]
+    with open(folder / "deepbench_gemm.csv") as file:
+        rows = [
+            (int(row["M"]), int(row["N"]), int(row["K"]), (row["transA"] + row["transB"]).lower())
+            for row in csv.DictReader(file)
+        ]
+    return list(dict.fromkeys(rows))
+
+
+def convolutions(folder: Path | None) -> list[tuple[int, ...]]:
+    """Returns sizes in the order of SIZES, each once."""
+    if folder is None:
+        return [(BATCH, c, h, h, k, r, r, stride, stride, r // 2, r // 2) for c, h, k, r, stride in LAYERS]
+    with open(folder / "deepbench_conv.csv") as file:
+        return list(dict.fromkeys(tuple(int(row[size]) for size in SIZES) for row in csv.DictReader(file)))
+
+
+def values(shape: tuple[int, ...], precision: str, device: torch.device) -> Tensor:
+    if precision == "int8":
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+    return torch.randn(shape, device=device).to(TYPES[precision])
+
+
+def product(shape: Gemm, precision: str, device: torch.device) -> Call:
+    """Returns a call of a matrix product. BLAS sees matrices by columns, so what it calls the first factor is the second one here."""
+    m, n, k, layout = shape
+    right = values((k, m), precision, device) if layout[0] == "n" else values((m, k), precision, device).t()
+    left = values((n, k), precision, device) if layout[1] == "n" else values((k, n), precision, device).t()
+    if precision == "int8":
+        return lambda: torch._int_mm(left, right)
+    if precision == "fp8":
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+    return lambda: torch.mm(left, right)
+
+
+def convolved(sizes: tuple[int, ...], which: str, precision: str, device: torch.device) -> Call:
+    n, c, h, w, k, r, s, *rest = sizes
+    stride, padding = rest[:2], rest[2:]
+    p, q = (h + 2 * padding[0] - r) // stride[0] + 1, (w + 2 * padding[1] - s) // stride[1] + 1
+    x, weight, y = (
+        values(shape, precision, device).contiguous(memory_format=torch.channels_last)
+        for shape in ((n, c, h, w), (k, c, r, s), (n, k, p, q))
+    )
+    geometry = stride, padding, [1, 1], False, [0, 0], 1
+    wanted = PRODUCTS[which]
+    if wanted is None:
+        return lambda: torch.ops.aten.convolution.default(x, weight, None, *geometry)
+    return lambda: torch.ops.aten.convolution_backward.default(y, x, weight, None, *geometry, list(wanted))
+
+
+def seconds(call: Call, device: torch.device) -> float:
+    """Returns the median seconds of a call, of rounds that are queued while the GPU waits."""
+    call()
+    synchronize(device)
+    since = time.perf_counter()
+    call()
+    synchronize(device)
+    alone = time.perf_counter() - since
+    calls = max(2, min(CALLS, round(ENOUGH / max(alone, 1e-6))))
+    if device.type == "cpu":
+        return alone
+    found = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(min(0.002, 20e-6 * calls) * CYCLES))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(float(start.elapsed_time(end)) / 1e3 / calls)
+    return statistics.median(found)
+
+
+def row_of(make: Callable[[], Call], device: torch.device, **what: Any) -> Row:
+    """Returns a row with the seconds of a call, or with why there are none."""
+    try:
+        return {**what, "seconds": seconds(make(), device)}
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ) as error:  # a library does not take every size in every format
+        return {**what, "error": (str(error).splitlines() or [""])[0][:120]}
+
+
+def copies(device: torch.device, quick: bool) -> Iterator[Row]:
+    for power in range(10, 20 if quick else 33):
+        size = 2**power
+        one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        yield row_of(partial(partial, other.copy_, one), device, case="copy", bytes=size)
+    number = torch.zeros(1, device=device)
+    yield row_of(partial(partial, number.add_, 1), device, case="launch")
+
+
+def gemm_rows(precision: str, device: torch.device, shapes: Sequence[Gemm]) -> Iterator[Row]:
+    for shape in shapes:
+        what = {"case": "gemm", "precision": precision, "shape": list(shape[:3]), "layout": shape[3]}
+        yield row_of(partial(product, shape, precision, device), device, **what)
+
+
+def convolution_rows(
+    which: str, precision: str, device: torch.device, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[Row]:
+    for sizes in shapes:
+        what = {"case": which, "precision": precision, "shape": list(sizes)}
+        yield row_of(partial(convolved, sizes, which, precision, device), device, **what)
+
+
+def measured(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
+    """Returns what measures each case."""
+    device, few = options.device, 2 if options.quick else None
+    found: dict[str, Callable[[], Iterator[Row]]] = {"copies": partial(copies, device, options.quick)}
+    for precision in GEMM:
+        found[f"gemm {precision}"] = partial(gemm_rows, precision, device, gemms(options.shapes)[:few])
+    for precision in CONVOLUTIONS:
+        for which in PRODUCTS:
+            shapes = convolutions(options.shapes)[:few]
+            found[f"{which} {precision}"] = partial(convolution_rows, which, precision, device, shapes)
+    return found
+
+
+def main() -> None:
+    options = read(__doc__, shapes={"type": Path, "metavar": "FOLDER", "help": "DeepBench's sizes"})
+    rows = Rows(options)
+    cases = measured(options)
+    for name in rows.wanted(list(cases)):
+        by_tf32 = name.endswith("tf32")
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = by_tf32
+        rows.add(*cases[name]())
+    if options.json:
+        rows.add()
+        print(f"written: {options.json}")
+
+
+if __name__ == "__main__":
+    main()
