@@ -122,7 +122,7 @@ _KERNELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """Of each product the tiles that a library's kernels have on a device: what was seen in the times of all shapes."""
-_ALIGNED = {"fp16": 8, "int8": 4}
+_ALIGNED = {"fp16": 8, "bf16": 8, "tf32": 4, "int8": 4, "fp8": 16}
 
 
 @dataclass(frozen=True)

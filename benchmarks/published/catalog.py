@@ -3,17 +3,19 @@
 For each device, format and product, and of all products together, the mean and median of the absolute relative error, on shapes that
 constants were not fitted to (10 folds by shape; with `--by-layer` a convolution is held out at all of its batches) and on all shapes with
 the constants of the catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv (Baidu's DeepBench) and
-allreduce_v100_gpu*.csv.gz (nccl-tests); without it nothing is done. `--write` fits to all of them, and writes what is found into the
-catalog.
+allreduce_v100_gpu*.csv.gz (nccl-tests); `--measured` a file of benchmarks/gpu/products.py, in place of it; without both nothing is done.
+`--write` fits to all of them, and writes what is found into the catalog.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,10 @@ FORMATS = {"fp32": "fp32", "fp16_mixed": "fp16", "int8": "int8"}
 PRODUCTS = {"output": "fwd_ms", "input_gradient": "bwd_input_ms", "weight_gradient": "bwd_weight_ms"}
 SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
 FOLDS = 10
+SOURCE = "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
+AT_HAND = "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in docs/predictor.md"
+
+Write = Callable[[str, Mapping[tuple[str, str], Mapping[str, Any]]], None]
 
 
 def gemms(folder: Path) -> list[Point]:
@@ -68,6 +74,24 @@ def convolutions(folder: Path) -> list[Point]:
             for product, column in PRODUCTS.items()
             if row[column]
         ]
+
+
+def measured(file: Path) -> list[Point]:
+    """Returns what was measured on GPUs that were at hand, which are in the catalog by the last word of their names."""
+    found = json.loads(file.read_text())
+    return [
+        Point(
+            run["machine"]["cuda"].split()[-1].lower(),
+            row["precision"],
+            row["case"],
+            tuple(row["shape"]),
+            row.get("layout", ""),
+            row["seconds"],
+        )
+        for run in (found, *found.get("others", []))
+        for row in run["rows"]
+        if "precision" in row and "seconds" in row
+    ]
 
 
 def folds(shapes: Sequence[Any]) -> dict[Any, int]:
@@ -109,17 +133,18 @@ def errors(seconds: Numbers, points: Sequence[Point]) -> Numbers:
     return np.asarray(np.abs(seconds / np.array([point.seconds for point in points]) - 1))
 
 
-def products(folder: Path, quick: bool, write: bool, by_layer: bool, only: Sequence[str]) -> list[dict[str, Any]]:
+def products(
+    points: Sequence[Point], quick: bool, by_layer: bool, only: Sequence[str], write: Write | None
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    points = [*gemms(folder), *convolutions(folder)]
     # Devices share the constants of convolutions, of which few were measured.
     keys = sorted({(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points})
     for product, precision, device in keys:
         if only and product not in only:
             continue
         some = [p for p in points if (p.product, p.precision) == (product, precision) and device in ("", p.device)]
-        if write:
+        if write is not None:
             fitted = fit(some, *_EFFORT[quick])
             found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
             continue
@@ -140,9 +165,9 @@ def products(folder: Path, quick: bool, write: bool, by_layer: bool, only: Seque
                 }
             )
             print(rows[-1], flush=True)
-    if write:
+    if write is not None:
         for one in sorted({name for name, _, _ in found}):
-            written(one, {key[1:]: values for key, values in found.items() if key[0] == one}, folder)
+            write(one, {key[1:]: values for key, values in found.items() if key[0] == one})
     return rows
 
 
@@ -196,18 +221,19 @@ def collectives(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def written(device: str, found: dict[tuple[str, str], dict[str, Any]], folder: Path) -> None:
+def written(
+    device: str, found: Mapping[tuple[str, str], Mapping[str, Any]], folder: Path | None, source: str = SOURCE
+) -> None:
     """Replaces what is fitted in a device's file."""
     path = CATALOG / f"{device}.toml"
     lines = [path.read_text().partition(MARK)[0].rstrip(), "", MARK]
-    source = "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
     for (precision, product), values in sorted(found.items()):
         gemm = product == "gemm"
         table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
         lines += ["", f"[{table}]", f'source = "{source.format("matrix products" if gemm else "convolutions")}"']
         usual = Tiles(1.0, "") if gemm else Convolution(1.0, "")
         lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value != getattr(usual, name)]
-    if device == "v100":
+    if device == "v100" and folder is not None:
         for ranks, measured in reductions(folder).items():
             at, seconds = knots(*measured)
             lines += ["", "[[reductions]]", f"ranks = {ranks}", f"bytes = {[int(one) for one in at]}"]
@@ -226,6 +252,7 @@ def main() -> None:
     options = arguments(
         __doc__,
         data={"type": Path, "metavar": "FOLDER", "help": "where the measured times lie"},
+        measured={"type": Path, "metavar": "FILE", "help": "times of benchmarks/gpu/products.py"},
         only={
             "nargs": "+",
             "default": (),
@@ -235,14 +262,19 @@ def main() -> None:
         by_layer={"action": "store_true", "help": "hold a convolution out at all batches, in place of one batch"},
         write={"action": "store_true", "help": "write constants fitted to all of them into the catalog"},
     )
-    if options.data is None:
-        print("give --data FOLDER to compare the catalog with measured times")
+    if (options.data is None) == (options.measured is None):
+        print("give --data FOLDER or --measured FILE to compare the catalog with measured times")
         return
-    rows = products(options.data, options.quick, options.write, options.by_layer, options.only)
+    if options.data is not None:
+        points = [*gemms(options.data), *convolutions(options.data)]
+        write: Write = partial(written, folder=options.data)
+    else:
+        points, write = measured(options.measured), partial(written, folder=None, source=AT_HAND)
+    rows = products(points, options.quick, options.by_layer, options.only, write if options.write else None)
     if options.write:
         rows = []
     elif not options.only:
-        rows += [pooled(rows), *collectives(options.data)]
+        rows += [pooled(rows), *(collectives(options.data) if options.data is not None else [])]
     finish(options, rows)
 
 

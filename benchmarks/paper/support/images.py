@@ -49,9 +49,9 @@ class Size:
         batch: images of a rank in a step, where both have as many.
     """
 
-    samples: int = 4_000
-    tests: int = 5_000
-    epochs: int = 3
+    samples: int = 16_000
+    tests: int = 10_000
+    epochs: int = 4
     batch: int = 64
 
 
