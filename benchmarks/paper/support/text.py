@@ -31,7 +31,7 @@ PACKAGES = {
 """What is imported, and what it is installed as."""
 NAMES = (*PACKAGES, "scikit", "huggingface")
 """What words that have it in them are left out for: they tell the package."""
-FILES, FEW = 200, 30
+FILES, FEW = 600, 30
 """Of a package, drawn from all, that are looked through: it takes seconds, and thousands of them would take a minute. Few are enough where
 nothing is measured."""
 LENGTH, WORDS, LEAST = 32, 3000, 6

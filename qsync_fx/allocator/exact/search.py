@@ -17,7 +17,7 @@ from typing import Final
 from qsync_fx.allocator.answer import Note, NoteKind, Round
 from qsync_fx.allocator.coding import Codecs
 from qsync_fx.allocator.exact.bounding import Certain, Holds
-from qsync_fx.allocator.exact.learned import Learned
+from qsync_fx.allocator.exact.learned import NEAR, Learned
 from qsync_fx.allocator.exact.solving import Found, Limits, find, together
 from qsync_fx.allocator.exact.terms.beside import Beside
 from qsync_fx.allocator.exact.terms.prices import Priced
@@ -137,15 +137,19 @@ class Search(Learned):
     def lean(self, rounds: int) -> bool:
         """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.
 
-        What is beyond follows plans little, so that this leads to good ones in few rounds. Returns whether one of them keeps all limits.
+        What is beyond follows plans little, so that this leads to good ones in few rounds. Where a plan that holds too much and one that
+        does not lead to one another, what is between them is halved. Returns whether one of them keeps all limits.
         """
         seen: list[tuple[Plans, Codecs]] = []
         solved: list[dict[str, float]] = []
-        fits = False
+        inside: dict[str, float] | None = None
+        outside: dict[str, float] | None = None
         for _ in range(rounds if self._certain and not self.near else 0):
             memory = {name: limit - self._beyond(name) for name, limit in self._asked.memory.items()}
-            if memory in solved:
-                break
+            if memory in solved or (seen and seen[-1] in seen[:-1]):
+                if inside is None or outside is None or self._alike(inside, outside):
+                    break
+                memory = {name: (inside[name] + outside[name]) / 2 for name in memory}
             solved.append(memory)
             found = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
             if found.stopped:
@@ -155,12 +159,17 @@ class Search(Learned):
             plans = self.problem.completed(found.plans)
             judged = self.look(plans, found.codecs)
             excess, new = judged.exceeds(self.problem), self.learn()
-            self.bound, fits = found.bound, fits or not excess
+            inside, outside = (inside, memory) if excess else (memory, outside)
+            self.bound = found.bound
             self.rounds.append(Round(judged, found.bound, not excess, new))
-            if (plans, judged.codecs) in seen or self.near:
+            if self.near:
                 break
             seen.append((plans, judged.codecs))
-        return fits
+        return inside is not None
+
+    def _alike(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        """Whether limits of memory are so near one another that halving what is between them finds little."""
+        return all(abs(one[name] - other[name]) <= NEAR / 2 * limit for name, limit in self._asked.memory.items())
 
     def _beyond(self, name: str) -> float:
         """Returns what the judge says that the last plan holds beyond what is certain."""
