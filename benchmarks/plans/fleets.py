@@ -1,7 +1,8 @@
 """Fleets of T4 and V100 of the catalog (QSync, section VII): what each allocator makes of them, and whether Tables IV and V hold.
 
-ClusterA is 16 V100 in FP32 and 16 T4; in ClusterB a plan may take 30% of a T4's memory. The same with 2,048 of each shows that what a plan
-takes to be found depends on classes of devices and not on their count. A model is traced once for each device, with its batch as a symbol.
+ClusterA is 16 V100 in FP32 and 16 T4; in ClusterB a plan may take 30% of a T4's memory. A model that fits into that in no format may take
+what it holds in INT8, and 30% of what FP16 holds beyond that. The same with 2,048 of each shows that what a plan takes to be found depends
+on classes of devices and not on their count. A model is traced once for each device, with its batch as a symbol.
 
 Throughput is in steps of the same global batch a second. The uniform plan is the widest narrow one that fits into memory, as in the
 paper, and what we plan has to be as fast. The paper's orderings of throughput are ours >= uniform, ours >= dynamic batch sizing, and all
@@ -160,17 +161,24 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
 
 
 def problem(
-    graphs: dict[str, ModelGraph], sensitivity: qsync_fx.Sensitivity, batch: int, count: int, share: float | None
+    graphs: dict[str, ModelGraph], sensitivity: qsync_fx.Sensitivity, batch: int, count: int, memory: int | None
 ) -> Problem:
-    """Returns the problem of a fleet, as fast as the uniform plan."""
+    """Returns the problem of a fleet, as fast as the uniform plan; a T4 may hold so many bytes, or as many as it has."""
     devices = {name: Device(count=count, device=name, batch=batch) for name in FORMATS}
     known: dict[str, Any] = {
         name: Known(_at(graph, batch), name, sensitivity, FORMATS[name]) for name, graph in graphs.items()
     }
-    wishes = Wishes(memory={"t4": f"{(share or 1.0) * 100:g}%", "v100": "100%"}, target=float("inf"))
+    wishes = Wishes(memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf"))
     free, _ = problem_of(Cluster(devices, NETWORK), known, wishes)
     uniform = narrow(free)
     return replace(free, seconds=uniform.judged.seconds) if uniform.fits else free
+
+
+def allowed(whole: Problem) -> int:
+    """Returns the bytes that a plan of a T4 may take in ClusterB."""
+    share = int(SHARE * get("t4").memory.bytes)
+    held = {fmt: Uniform(fmt).allocate(whole).judged.classes["t4"].peak_bytes or 0 for fmt in ("fp16", "int8")}
+    return share if held["int8"] <= share else int(held["int8"] + SHARE * (held["fp16"] - held["int8"]))
 
 
 def narrow(asked: Problem) -> Answer:
@@ -215,6 +223,7 @@ def row(model: str, fleet: str, count: int, name: str, found: Answer | PlanError
         "waiting_v100": judged.classes["v100"].waiting,
         "waiting_t4": t4.waiting,
         "peak_t4": t4.peak_bytes,
+        "allowed_t4": found.problem.classes["t4"].memory,
         "batches": "/".join(map(str, batches)),
         "gap": found.gap,
         "found_in": found.took,
@@ -261,8 +270,9 @@ def main() -> None:
         graphs, sensitivity = traced(case)
         print(f"{model}: traced and looked at in {time.perf_counter() - began:.0f} s", flush=True)
         for count in COUNTS:
-            for fleet, share in (("A", None), ("B", SHARE)):
-                asked = problem(graphs, sensitivity, case.batch, count, share)
+            whole = problem(graphs, sensitivity, case.batch, count, None)
+            for fleet, memory in (("A", None), ("B", allowed(whole))):
+                asked = problem(graphs, sensitivity, case.batch, count, memory)
                 found = dict(answers(asked, graphs))
                 rows += [row(model, fleet, count, name, answer) for name, answer in found.items()]
                 rows.append(orderings(model, fleet, count, found))

@@ -1,4 +1,5 @@
-"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, as a linear expression of states.
+"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, or converts that of a parameter, as
+a linear expression of states.
 
 That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
 (`qsync_fx.allocator.judging.memories`). All that the backward passes before it read is there, and of the product itself its factors, the
@@ -18,7 +19,7 @@ from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
-from qsync_fx.precision import FORMATS
+from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
 from qsync_fx.predictor.memory.telling import convolves, pools, whole
 from qsync_fx.predictor.model.value import Name, Read, StateNames
@@ -51,7 +52,10 @@ class During:
             if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
                 found += [(at, 0)] if gradients(operator, self._forward) else []
             elif self._forward.multiplies(operator):
-                found += [(at, which) for which, _ in enumerate(gradients(operator, self._forward))]
+                computed = gradients(operator, self._forward)
+                found += [(at, which) for which, _ in enumerate(computed)]
+                if self._converted(operator) is not None:
+                    found.append((at, len(computed)))
         return found
 
     def of(
@@ -104,12 +108,46 @@ class During:
             if at_once(operator):
                 workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
                 more = sum(written.values()) + sum(copied.values()) + workspace
+            elif moment[1] == len(places):
+                found[name] = self._converting(operator, carrier)
+                continue
             else:
                 now = places[moment[1]]
                 before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
                 more = sum(written[place] for place in (*before, now)) + copied[self._forward.other(operator, now)]
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
+
+    def _converted(self, operator: Operator) -> Read | None:
+        """Returns the parameter whose gradient a matrix product computes last, and that is converted to the parameter's format behind it,
+        where it is narrower; None where there is none."""
+        last = gradients(operator, self._forward)[-1:]
+        read = operator.reads[last[0]] if last else None
+        if read is None or not self._forward.given(read.value) or self.graph.values[read.value].own != FP32.name:
+            return None
+        return read
+
+    def _converting(self, operator: Operator, carrier: Name) -> int:
+        """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
+        read, places = self._converted(operator), gradients(operator, self._forward)
+        assert read is not None
+        before = [place for place in places[:-1] if self._waiting.uses(operator.reads[place].value)]
+        found = sum(self._forward.bytes(operator.reads[place].value, carrier) for place in before)
+        stays = self._forward.bytes(read.value, FP32.name)
+        narrow = carrier is not None and FORMATS[carrier].dtype.itemsize < FP32.dtype.itemsize
+        return found + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
+
+    def _beside(self, operator: Operator) -> int:
+        """The places that are written by the kernel that converts, where a pooling's is the next of a library: what lies between two of these
+        is one kernel."""
+        for before in reversed(self.graph.operators[: self.graph.places[operator.id]]):
+            if not self._waiting.arrives(before.result):
+                continue
+            if pools(before):
+                return INDEX * whole(self.graph.values[before.result].numel)
+            if self._waiting.writes(before):
+                break
+        return 0
 
     def _copied(self, read: Read, computes: Name, carrier: Name) -> int:
         wanted = read.wanted.get(computes or "")

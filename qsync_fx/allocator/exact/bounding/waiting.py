@@ -21,7 +21,8 @@ from qsync_fx.predictor.memory.telling import attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Operator, Read
 
 Moment = tuple[int, int]
-"""The place of an operator, and which of the gradients that it computes one after the other."""
+"""The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter is
+converted."""
 
 
 def gradients(product: Operator, forward: Forward) -> Sequence[int]:
@@ -59,7 +60,7 @@ class Waiting:
                 passed.add(at)
         own = self.graph.operators[place]
         before, rest = frozenset(range(place)), frozenset(passed)
-        if pools(own):
+        if pools(own) or (not at_once(own) and which == len(gradients(own, self._forward))):
             return Readers(before, rest)  # it has read what it keeps
         if at_once(own):
             return Readers(before, rest, unscaled=frozenset((place, one) for one in factors(own, self._forward)))
