@@ -1,5 +1,5 @@
-"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, or converts that of a parameter, as
-a linear expression of states.
+"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, or converts that of a parameter,
+as a linear expression of states.
 
 That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
 (`qsync_fx.allocator.judging.memories`). All that the backward passes before it read is there, and of the product itself its factors, the
@@ -22,7 +22,7 @@ from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
 from qsync_fx.predictor.memory.telling import convolves, pools, whole
-from qsync_fx.predictor.model.value import Name, Read, StateNames
+from qsync_fx.predictor.model.value import Name, Operator, Read, StateNames
 
 Sizes = Mapping[Name, int]
 """Bytes by what an operator computes in."""
@@ -138,8 +138,8 @@ class During:
         return found + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
 
     def _beside(self, operator: Operator) -> int:
-        """The places that are written by the kernel that converts, where a pooling's is the next of a library: what lies between two of these
-        is one kernel."""
+        """The places that are written by the kernel that converts, where a pooling's is the next one of a library: what lies between two of
+        these is one kernel."""
         for before in reversed(self.graph.operators[: self.graph.places[operator.id]]):
             if not self._waiting.arrives(before.result):
                 continue

@@ -21,8 +21,8 @@ from qsync_fx.predictor.memory.telling import attends, convolves, pools, whole
 from qsync_fx.predictor.model.value import Operator, Read
 
 Moment = tuple[int, int]
-"""The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter is
-converted."""
+"""The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter
+is converted."""
 
 
 def gradients(product: Operator, forward: Forward) -> Sequence[int]:
