@@ -125,7 +125,10 @@ class During:
         read = operator.reads[last[0]] if last else None
         if read is None or not self._forward.given(read.value) or self.graph.values[read.value].own != FP32.name:
             return None
-        return read
+        # To what another reader's has left it is added.
+        root, behind = self._forward.root(read.value), self.graph.operators[self.graph.places[operator.id] + 1 :]
+        shared = any(one.gradient and self._forward.root(one.value) == root for other in behind for one in other.reads)
+        return None if shared else read
 
     def _converting(self, operator: Operator, carrier: Name) -> int:
         """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
