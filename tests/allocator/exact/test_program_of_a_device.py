@@ -26,6 +26,7 @@ from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory import LossMemory, Orders, Training, step_memory
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
+from qsync_fx.predictor.memory.telling import attends
 
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
@@ -237,3 +238,15 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
         assert not certain.add_above(known.names, max(held.values()) + 1.0, written)
         several += len(above) > 1
     assert several
+
+
+def test_what_attention_keeps_beside_values_is_certain() -> None:
+    """Of several kernels it keeps masks and probabilities, two fifths of what a BERT-base holds: without them a plan's gap was 94%."""
+    found = 0
+    for certain, known, part, _, _ in certainties("bert2", FIVE):
+        for at, operator in enumerate(part.graph.operators):
+            if attends(operator):
+                kept = sum(certain.kept.passes[0].extras(at).values())
+                assert (certain.kept.extras[at][known.names[at]] > 0) == (kept > 0)
+                found += kept > 0
+    assert found

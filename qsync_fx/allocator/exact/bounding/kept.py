@@ -116,9 +116,11 @@ class Kept:
                     value = read.value if forward.is_part(read.value) else root
                     own = self.graph.values[root].own if forward.given(read.value) else None
                     self._factors.append(_Factor(at, place, value, known, own))
+            # Attention of several kernels keeps masks and more, as others do.
+            if not forward.multiplies(operator) or attends(operator):
+                self.extras[at] = extras_kept(passes, at)
             if forward.multiplies(operator):
                 continue
-            self.extras[at] = extras_kept(passes, at)
             self.results += self._values_kept(passes, at)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
