@@ -125,10 +125,15 @@ class During:
         read = operator.reads[last[0]] if last else None
         if read is None or not self._forward.given(read.value) or self.graph.values[read.value].own != FP32.name:
             return None
-        # To what another reader's has left it is added.
-        root, behind = self._forward.root(read.value), self.graph.operators[self.graph.places[operator.id] + 1 :]
-        shared = any(one.gradient and self._forward.root(one.value) == root for other in behind for one in other.reads)
-        return None if shared else read
+        # To what a reader behind it has left it is added.
+        alone = self._last_readers[self._forward.root(read.value)] == self.graph.places[operator.id]
+        return read if alone else None
+
+    @cached_property
+    def _last_readers(self) -> Mapping[int, int]:
+        """By value, the place of the last operator that a gradient of it comes from."""
+        reads = ((at, read) for at, operator in enumerate(self.graph.operators) for read in operator.reads)
+        return {self._forward.root(read.value): at for at, read in reads if read.gradient}
 
     def _converting(self, operator: Operator, carrier: Name) -> int:
         """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
