@@ -21,6 +21,8 @@ from qsync_fx.graph.values import format_of
 from qsync_fx.options import Options
 
 FUSED: Final = torch.ops.aten.scaled_dot_product_attention.default
+_DROPOUT: Final = 4
+"""Place of its chance among the arguments."""
 MOST_TOKENS: Final = 512
 """Tokens of query and key up to which products are taken; of different lengths their mean (geometric) counts."""
 
@@ -48,6 +50,13 @@ def as_products(
         return False
     lengths = query.shape[-2], key.shape[-2]
     return all(isinstance(length, int) for length in lengths) and lengths[0] * lengths[1] <= MOST_TOKENS**2
+
+
+def without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of the call of the fused kernel that drops nothing."""
+    drops = args[_DROPOUT : _DROPOUT + 1]
+    rest = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+    return (*args[:_DROPOUT], *(0.0 for _ in drops), *args[_DROPOUT + 1 :]), rest
 
 
 def products(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:

@@ -167,6 +167,36 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> 
     assert total(explanation).saved_bytes == pytest.approx(measured, rel=0.015 if precision != "fp32" else 0)
 
 
+class Dropping(nn.Module):
+    """Attention with dropout, written with all its arguments by place or by name."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.named = named
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        attend = nn.functional.scaled_dot_product_attention
+        if self.named:
+            return attend(query, key, value, attn_mask=mask, dropout_p=0.1)
+        return attend(query, key, value, mask, 0.1, False)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: bool) -> None:
+    """A GPU's fused kernel keeps its result and a number a row, and draws again what it dropped."""
+    shape, mask = (2, 3, 16, 8), torch.ones(2, 1, 1, 16, dtype=torch.bool)
+    given = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    weights, rows = 2 * 3 * 16 * 16, 2 * 3 * 16
+    for target, few in (("cpu", False), ("t4", True), ("a100", True)):
+        torch._dynamo.reset()
+        options = {} if target == "cpu" else {"target": target}
+        saved = total(qsync_fx.explain(Dropping(named).train(), *given, mask, options=options)).saved
+        beside = [size for (_, how), size in saved.items() if how.startswith("extra")]
+        assert (sum(beside) < weights) is few
+        if few:
+            assert 4 * rows in beside
+
+
 def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
     """Returns values for an input of a graph: parameters and buffers by their name, else numbers that are valid for both uses."""
     named = {name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())}

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qsync_fx.graph.attention import as_products, products
+from qsync_fx.devices.counted import ANY, capability
+from qsync_fx.graph.attention import FUSED, as_products, products, without_dropout
 from qsync_fx.graph.fake import FakeRun
 from qsync_fx.graph.values import is_float, storage_of, tensors
 from qsync_fx.options import Options
@@ -93,6 +94,9 @@ class Autograd:
             needed = any(read.need for read in reads.values())
             if as_products(node.target, args, kwargs, needed, self._device, self._options):
                 call, args, kwargs = products, (*args[:3], kwargs.get("scale")), {}
+            elif node.target is FUSED and self._device.type == "cpu" and capability(self._device) != ANY:
+                # A GPU's fused kernels draw what they drop again; a CPU's have no dropout, and attention with it is several kernels there.
+                args, kwargs = without_dropout(args, kwargs)
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
