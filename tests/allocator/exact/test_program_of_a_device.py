@@ -14,6 +14,7 @@ from tiers import ALL
 from qsync_fx import Plan
 from qsync_fx.allocator import Judge, Problem
 from qsync_fx.allocator.exact.bounding import Certain, Holds
+from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.bounding.waiting import gradients
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
 from qsync_fx.allocator.exact.linear.program import INFINITY, Program, total, value
@@ -26,11 +27,11 @@ from qsync_fx.predictor.mapper import States, states
 from qsync_fx.predictor.memory import LossMemory, Orders, Training, step_memory
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.step import Memory
-from qsync_fx.predictor.memory.telling import attends
+from qsync_fx.predictor.memory.telling import GATES, attends
 
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
-NAMES = ["mlp", "checkpointed", "odd", "tied", "broken", "prenorm", "postnorm"]
+NAMES = ["mlp", "checkpointed", "odd", "tied", "broken", "prenorm", "postnorm", "gated"]
 MORE = [pytest.param(name, marks=ALL) for name in ("attending", "dropping", "bert2", "vgg", "resnet", "gpt2")]
 
 
@@ -186,7 +187,34 @@ def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_compute
         written = step_memory(known, part.training, Orders.of(known, part.training).written)
         end = [moment.bytes for moment in written.moments if moment.place == "forward"][-1]
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert 0 <= end - before - certain.returning.of(known.names) < 2048
+        assert 0 <= end - before - max(moment.of(known.names) for moment in certain.forward) < 2048
+
+
+def test_masks_of_gates_are_certain() -> None:
+    """Where products read a ReLU's result quantized a mask is kept beside: a VGG-16's gap was 98% without them."""
+    least, held = 0, 0
+    for certain, known, _, _, _ in certainties("gated", FIVE):
+        now, lost = Passes(known), dict[int, bool]()
+        masks = {at: mask.bytes for at in range(len(known.names)) if (mask := now.mask(at)) and mask.bytes}
+        for gate in certain.kept.gates:
+            certainly = gate.of(known.names, lost)
+            assert certainly <= masks.get(gate.at, 0)
+            least += certainly
+        held += sum(size for at, size in masks.items() if now.forward.graph.operators[at].row in GATES)
+    assert least > SHARE * held > 0
+
+
+def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain() -> None:
+    """A ResNet-50's gap was 24% without the value that its last residual is added to."""
+    beside = 0
+    for certain, known, part, memory, _ in certainties("gated", FIVE):
+        written = step_memory(known, part.training, Orders.of(known, part.training).written)
+        head = [moment.bytes for moment in written.moments if moment.operator == "head/linear"]
+        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
+        last = certain.forward[-1]
+        assert SHARE * (head[0] - before) < last.of(known.names) <= head[0] - before
+        beside += sum(one.held(known.names) is not None for one in last.beside)
+    assert beside
 
 
 def certainties(

@@ -104,6 +104,24 @@ class Residual(nn.Module):
         return torch.nn.functional.mse_loss(self.norms[-1](x), target)
 
 
+class Gated(nn.Module):
+    """ReLUs between products, and at the end of residual branches; the mean of what comes out goes through a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+        self.up = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for up, norm in zip(self.up, self.norms, strict=True):
+            x = torch.relu(x + norm(up(x)))
+        found: Tensor = self.head(x.mean(1))
+        return found.sum()
+
+
 class Attending(nn.Module):
     """Attention with dropout, of which the CPU makes matrices, beside a residual."""
 
@@ -137,6 +155,7 @@ OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "odd": lambda: (Odd(), {"x": torch.randn(4, 8)}),
     "prenorm": lambda: _residual(False),
     "postnorm": lambda: _residual(True),
+    "gated": lambda: (Gated(), {"x": torch.randn(4, 64, 32, requires_grad=True)}),
     "attending": lambda: (Attending(), {"x": torch.randn(4, 64, 32, requires_grad=True)}),
     "dropping": lambda: _residual(False, 6, 0.1),
 }

@@ -9,29 +9,14 @@ Invariant: at whole choices a value that is computed again is so from no more th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.unary import Count, added, exactly, least, one_or_more, where_so
 from qsync_fx.allocator.exact.bounding.waiting import Waiting, beside
-from qsync_fx.allocator.exact.linear.program import ONE, Expression, Program, total
-from qsync_fx.allocator.exact.terms.formats import Spread
-from qsync_fx.precision import FORMATS
+from qsync_fx.allocator.exact.linear.program import ONE, Expression, total
 from qsync_fx.predictor.memory.telling import GATES, pools
 from qsync_fx.predictor.model.value import Name, StateNames
-
-
-class Where(Protocol):
-    """Where operators are in which state, as expressions: of what is chosen, or of a plan."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def states(self) -> Sequence[Mapping[StateNames, Expression]]: ...
-
-    @property
-    def outputs(self) -> Sequence[Spread]: ...
 
 
 class Again:
@@ -198,7 +183,3 @@ class Again:
         """Whether an operator reads all of a value, and no view of a part."""
         reads = [read.value for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
         return not any(self._forward.is_part(read) for read in reads)
-
-
-def scaled(fmt: Name) -> bool:
-    return fmt is not None and FORMATS[fmt].scaled

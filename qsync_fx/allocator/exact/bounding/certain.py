@@ -45,6 +45,7 @@ class Certain:
 
     Attributes:
         behind: what is there while gradients are computed beside what `During` tells of, in bytes; below 0 where there may be less.
+        forward: what the forward pass computes while which it is reckoned, too.
         moments: gradients while which are computed it is reckoned, beside the begin of the backward pass.
     """
 
@@ -54,7 +55,7 @@ class Certain:
         self.kept = Kept(part)
         self._begun, self.behind = _with_loss(part, self.kept)
         self.during = During(self.kept)
-        self.returning = Returning(self.kept)
+        self.forward = [one for one in (Returning(self.kept), Returning(self.kept, last=True)) if one.any]
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
@@ -105,8 +106,8 @@ class Certain:
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         there, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))
         yield total((1.0, begun), (1.0, self.kept.expression(formats)))
-        if self.returning.any:
-            yield total((1.0, there), (1.0, self.returning.expression(formats)))
+        for returning in self.forward:
+            yield total((1.0, there), (1.0, returning.expression(formats)))
         for moment in self.moments:
             yield total((1.0, behind), (1.0, self.during.expression(formats, moment)))
 
@@ -114,7 +115,7 @@ class Certain:
         """Returns the most bytes under a plan, by the states that it puts operators into; without `waiting` sooner, and maybe less."""
         found = [
             self._begun + self.kept.of(names),
-            self.returning.of(names),
+            *(returning.of(names) for returning in self.forward),
             *(self.behind + self.during.of(names, moment, waiting) for moment in self.moments),
         ]
         return self._before + max(found)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from qsync_fx.allocator.exact.bounding.again import Again, Where, scaled
+from qsync_fx.allocator.exact.bounding.again import Again
+from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.unary import Count
 from qsync_fx.allocator.exact.bounding.waiting import Waiting

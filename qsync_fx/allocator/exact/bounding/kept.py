@@ -1,10 +1,10 @@
 """What a step certainly holds when its backward pass begins, as a linear expression of states.
 
 All that the backward pass reads of the forward pass is there then, and the gradients that it begins with. Certain of that are the factors
-of products, in the formats that these compute in, the results of products that others keep, masks and statistics, and what others keep that
-no compiler can compute again: what follows from a product's result that nobody keeps (`lost`). Each value counts once a format. What may
-be computed again under some plan is left out. So at whole choices the expression is no more than the judge says of any plan, and in most
-plans the better part of it.
+of products, in the formats that these compute in, the results of products that others keep, masks and statistics (of ReLUs: `gates`), and
+what others keep that no compiler can compute again: what follows from a product's result that nobody keeps (`lost`). Each value counts once
+a format. What may be computed again under some plan is left out. So at whole choices the expression is no more than the judge says of any
+plan, and in most plans the better part of it.
 
 Invariant: `of` and `expression` count the same.
 """
@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+from qsync_fx.allocator.exact.bounding.gates import Gate, Lying, gates
 from qsync_fx.allocator.exact.bounding.passes import Passes, extras_kept
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
 from qsync_fx.allocator.exact.terms.formats import Formats, Spread
@@ -30,7 +32,7 @@ Key = tuple[int, Name]
 
 
 @dataclass(frozen=True)
-class _Factor:
+class Factor:
     """A factor of a product: by what that computes in, the format that it is read in; `own` is what is there before the step."""
 
     at: int
@@ -50,6 +52,9 @@ class _Result:
     kept: Mapping[StateNames, Name]
 
 
+_One = TypeVar("_One", _Result, Gate)
+
+
 @dataclass(frozen=True)
 class _Spread:
     """Where things are kept in which format: the same at all moments.
@@ -57,11 +62,13 @@ class _Spread:
     Attributes:
         formats: of the operators.
         factors, results: of each of them, in the order of `Kept`.
+        masks: where gates keep them.
     """
 
     formats: Formats
     factors: Sequence[Spread]
     results: Sequence[Spread]
+    masks: Sequence[Expression]
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Readers:
     factors: Set[tuple[int, int]] = frozenset()
     unscaled: Set[tuple[int, int]] = frozenset()
 
-    def reads(self, factor: _Factor, fmt: Name) -> bool:
+    def reads(self, factor: Factor, fmt: Name) -> bool:
         """Whether a factor is there, in a format."""
         key = factor.at, factor.place
         if factor.at in self.wholly or key in self.factors:
@@ -100,9 +107,10 @@ class Kept:
         self.graph = part.graph
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
         self.passes = passes = [Passes(one) for one in uniform]
-        self._factors: list[_Factor] = []
+        self.factors: list[Factor] = []
         self.results: list[_Result] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
+        self.gates: list[Gate] = []
         self._forward = forward = passes[0].forward
         self._spread: _Spread | None = None
         self._incoming = 0
@@ -115,21 +123,25 @@ class Kept:
                     root = forward.root(read.value)
                     value = read.value if forward.is_part(read.value) else root
                     own = self.graph.values[root].own if forward.given(read.value) else None
-                    self._factors.append(_Factor(at, place, value, known, own))
+                    self.factors.append(Factor(at, place, value, known, own))
             # Attention of several kernels keeps masks and more, as others do.
             if not forward.multiplies(operator) or attends(operator):
                 self.extras[at] = extras_kept(passes, at)
-            if forward.multiplies(operator):
-                continue
-            self.results += self._values_kept(passes, at)
+            if not forward.multiplies(operator):
+                self.results += self._values_kept(passes, at)
+            elif attends(operator):
+                # Attention of one kernel keeps its own result.
+                self.results += [one for one in self._values_kept(passes, at) if one.value == operator.result]
+        self.gates += gates(self)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
 
-    def of(self, names: Sequence[StateNames], readers: Readers | None = None) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read."""
-        found: set[Key] = set()
-        for factor in self._factors:
+    def of(self, names: Sequence[StateNames], readers: Readers | None = None, lying: Sequence[Lying] = ()) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read, and
+        values that lie in memory beside."""
+        found: set[Key] = {(one.value, fmt) for one in lying if (fmt := one.held(names)) is not None}
+        for factor in self.factors:
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                 found.add((factor.value, fmt))
@@ -138,19 +150,26 @@ class Kept:
             held = fmt if result.maker is None else names[result.maker][1]
             found.add((result.value, min((fmt, held), key=_width)))
         extras = sum(sizes[names[at]] for at, sizes in self.extras.items() if self._extras_read(readers, at))
-        return sum(self._bytes(*key) for key in found) + extras + (self._incoming if readers is None else 0)
+        lost: dict[int, bool] = {}
+        masks = sum(gate.of(names, lost) for gate in _of(readers, self.gates))
+        return sum(self._bytes(*key) for key in found) + extras + masks + (self._incoming if readers is None else 0)
 
-    def expression(self, formats: Formats, readers: Readers | None = None) -> Expression:
-        """Returns the bytes; with `readers` those of what their backward passes read."""
+    def expression(self, formats: Formats, readers: Readers | None = None, lying: Sequence[Lying] = ()) -> Expression:
+        """Returns the bytes; with `readers` those of what their backward passes read, and of values that lie in memory beside."""
         wants: dict[Key, list[Expression]] = {}
+        for one in lying:
+            for fmt, where in one.held_in(formats):
+                wants.setdefault((one.value, fmt), []).append(where)
         found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
         if self._spread is None or self._spread.formats is not formats:
+            lost: dict[int, Expression] = {}
             self._spread = _Spread(
                 formats,
-                [self._factor(formats, factor) for factor in self._factors],
+                [self._factor(formats, factor) for factor in self.factors],
                 [self._parts(formats, result) for result in self.results],
+                [gate.masked(formats, lost) for gate in self.gates],
             )
-        for factor, by_format in zip(self._factors, self._spread.factors, strict=True):
+        for factor, by_format in zip(self.factors, self._spread.factors, strict=True):
             for fmt, where in by_format.items():
                 if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
@@ -162,6 +181,9 @@ class Kept:
             if self._extras_read(readers, at):
                 for state, where in formats.states[at].items():
                     add(found, where, sizes[state])
+        for gate, masked in zip(self.gates, self._spread.masks, strict=True):
+            if _is_read(readers, gate):
+                add(found, masked, gate.mask)
         for key, several in wants.items():
             add(found, formats.program.any_of(several), self._bytes(*key))
         return found
@@ -172,7 +194,7 @@ class Kept:
         return at in readers.passed and not norms(self.graph.operators[at])
 
     @staticmethod
-    def _factor(formats: Formats, factor: _Factor) -> Spread:
+    def _factor(formats: Formats, factor: Factor) -> Spread:
         """Returns where a factor is read in each format."""
         found: dict[Name, Expression] = {}
         for name, where in formats.precisions[factor.at].items():
@@ -206,7 +228,7 @@ class Kept:
             yield fmt, rest
 
     def _values_kept(self, passes: Sequence[Passes], at: int) -> Iterator[_Result]:
-        """Yields what an operator that is no product keeps under any plan: results of products, and what is lost otherwise."""
+        """Yields what an operator keeps under any plan, but for factors: results of products, and what is lost otherwise."""
         operator, forward = self.graph.operators[at], self._forward
         for value in self.saved(operator):
             maker, kept = forward.made_by(value), self.formats_of(at, value)
@@ -263,11 +285,11 @@ class Kept:
         return FORMATS[fmt].dtype.itemsize * whole(held.numel) + whole(held.fixed)
 
 
-def _of(readers: Readers | None, found: Sequence[_Result]) -> Iterator[_Result]:
+def _of(readers: Readers | None, found: Sequence[_One]) -> Iterator[_One]:
     return (one for one in found if _is_read(readers, one))
 
 
-def _is_read(readers: Readers | None, result: _Result) -> bool:
+def _is_read(readers: Readers | None, result: _Result | Gate) -> bool:
     return readers is None or result.at in readers.wholly or result.at in readers.passed
 
 

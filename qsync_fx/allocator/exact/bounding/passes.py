@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.model.value import StateNames
 
@@ -32,6 +33,17 @@ class Passes:
     def reads_kept(self, at: int, name: str) -> bool:
         """Whether what an operator keeps of a value is read again."""
         return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(at, ()))
+
+    def mask(self, at: int) -> Buffer | None:
+        """Returns what the gate at a place keeps in place of its result; None where that is kept, or computed again."""
+        name = self.forward.graph.values[self.forward.graph.operators[at].result].name
+        kept = self.forward.kept.get(at, ())
+        return next((one for one in kept if one.name == name and one.format is None), None)
+
+    def reads_gate(self, at: int) -> bool:
+        """Whether what the gate at a place keeps is read again; of several that its result is computed from, some."""
+        mask = self.mask(at)
+        return not self.read.isdisjoint(self.forward.kept.get(at, ()) if mask is None else [mask])
 
     def extras(self, at: int) -> Mapping[str, int]:
         """Returns the bytes of what an operator keeps beside values and reads again, by name."""

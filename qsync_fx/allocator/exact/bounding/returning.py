@@ -1,6 +1,7 @@
-"""What a step certainly holds while it computes what the model returns, as a linear expression of states.
+"""What a step certainly holds while it computes what the model returns, or what its last product reads, as a linear expression of states.
 
-Results of products that this is computed from without lying in memory in between, as along residuals, are there till then. What the last
+Results of products that this is computed from without lying in memory in between, as along residuals, are there till then, and so are other
+values that lie in memory, as for products that read them quantized. What the last
 product ran behind is kept by then, too: a kernel of a library ends what compilers make one kernel. What is written behind that may be
 written over what is read there, where it is as large; of that masks alone are counted, which are not, and the numbers that the last of them
 is made from.
@@ -13,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
-from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, add
+from qsync_fx.allocator.exact.bounding.gates import Lying, Residing
+from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, add, norms
 from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.predictor.memory.buffers import Buffer
-from qsync_fx.predictor.memory.order import fused, reaching
 from qsync_fx.predictor.memory.telling import attends, pools
 from qsync_fx.predictor.model.value import StateNames
 
@@ -27,19 +28,25 @@ class Returning:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
+        last: in place of what the model returns, what its last product reads.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, last: bool = False) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+        read = [one.value for one in self.graph.outputs]
+        if last:
+            product = next((one for one in reversed(self.graph.operators) if self._forward.multiplies(one)), None)
+            read = [product.reads[0].value] if product is not None else []
+        self._given = {self._forward.root(value) for value in read}
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into."""
         beside = (*self._results.items(), *self._masks.items(), *self._drawn.items())
-        return self._kept.of(names, self._there) + sum(sizes[names[at]] for at, sizes in beside)
+        return self._kept.of(names, self._there, self.beside) + sum(sizes[names[at]] for at, sizes in beside)
 
     def expression(self, formats: Formats) -> Expression:
         """Returns the bytes."""
-        found = dict(self._kept.expression(formats, self._there))
+        found = dict(self._kept.expression(formats, self._there, self.beside))
         for at, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
             for state, where in formats.states[at].items():
                 add(found, where, sizes[state])
@@ -47,25 +54,42 @@ class Returning:
 
     @property
     def any(self) -> bool:
-        """Whether results of products are there."""
-        return bool(self._results)
+        """Whether anything is there that is not kept."""
+        return bool(self._results or self.beside)
 
     @cached_property
     def _seen(self) -> Sequence[_Seen]:
         if len({operator.graph for operator in self.graph.operators}) != 1:
             return ()
-        return [_Seen(one) for one in self._kept.passes]
+        return [_Seen(one, {self.graph.values[value].name for value in self._given}) for one in self._kept.passes]
+
+    @cached_property
+    def _names(self) -> Set[str]:
+        """The names of what it is computed from under all plans."""
+        return frozenset.intersection(*(frozenset(buffer.name for buffer in one.read) for one in self._seen))
+
+    @cached_property
+    def beside(self) -> Sequence[Lying]:
+        """The values that lie in memory and that it is computed from, but for results of products."""
+        if not self._seen:
+            return ()
+        makers, residing = (self._forward.made_by(value) for value in self._given), Residing(self._kept)
+        found = {one.value: one for maker in makers if maker is not None for one in residing.behind(maker)}
+        return [one for one in found.values() if self.graph.values[one.value].name in self._names]
 
     @cached_property
     def _results(self) -> Mapping[int, Mapping[StateNames, int]]:
         """By product, the bytes of its result in each state, of those that what is returned is computed from under all plans."""
         if not self._seen:
             return {}
-        names = frozenset.intersection(*(frozenset(buffer.name for buffer in one.read) for one in self._seen))
         found: dict[int, Mapping[StateNames, int]] = {}
         for at, operator in enumerate(self.graph.operators):
             value = self.graph.values[operator.result]
-            if not self._forward.multiplies(operator) or value.name not in names or operator.result in self._lying:
+            if (
+                not self._forward.multiplies(operator)
+                or value.name not in self._names
+                or operator.result in self._lying
+            ):
                 continue
             found[at] = {state: self._bytes(at, state) for state in operator.costs}
         return found
@@ -83,11 +107,10 @@ class Returning:
     @cached_property
     def _masks(self) -> Mapping[int, Mapping[StateNames, int]]:
         """By operator, what else it keeps beside values that nothing of what is read can be written over by."""
-        sizes = {size for by in self._results.values() for size in by.values()}
         found: dict[int, Mapping[StateNames, int]] = {}
         for at, by in self._kept.extras.items():
             buffers = [(one, buffer) for one in self._seen for buffer in one.extras(at)]
-            written = all(buffer in one.written and buffer.bytes not in sizes for one, buffer in buffers)
+            written = all(buffer in one.written and buffer.bytes not in self._sizes for one, buffer in buffers)
             if buffers and written and at not in self._there.wholly:
                 found[at] = by
         return found
@@ -98,8 +121,7 @@ class Returning:
 
         In the order in which the pass is written one kernel makes the mask then, and computes what is returned.
         """
-        returned = {self._forward.root(read.value) for read in self.graph.outputs}
-        if not self._results or not returned.isdisjoint(self._lying):
+        if not self._results or not self._given.isdisjoint(self._lying):
             return {}
         for at, operator in reversed(list(enumerate(self.graph.operators))):
             if self._forward.multiplies(operator):
@@ -117,42 +139,53 @@ class Returning:
 
     @cached_property
     def _there(self) -> Readers:
-        """The operators of which all that they keep is there, under all plans."""
+        """The operators of which all that they keep is there, under all plans, and those of which it is but for statistics."""
         if not self._seen:
             return Readers(frozenset(), frozenset())
-        found = (
-            at
-            for at in range(len(self.graph.operators))
-            if all(one.behind.issuperset(one.kept(at)) for one in self._seen)
-        )
-        return Readers(frozenset(found), frozenset())
+        wholly, passed = set[int](), set[int]()
+        for at, operator in enumerate(self.graph.operators):
+            later = [set(one.kept(at)) - one.behind for one in self._seen]
+            if not any(later):
+                wholly.add(at)
+            elif norms(operator) and all(one.extras(at) >= rest for one, rest in zip(self._seen, later, strict=True)):
+                passed.add(at)
+        for gate in self._kept.gates:
+            masks = [(one, mask) for one in self._seen if (mask := one.passes.mask(gate.at)) is not None]
+            if masks and all(mask in one.written and mask.bytes not in self._sizes for one, mask in masks):
+                passed.add(gate.at)
+        return Readers(frozenset(wholly), frozenset(passed))
+
+    @cached_property
+    def _sizes(self) -> Set[int]:
+        """The bytes, in any format, of what is read and not kept: what is as large may be written over it."""
+        places = [self.graph.places[maker.id] for value in self.beside if (maker := self._forward.made_by(value.value))]
+        made = {self._bytes(at, state) for at in places for state in self.graph.operators[at].costs}
+        return made.union(*(sizes.values() for sizes in self._results.values()))
 
 
 class _Seen:
     """What is there under a plan while what the model returns is computed, of the result that is computed from most.
 
     Attributes:
+        passes: those under the plan.
         read: what that is computed from.
-        behind: what was written before the last kernel of a library before it, or by that.
-        written: what was written before it in any case, or with it.
+        behind: what was written before the last kernel of a library before it, or by that, in the order in which the pass is written.
+        written: what was written before it, or with it.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._forward = passes.forward
-        groups = fused(self._forward.tasks)
-        writes = [{buffer for task in group for buffer in task.writes} for group in groups]
-        writer = {buffer: at for at, written in enumerate(writes) for buffer in written}
-        last = [task for task in self._forward.tasks if self._forward.outputs.intersection(task.writes)]
-        task = max(last, key=lambda task: sum(buffer.bytes for buffer in task.reads), default=None)
-        self.read: Set[Buffer] = frozenset() if task is None or task.library else task.reads
-        needs = [{writer[b] for task in group for b in task.reads if b in writer} for group in groups]
-        last_group = [] if task is None else [writer[task.writes[0]]]
-        before, found = reaching(needs, last_group), set[int]()
-        for at in before:
-            if groups[at][0].library:
-                found |= {at, *reaching(needs, [at])}
-        self.behind = {buffer for at in found for buffer in writes[at]}
-        self.written = {buffer for at in (*before, *last_group) for buffer in writes[at]}
+    def __init__(self, passes: Passes, names: Set[str]) -> None:
+        self.passes, self._forward = passes, passes.forward
+        tasks = self._forward.tasks
+        last = [
+            at
+            for at, task in enumerate(tasks)
+            if not task.library and any(buffer.name in names for buffer in task.writes)
+        ]
+        end = max(last, key=lambda at: sum(buffer.bytes for buffer in tasks[at].reads), default=-1)
+        self.read: Set[Buffer] = tasks[end].reads if last else frozenset()
+        library = max((at for at in range(end) if tasks[at].library), default=-1)
+        self.behind = {buffer for task in tasks[: library + 1] for buffer in task.writes}
+        self.written = {buffer for task in tasks[: end + 1] for buffer in task.writes}
 
     def extras(self, at: int) -> Set[Buffer]:
         """Returns what the operator at a place keeps beside values."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from qsync_fx.allocator.exact.bounding.again import Where
 from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.gates import Where
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
 from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, gradients
 from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
@@ -32,6 +32,7 @@ class Planned:
     def __init__(self, names: Sequence[StateNames]) -> None:
         self.program = Program()
         self.states: Sequence[Mapping[StateNames, Expression]] = [{state: ONE} for state in names]
+        self.precisions: Sequence[Spread] = [{precision: ONE} for precision, _ in names]
         self.outputs: Sequence[Spread] = [{output: ONE} for _, output in names]
 
 
@@ -58,6 +59,7 @@ class Streams:
         self._known: dict[Moment, Expression] = {}
         self._repeated = any(operator.repeated for operator in self.graph.operators)
         self._counted_elsewhere = {result.value for result in kept.results}
+        self._gates = {gate.at: gate for gate in kept.gates}
 
     def of(self, planned: Planned, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
         """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
@@ -179,12 +181,18 @@ class Streams:
         product = self._product(counts, operator, moment)
         floor = whole(self.graph.values[operator.result].numel) if product is not None else 0
         sizes = {state: self._forward.bytes(operator.result, hows[state]) for state in kept}
-        yield _Item(floor, ONE, {})
+        yield _Item(floor, ONE, self._counted(where, at, moment))
         for size, least in _levels(sizes, floor):
             yield _Item(size, total(*((1.0, kept[state]) for state in least)), {})
         if product is not None:
             otherwise = total(*((1.0, there) for there in kept.values()), (1.0, counts.again.lost(operator.result)))
             yield from self._computed_from(counts, where, product, floor, otherwise)
+
+    def _counted(self, where: Where, at: int, moment: Moment) -> Expression:
+        """Returns where the mask of a gate counts as what the operators before it keep does."""
+        gate, readers = self._gates.get(at), self._waiting.of(moment)
+        counts = gate is not None and (at in readers.wholly or at in readers.passed)
+        return gate.masked(where, {}) if gate is not None and counts else {}
 
     def _computed_from(
         self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression
