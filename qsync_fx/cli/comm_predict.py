@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from qsync_fx.cli import output, training
+from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
@@ -35,7 +35,8 @@ _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    asked = training.add(parser, "what to predict", "the format of all operators; fp32 by default", False)
+    model.add(parser, needed=False)
+    asked = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
     asked.add_argument("--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices")
     asked.add_argument(
         "--bandwidth", metavar="RATE", required=True, help="of each link: 1gbit, 100mbit, or 12.5GB a second"
@@ -81,16 +82,17 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise OptionError(
             "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
         )
-    formats = (arguments.precisions or "fp32").split(",")
-    if len(formats) > 1:
-        raise OptionError("the model trains in one format here", where="--precisions", do="name one")
+    if arguments.plan is not None:
+        do = "name it with --precision; qsync replay takes a plan, with the codecs that it has"
+        raise OptionError("all operators are in one format here", where="--plan", do=do)
+    fmt = arguments.precision or "fp32"
     network = Network(_bytes_a_second(arguments.bandwidth, "--bandwidth"), arguments.latency)
     inside = _inside(arguments)
-    profile = _profile(arguments, formats)
+    profile = _profile(arguments, fmt)
     # gloo sends gradients of the CPU around one ring.
     nodes = Nodes(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
     fleet = Cluster({"devices": Device(arguments.ranks)}, network, nodes=nodes)
-    mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(formats[0]))
+    mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
     how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
     # What codes by shapes is not known of a profile: 1bit* has the same rule over consecutive values.
@@ -108,10 +110,10 @@ def _predict(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.as_json(_as_json(profile, fleet, how_fast, without, found))
     else:
-        _show(profile, formats[0], fleet, how_fast, without, found)
+        _show(profile, fmt, fleet, how_fast, without, found)
 
 
-def _profile(arguments: argparse.Namespace, formats: list[str]) -> Profile:
+def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
     from qsync_fx.devices import get
     from qsync_fx.profiling.profile import Profile
 
@@ -124,9 +126,9 @@ def _profile(arguments: argparse.Namespace, formats: list[str]) -> Profile:
         raise OptionError(
             "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
         )
-    trained = training.read(argparse.Namespace(**{**vars(arguments), "precisions": None}), "a prediction")
+    trained = training.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}), "a prediction")
     optimizer = training.optimizer(arguments.optimizer, trained.module)
-    return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], formats, optimizer)
+    return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], [fmt], optimizer)
 
 
 def _read(path: str) -> Rates:

@@ -136,7 +136,7 @@ def test_predict_takes_speeds_that_were_measured(
         (["--gpus", "2", "--bandwidth", "fast"], "'fast' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "1gbit"], "there is neither a model nor a profile"),
-        (["--gpus", "2", "--bandwidth", "1gbit", "--precisions", "fp32,bf16"], "trains in one format here"),
+        (["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"], "all operators are in one format here"),
     ],
 )
 def test_what_predict_cannot_take_is_told(how: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
