@@ -126,7 +126,9 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
         raise OptionError(
             "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
         )
-    trained = training.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}), "a prediction")
+    trained = training.read(
+        argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}), "a prediction"
+    )
     optimizer = training.optimizer(arguments.optimizer, trained.module)
     return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], [fmt], optimizer)
 

@@ -49,6 +49,8 @@ class Exact:
         # Where little is chosen, looking twice takes little.
         if not search.near and (not search.lean(self.rounds) or few(search)):
             search.run(self.rounds)
+        if search.approximate:
+            search.sharpen()
         whole = not search.approximate or (not search.near and every(search))
         if not whole and not search.near:
             begin_elsewhere(search)

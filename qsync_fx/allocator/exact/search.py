@@ -26,6 +26,8 @@ from qsync_fx.allocator.problem import Plans, Problem
 
 _MOMENTS: Final = 8
 """How often at most what is certain is reckoned at more moments, as plans are found that hold too much at them."""
+_OWN: Final = 3
+"""Up to how many times the gap that may be left a program's own may be what lacks."""
 _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 
@@ -103,9 +105,7 @@ class Search(Learned):
     def bounded(self) -> float | None:
         """Returns what no plan is below, where any is known: reckoned with what is certain to be held, and what operators take beside
         their neighbours."""
-        prices: dict[str, Priced] = {
-            name: Beside(self.problem.classes[name]) if known.differ else known for name, known in self.prices.items()
-        }
+        prices = self._least_prices
         new = self.proved is None
         for name, held in self.held.items():
             part, memory = self.problem.classes[name], self.judge.memory(name)
@@ -124,6 +124,24 @@ class Search(Learned):
             if self.near or not self._above():
                 break
         return self.proved
+
+    def sharpen(self) -> None:
+        """Proves more where that may be all that lacks: a program that is solved to a gap leaves as much between its plan and its bound."""
+        if self.best is None or self.proved is None or self.near:
+            return
+        value = self.best[1].value(self.problem)
+        if value - self.proved > _OWN * self.gap * value:
+            return
+        prices, gap = self._least_prices, self.gap
+        self.gap = gap / _OWN**2
+        found = self._found(self.judge.plans, prices, self._certain, self._asked)
+        self.gap, self.proved = gap, max(found.bound, self.proved)
+
+    @property
+    def _least_prices(self) -> dict[str, Priced]:
+        """What operators take at least, beside any neighbours."""
+        found = self.prices.items()
+        return {name: Beside(self.problem.classes[name]) if known.differ else known for name, known in found}
 
     def _above(self) -> bool:
         """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
@@ -169,7 +187,7 @@ class Search(Learned):
 
     def _alike(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
         """Whether limits of memory are so near one another that halving what is between them finds little."""
-        return all(abs(one[name] - other[name]) <= NEAR / 2 * limit for name, limit in self._asked.memory.items())
+        return all(abs(one[name] - other[name]) <= NEAR / 4 * limit for name, limit in self._asked.memory.items())
 
     def _beyond(self, name: str) -> float:
         """Returns what the judge says that the last plan holds beyond what is certain."""
