@@ -117,7 +117,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         tell_of_shared_code(graph, here, graph.context.options)
     wait_for_a_step()
     device = graph.context.device
-    fast_dropout = options.fast_dropout and dropout.serves(graph)
+    fast_dropout = dropout.serves(graph)
     kernels = prepare(graph) + " fast_dropout" * fast_dropout + " keep_less" * options.keep_less
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (

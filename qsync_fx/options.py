@@ -44,8 +44,8 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "one's numbers exactly, which is slower; False by default",
         "where_faster": "True: an operator that no plan names keeps a wider format than the precision of all where that is as fast at its "
         "shape on the device, and says so; False by default",
-        "fast_dropout": "True: on the CPU, what dropout drops is drawn in vectors from the stream of the roundings, and not from torch's "
-        "generator, one value at a time; False by default",
+        "fast_dropout": "False: on the CPU, what dropout drops is drawn by torch's generator, one value at a time; by default in vectors, "
+        "from the stream of the roundings, wherever it can be; True says where it cannot",
         "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "
         'mode="reduce-overhead" does, which means the same; False by default',
         "keep_less": "True: what the backward pass can compute again in one pass over memory is not kept for it, and masks of dropout are "
@@ -90,7 +90,7 @@ class Options:
     scaling: Scaling = "tensor"
     exact: bool = False
     where_faster: bool = False
-    fast_dropout: bool = False
+    fast_dropout: bool | None = None
     cudagraphs: bool = False
     keep_less: bool = False
     weights_once: bool = False
@@ -114,6 +114,8 @@ class Options:
         for name in (found.name for found in fields(self) if isinstance(found.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
+        if self.fast_dropout is not None and not isinstance(self.fast_dropout, bool):
+            raise _wrong("fast_dropout", self.fast_dropout, "give True or False, or leave it out")
         for name, why, who in (
             ("fast_dropout", "takes no dropout of ours", "draws in vectors"),
             ("cudagraphs", "captures nothing", "captures CUDA graphs"),

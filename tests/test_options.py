@@ -28,7 +28,7 @@ def test_defaults() -> None:
         "tensor",
         False,
         False,
-        False,
+        None,
         False,
         False,
         False,

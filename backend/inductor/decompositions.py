@@ -60,7 +60,7 @@ def for_inductor(device: torch.device, fast_dropout: bool = False, keep_less: bo
 
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:
-        table = {**table, dropping: decomposition()}
+        table = {**table, dropping: decomposition(bits=keep_less)}
     elif keep_less:
         table = {**table, dropping: in_bits(table[dropping])}
     ours: dict[OpOverload, Callable[..., Any]] = {

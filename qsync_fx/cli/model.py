@@ -40,6 +40,8 @@ _SAID = {
     "passes": "also run this pass of an installed package; repeatable",
 }
 """What a command line can give of an option that Python can give more of."""
+_EITHER = ("fast_dropout",)
+"""What is on or off, and by default neither."""
 _FLAGS = {"passes": "--pass"}
 _METAVARS = {
     "precision": "NAME",
@@ -98,7 +100,9 @@ def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
             continue
         help_text = literal(_SAID.get(name, text).removeprefix("True: "))
         metavar = {"metavar": _METAVARS.get(name, "HOW")}
-        if defaults[name] is False:
+        if name in _EITHER:
+            found[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
+        elif defaults[name] is False:
             found[name] = {"action": "store_true", "default": None, "help": help_text}
         elif defaults[name] == ():
             found[name] = {"action": "append", "help": help_text} | metavar

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Task
-from qsync_fx.predictor.memory.telling import attends, whole
+from qsync_fx.predictor.memory.telling import attends, draws_alone, whole
 from qsync_fx.predictor.memory.values import Values
 from qsync_fx.predictor.model.value import ModelGraph, Name, Operator
 
@@ -39,11 +39,13 @@ def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) ->
     return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
 
 
-def _kept_whole(values: Values, operator: Operator, state: tuple[Name, Name]) -> bool:
-    """Whether its value, in a state, is a part of something that autograd keeps as it is."""
+def _kept_whole(values: Values, operator: Operator, fmt: Name) -> bool:
+    """Whether its value, in a format, is a part of something that autograd keeps as it is, where it is in that format."""
     read = operator.reads[VALUE].value
-    name = values.graph.values[values.root(read)].name
-    return values.is_part(read) and any(key == name for key, _ in operator.costs[state].saved)
+    root = values.root(read)
+    name = values.graph.values[root].name
+    whole = any(key == name for cost in operator.costs.values() for key, _ in cost.saved)
+    return values.is_part(read) and whole and values.states.held(root) == fmt
 
 
 def _width(operator: Operator) -> int:
@@ -80,16 +82,18 @@ class Matrices:
         operands: query, key and value, laid out anew; a value that needs none is the whole of which it is a part.
         copies: query and key as they are kept, where that is not as they are multiplied.
         scores, weights: before and after what makes weights of them; what was dropped is zero in these.
-        kept: what else the backward pass reads: the largest and the sum of each row, and which weights were dropped.
+        statistics: the largest and the sum of each row, which the backward pass reads.
+        mask: which weights were dropped; None where none are.
         passing: what is there while weights are computed, and not behind that.
-        numbers: random ones, where some are dropped.
+        numbers: the random ones that the mask is made from, where it is not drawn itself.
     """
 
     operands: tuple[Buffer, Buffer, Buffer]
     copies: tuple[Buffer, Buffer] | None
     scores: Buffer
     weights: Buffer
-    kept: tuple[Buffer, ...]
+    statistics: Buffer
+    mask: Buffer | None
     passing: tuple[Buffer, ...]
     numbers: Buffer | None
 
@@ -114,28 +118,33 @@ class Matrices:
             Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
         )
         copies = None
-        if _kept_whole(values, operator, state):
+        if _kept_whole(values, operator, fmt):
             root = values.root(operator.reads[VALUE].value)
             value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
             copies = replace(query, name=f"{query.name} as kept"), replace(key, name=f"{key.name} as kept")
-        mask = [buffer("mask", scores)] if drops else []
         return cls(
             (query, key, value),
             copies,
             buffer("scores", size * scores, fmt),
             buffer("weights", size * scores, fmt),
-            (buffer("statistics", (2 * _SUM + 1) * rows), *mask),
+            buffer("statistics", (2 * _SUM + 1) * rows),
+            buffer("mask", scores) if drops else None,
             (buffer("exponentials", FP32.dtype.itemsize * scores, FP32.name),)
             if drops and size < FP32.dtype.itemsize
             else (),
-            buffer("numbers", size * scores, fmt) if drops else None,
+            buffer("numbers", size * scores, fmt) if drops and not draws_alone(operator) else None,
         )
 
     @property
     def saved(self) -> frozenset[Buffer]:
         """What the backward pass reads."""
-        scores = () if self.numbers is None else (self.scores,)  # without dropout the weights are what it needs
+        scores = () if self.mask is None else (self.scores,)  # without dropout the weights are what it needs
         return frozenset((*self.factors, *scores, self.weights, *self.kept))
+
+    @property
+    def kept(self) -> tuple[Buffer, ...]:
+        """What else the backward pass reads."""
+        return (self.statistics,) if self.mask is None else (self.statistics, self.mask)
 
     @property
     def factors(self) -> tuple[Buffer, Buffer, Buffer]:
@@ -144,23 +153,22 @@ class Matrices:
 
     def copied(self, name: str) -> list[Task]:
         """Returns what is written when the pass is about to end."""
-        query, key, _ = self.operands
-        return (
-            [] if self.copies is None else [Task(name, False, False, frozenset({query, key}), self.copies, anew=True)]
-        )
+        kept = () if self.copies is None else zip(self.operands, self.copies, strict=False)
+        return [Task(name, False, False, frozenset({one}), (copy,), anew=True, apart=True) for one, copy in kept]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
         """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
         query, key, value = self.operands
         turned = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
-        numbers = [self.numbers] if self.numbers is not None else []
-        written = (*self.kept, self.weights, *self.passing)
+        first = self.numbers or self.mask
+        drawn = () if first is None else (first,)
+        written = (*(one for one in self.kept if one not in drawn), self.weights, *self.passing)
         return [
             Task(name, False, False, turned, (query, key), anew=True),
             Task(name, False, True, frozenset({query, key}), (self.scores,)),
-            *(Task(name, False, True, writes=(one,)) for one in numbers),
-            Task(name, False, False, frozenset({self.scores, *numbers}) | rest, written, anew=True),
+            *(Task(name, False, True, writes=(one,)) for one in drawn),
+            Task(name, False, False, frozenset({self.scores, *drawn}) | rest, written, anew=True),
             Task(name, False, False, frozenset(sources[VALUE]), (value,), anew=True),
             Task(name, False, True, frozenset({self.weights, value}), (result,)),
         ]
@@ -178,12 +186,12 @@ class Matrices:
         if VALUE in made:
             product(self.weights, given, made[VALUE])
         if QUERY in made or KEY in made:
-            scores, kept = (self.weights if self.numbers is None else self.scores), frozenset(self.kept)
-            if self.numbers is not None and not self.passing:
+            scores, kept = (self.weights if self.mask is None else self.scores), frozenset(self.kept)
+            if self.mask is not None and not self.passing:
                 # In FP32 weights are computed again from scores, whenever that is best.
                 again = Buffer(f"{self.weights.name} again", self.weights.format, self.weights.bytes)
-                found.append(Task(name, True, False, frozenset({scores, self.kept[0]}), (again,)))
-                scores, kept = again, kept - {self.kept[0]}
+                found.append(Task(name, True, False, frozenset({scores, self.statistics}), (again,)))
+                scores, kept = again, kept - {self.statistics}
             product(given, value, changed)
             # It sums over rows first, so that no kernel of elements before it takes it in.
             found.append(Task(name, True, False, frozenset({changed, scores}) | kept, (turned,), sums=True))

@@ -60,6 +60,7 @@ class Task:
         sums: whether it sums over the batch, which no kernel does that computes element by element.
         holds: what is not released before it has run, though a compiler reckons that it were.
         anew: whether it lays out anew what it reads, so that it writes over none of that.
+        apart: whether it does so in an order of elements of its own, so that it is no kernel with others to a compiler's sorts.
     """
 
     operator: str
@@ -71,6 +72,7 @@ class Task:
     holds: tuple[Buffer, ...] = ()
     sums: bool = False
     anew: bool = False
+    apart: bool = False
 
 
 Kind = tuple[Category, Name]

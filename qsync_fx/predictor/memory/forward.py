@@ -15,7 +15,7 @@ from qsync_fx.precision import FORMATS, FP32
 from qsync_fx.predictor.mapper import States
 from qsync_fx.predictor.memory.attention import Matrices, is_fused, scratch
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, attends, convolves, pools, whole
+from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, attends, convolves, draws_alone, pools, whole
 from qsync_fx.predictor.memory.values import Values
 from qsync_fx.predictor.model.names import format_named
 from qsync_fx.predictor.model.value import Name, Operator, Read
@@ -143,7 +143,9 @@ class Forward(Values):
             self._task(at, False, sources, pooled, *extras)
             self._there[operator.result, output] = pooled
             return frozenset({pooled})
-        if "dropout" in operator.row and extras:
+        if "dropout" in operator.row and extras and draws_alone(operator):
+            self._task(at, True, (), *extras)
+        elif "dropout" in operator.row and extras:
             drawn = Buffer(f"numbers of {extras[0].name}", output, self.bytes(operator.result, output))
             self._task(at, True, (), drawn)
             self._task(at, False, {drawn}, *extras)

@@ -48,7 +48,7 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
     for task in tasks:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
         found = len(groups)
-        if not task.library:
+        if not task.library and not task.apart:
             # What it joins has some of its reads in common with it, and waits for nothing that the task needs.
             near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
             for at in near:
@@ -90,7 +90,7 @@ class _Kernel:
     def takes(self, task: Task) -> bool:
         """Whether a task that is no library's is of its kind, and has enough in common with it."""
         first = self.tasks[0]
-        if first.library:
+        if first.library or first.apart:
             return False
         if first.sums and not task.sums:
             return bool(task.reads) and task.reads <= self.written  # what is done to sums alone is done with them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.algebra import Size
+from qsync_fx.graph.dropout import VECTORS
 from qsync_fx.predictor.model.value import Operator
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
@@ -26,6 +27,11 @@ def attends(operator: Operator) -> bool:
 def dear_gradient(operator: Operator) -> bool:
     """Whether its gradient is computed from something `HEAVY` that it reads several times."""
     return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
+
+
+def draws_alone(operator: Operator) -> bool:
+    """Whether what it drops is drawn as a mask by one kernel, with no random numbers in memory."""
+    return operator.method == VECTORS
 
 
 def pools(operator: Operator) -> bool:

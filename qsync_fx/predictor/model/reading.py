@@ -22,6 +22,7 @@ from qsync_fx.graph.cascading import handed_on, rule_of, wide_readers
 from qsync_fx.graph.costs.flow import Site
 from qsync_fx.graph.costs.places import Place
 from qsync_fx.graph.costs.total import Costing
+from qsync_fx.graph.dropout import VECTORS, drawn, drops
 from qsync_fx.graph.effects.bodies import operands as handed_in
 from qsync_fx.graph.nodes import source_of
 from qsync_fx.graph.notes import Note
@@ -62,6 +63,7 @@ class Reading:
         self._points: dict[Hashable, int] = {}
         self._first_point = points
         self._tables: dict[Hashable, Mapping[str, Name]] = {}
+        self._in_vectors = drawn(self.flow.graph)
         found = [place for place in costing.places if isinstance(place, Place)]
         self._places = {(p.reader.node, p.operand): p for p in found if p.reader is not None}
         self._returned = {place.used: place for place in found if place.reader is None}
@@ -145,7 +147,7 @@ class Reading:
             converts=row is not None and row.converts,
             converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
             costs={},
-            method=_method(site.node),
+            method=VECTORS if self._in_vectors and drops(site.node) else _method(site.node),
         )
 
     def _shape(self, site: Site) -> str:

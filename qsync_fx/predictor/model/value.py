@@ -137,7 +137,8 @@ class Operator:
         converts: whether it is a conversion that the model itself asks for.
         converted: whether it computes in the model's own format and converts its result.
         costs: what it costs in each state that it can take, without casts.
-        method: how it computes, where its arguments choose among ways: "tanh" of a gelu that approximates by it; else "".
+        method: how it computes, of several ways: "tanh" of a gelu that approximates by it, "vectors" of a dropout that is drawn in these;
+            else "".
     """
 
     id: str

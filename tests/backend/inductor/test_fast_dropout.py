@@ -155,6 +155,27 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
 
 
 @tiers.ALL
+def test_where_nothing_is_asked_for_it_is_drawn_wherever_it_can_be() -> None:
+    found = {}
+    for asked in (None, True, False):
+        given = {} if asked is None else {"fast_dropout": asked}
+        torch._dynamo.reset()
+        compiled = torch.compile(nn.Dropout(0.25), backend="qsync", options={"precision": "fp32", **given})
+        torch.manual_seed(0)
+        found[asked] = compiled(torch.ones(100, 100))
+        torch.manual_seed(0)
+        assert torch.equal(compiled(torch.ones(100, 100)), found[asked])
+    assert torch.equal(found[None], found[True])
+    assert not torch.equal(found[None], found[False])
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", qsync_fx.PlanWarning)
+        compiled = torch.compile(Checkpointed(), backend="qsync", options={"precision": "fp32"})
+        compiled(torch.ones(40, 40, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+
+
+@tiers.ALL
 def test_a_model_trains_with_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 8))

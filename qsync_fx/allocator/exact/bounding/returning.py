@@ -20,7 +20,7 @@ from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.predictor.memory.buffers import Buffer
-from qsync_fx.predictor.memory.telling import attends, pools
+from qsync_fx.predictor.memory.telling import attends, draws_alone, pools
 from qsync_fx.predictor.model.value import StateNames
 
 
@@ -127,7 +127,7 @@ class Returning:
             if self._forward.multiplies(operator):
                 break
             if "dropout" in operator.row and any(one.extras(at) for one in self._seen):
-                if at not in self._masks:
+                if at not in self._masks or draws_alone(operator):
                     break
                 numbers = {state: self._forward.bytes(operator.result, state[1]) for state in operator.costs}
                 # A mask that is as large may be written over them.
