@@ -26,13 +26,13 @@ from qsync_fx.coverage.settle import wait_for_a_step
 from qsync_fx.errors import OptionError
 from qsync_fx.options import Options
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import read_plan
+from qsync_fx.plan.reading import HoldsPlan, given_plan, read_plan
 from qsync_fx.this_process import part_of_this_process
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
-def switch(model: Model, plan: Plan | ClusterPlan | Path | None) -> Model:
+def switch(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
     """Puts another plan in force for a compiled model; returns the model, which is the same object.
 
     The next call compiles once, or not at all where an equal plan was in force before. Parameters, optimizer, random numbers and
@@ -41,7 +41,8 @@ def switch(model: Model, plan: Plan | ClusterPlan | Path | None) -> Model:
     Args:
         model: what `torch.compile(..., backend="qsync")` returned, a module that was compiled by its own method `compile`, or a module
             with such ones inside, as `DistributedDataParallel` is; all of them are switched.
-        plan: a plan, also one for a cluster, or the path of either; None to let the device decide, as with no plan given.
+        plan: a plan, also one for a cluster, what find_plan returned, or the path of one; None to let the device decide, as with no plan
+            given.
 
     Raises:
         OptionError: the model is not compiled with the backend, or the plan is none.
@@ -54,7 +55,7 @@ def switch(model: Model, plan: Plan | ClusterPlan | Path | None) -> Model:
             where="qsync_fx.switch",
             do='give what torch.compile(model, backend="qsync") returned, or a module that holds it',
         )
-    given = read_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    given = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)
     parts = [(context, _part(context, given)) for context in found.values()]
     for context, part in parts:
         _put_in_force(context, part)
@@ -131,7 +132,7 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     _compile_again(room.backends)
 
 
-def _part(context: Any, plan: Plan | ClusterPlan | None) -> Plan | None:
+def _part(context: Any, plan: object) -> Plan | None:
     """Returns the plan for this rank, by the class that the model was compiled with."""
     if not isinstance(plan, ClusterPlan):
         return Options.parse({} if plan is None else {"plan": plan}).plan

@@ -24,7 +24,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.gradient_codecs import nodes_noted
-from qsync_fx.plan.reading import read_plan
+from qsync_fx.plan.reading import given_plan, read_plan
 
 Way = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter as a plan says it."""
@@ -188,8 +188,9 @@ def weights(duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: 
     return assigned.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
 
 
-def _plan(given: object) -> Plan | ClusterPlan | None:
+def _plan(found: object) -> Plan | ClusterPlan | None:
     """Returns the plan that is given, or whose file is; None for what is none."""
+    given = given_plan(found)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
         return read_plan(given)
     return given if isinstance(given, Plan | ClusterPlan) else None

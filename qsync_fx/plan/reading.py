@@ -22,6 +22,11 @@ class HoldsPlan(Protocol):
         """Returns the plan."""
 
 
+def given_plan(given: object) -> object:
+    """Returns the plan that an allocator's answer holds; what is none, as it is."""
+    return given.as_plan() if isinstance(given, HoldsPlan) else given
+
+
 def read_plan(path: Path) -> Plan | ClusterPlan:
     """Reads a file that may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
     data = CLUSTER_PLAN.read(path)

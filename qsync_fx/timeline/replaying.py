@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from qsync_fx.codec import Path
 from qsync_fx.errors import PlanError
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import read_plan
+from qsync_fx.plan.reading import HoldsPlan, given_plan, read_plan
 from qsync_fx.precision import FORMATS
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.memory import peak_bytes
@@ -35,7 +35,7 @@ from qsync_fx.timeline.known import (
 )
 from qsync_fx.timeline.timeline import Timeline
 
-GivenPlan = Plan | ClusterPlan | Path
+GivenPlan = Plan | ClusterPlan | HoldsPlan | Path
 
 
 def replay(
@@ -47,8 +47,9 @@ def replay(
     """Returns what a training step will look like.
 
     Args:
-        plan: of the device, or of each class of devices by name, or the path of its file; one plan for several classes is the plan of all.
-            Where a plan for a cluster says in which codecs gradients go, the step is that of a training whose gradients are compressed so.
+        plan: of the device, or of each class of devices by name, as find_plan returns it, too, or the path of its file; one plan for
+            several classes is the plan of all. Where a plan for a cluster says in which codecs gradients go, the step is that of a training
+            whose gradients are compressed so.
         profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that
             it names are reckoned with the model of the first that is.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
@@ -101,7 +102,8 @@ def _plans(given: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan],
     return plans, codecs
 
 
-def _plan(given: object) -> Plan | ClusterPlan:
+def _plan(found: object) -> Plan | ClusterPlan:
+    given = given_plan(found)
     if isinstance(given, Plan | ClusterPlan):
         return given
     if isinstance(given, str) and given in FORMATS:
@@ -109,7 +111,7 @@ def _plan(given: object) -> Plan | ClusterPlan:
         raise PlanError(f"{given!r} is a format, and no plan", where="plan", do=do)
     if isinstance(given, str | os.PathLike):
         return read_plan(given)
-    do = "give a Plan, a ClusterPlan, or the path of a file that one was saved to"
+    do = "give a Plan, a ClusterPlan, what find_plan returned, or the path of a file that one was saved to"
     raise PlanError(f"what was given is of type {type(given).__name__}, and no plan", where="plan", do=do)
 
 

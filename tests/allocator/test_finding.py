@@ -18,6 +18,7 @@ from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, Sensit
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.devices import get
+from qsync_fx.distributed.asked import checked as asked_of
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.memory import ADAM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
@@ -120,6 +121,23 @@ def test_plans_are_saved_for_one_device_and_for_a_cluster(tmp_path: Path) -> Non
     assert Plan.load(tmp_path / "plan.json") == alone.plan()
     assert qsync_fx.Options.parse({"plan": alone}).plan == alone.plan()
     assert qsync_fx.Options.parse({"plan": both, "device_class": "slow"}).plan == both.plan("slow")
+
+
+def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
+    """As find_plan returns it: replayed, put in force, measured, and followed by a hook of gradients."""
+    alone = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
+    assert qsync_fx.replay(alone, MLP).seconds == qsync_fx.replay(alone.plan(), MLP).seconds
+    fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
+    profiles = {"fast": MLP, "slow": OTHER}
+    assert qsync_fx.replay(fleet, profiles, cluster=FLEET).seconds == pytest.approx(fleet.judged.seconds)
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync")
+    given = qsync_fx.find_plan(
+        Known("broken", 0, drawn_sensitivity(graph_of("broken"))), objective="fastest", budget="bf16"
+    )
+    assert qsync_fx.switch(compiled, given) is compiled
+    assert asked_of(fleet, None, None, False, None, None, 0, False).way == fleet.codecs
+    with pytest.raises(PlanError, match="no plan of a device"):
+        qsync_fx.measure(nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet)
 
 
 def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
