@@ -39,13 +39,14 @@ def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) ->
     return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
 
 
-def _kept_whole(values: Values, operator: Operator, fmt: Name) -> bool:
-    """Whether its value, in a format, is a part of something that autograd keeps as it is, where it is in that format."""
+def _kept_whole(values: Values, operator: Operator, state: tuple[Name, Name], drops: bool) -> bool:
+    """Whether its value, in a state, is a part of something that autograd keeps as it is, where it is in that format."""
     read = operator.reads[VALUE].value
-    root = values.root(read)
-    name = values.graph.values[root].name
-    whole = any(key == name for cost in operator.costs.values() for key, _ in cost.saved)
-    return values.is_part(read) and whole and values.states.held(root) == fmt
+    root, name = values.root(read), values.graph.values[values.root(read)].name
+    # A cost of an operator is of operands that are converted for it where they are of another format in the model as it is written.
+    costs = operator.costs.values() if drops else [operator.costs[state]]
+    whole = any(key == name for cost in costs for key, _ in cost.saved)
+    return values.is_part(read) and whole and values.states.held(root) == (state[0] or state[1])
 
 
 def _width(operator: Operator) -> int:
@@ -118,7 +119,7 @@ class Matrices:
             Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
         )
         copies = None
-        if _kept_whole(values, operator, fmt):
+        if _kept_whole(values, operator, state, drops):
             root = values.root(operator.reads[VALUE].value)
             value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
             copies = replace(query, name=f"{query.name} as kept"), replace(key, name=f"{key.name} as kept")
