@@ -136,6 +136,8 @@ def measured(case: Case, plan: Plan) -> dict[str, int]:
 
 
 def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
+    # Of another size than the case before it would be explained with symbols.
+    torch._dynamo.reset()
     explanation = qsync_fx.explain(case.model.train(), case.batch[0])
     graph = model_graph(explanation, PRECISIONS)
     ids = [str(op_id) for op_id in explanation.plan().operators]
