@@ -5,6 +5,7 @@ Invariant: what the file says that it is, is what it is read as, with all of tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from qsync_fx.codec import Path
@@ -25,6 +26,21 @@ class HoldsPlan(Protocol):
 def given_plan(given: object) -> object:
     """Returns the plan that an allocator's answer holds; what is none, as it is."""
     return given.as_plan() if isinstance(given, HoldsPlan) else given
+
+
+def device_plans(given: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
+    """Returns the plans of one device, or the one, that are given; raises `PlanError` for what is none."""
+    several = [given] if isinstance(given, Plan | ClusterPlan | HoldsPlan) else given
+    return [_device_plan(given_plan(one)) for one in several]
+
+
+def _device_plan(given: object) -> Plan:
+    if isinstance(given, Plan):
+        return given
+    cluster = isinstance(given, ClusterPlan)
+    do = "give the plan of one of its classes: plan.for_class(name)" if cluster else "give a Plan"
+    what = f"what was given is of type {type(given).__name__}, and no plan of a device"
+    raise PlanError(what, where="plan", do=do)
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from qsync_fx.codec import Path
 from qsync_fx.devices import support
 from qsync_fx.devices.machine import this_machine
-from qsync_fx.errors import OptionError, PlanError, ProfileError
+from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
-from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import HoldsPlan, given_plan
+from qsync_fx.plan import Plan
+from qsync_fx.plan.reading import HoldsPlan, device_plans
 from qsync_fx.precision import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
@@ -107,7 +107,7 @@ def measure(
         PROFILE.check_writable(path)
     module = _checked(model, rounds, options or {})
     first, batches = first_batch(batches)
-    asked = _plans_given(plan)
+    asked = device_plans(plan)
     known = _known(profile, asked, precisions)
     formats = _formats(precisions) if known is None else [precision(name) for name in known.graph.formats]
     training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
@@ -234,24 +234,6 @@ def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) 
     for label, plan in _labelled(asked).items():
         add(found, label, plan, seen.explanation)
     return found
-
-
-def _plans_given(plan: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
-    """Returns the plans that are to be measured, too."""
-    asked = []
-    for given in [plan] if isinstance(plan, Plan | ClusterPlan | HoldsPlan) else plan:
-        one = given_plan(given)
-        if not isinstance(one, Plan):
-            do = (
-                "give the plan of one of its classes: plan.for_class(name)"
-                if isinstance(one, ClusterPlan)
-                else "give a Plan"
-            )
-            raise PlanError(
-                f"what was given is of type {type(one).__name__}, and no plan of a device", where="plan", do=do
-            )
-        asked.append(one)
-    return asked
 
 
 def _labelled(asked: Sequence[Plan]) -> dict[str, Plan]:
