@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 
 from qsync_fx.predictor.memory.buffers import Buffer, Task
@@ -100,17 +100,6 @@ class _Kernel:
             return True
         common = sum(buffer.bytes for buffer in task.reads if buffer in self.read)
         return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
-
-
-def reaching(needs: Sequence[Set[int]], needed: Iterable[int]) -> set[int]:
-    """The places of what the needed ones wait for; of these, what they are themselves waits for nothing here."""
-    found: set[int] = set()
-    left = list(needed)
-    while left:
-        for at in needs[left.pop()] - found:
-            found.add(at)
-            left.append(at)
-    return found
 
 
 def _waits(needed_by: Sequence[Set[int]], at: int, needed: Set[int]) -> bool:
