@@ -192,7 +192,7 @@ class Residing:
 
 def gates(kept: Kept) -> Iterator[Gate]:
     """Yields the gates of which something is kept, under some plan, that no other operator keeps."""
-    residing = Residing(kept)
+    residing = kept.residing
     for at, operator in enumerate(kept.graph.operators):
         value = operator.result
         formats = kept.formats_of(at, value) if operator.row in GATES else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from qsync_fx.allocator.exact.bounding.gates import Gate, Lying, gates
+from qsync_fx.allocator.exact.bounding.gates import Gate, Lying, Residing, gates
 from qsync_fx.allocator.exact.bounding.passes import Passes, extras_kept
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
 from qsync_fx.allocator.exact.terms.formats import Formats, Spread
@@ -239,6 +239,11 @@ class Kept:
                 continue
             if all(one.reads_kept(at, self.graph.values[value].name) for one in passes):
                 yield _Result(at, value, self.graph.places[maker.id] if product else None, kept)
+
+    @cached_property
+    def residing(self) -> Residing:
+        """Finds the values in memory that others are computed from."""
+        return Residing(self)
 
     @cached_property
     def lost(self) -> Set[int]:

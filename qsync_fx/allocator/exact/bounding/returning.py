@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
-from qsync_fx.allocator.exact.bounding.gates import Lying, Residing
+from qsync_fx.allocator.exact.bounding.gates import Lying
 from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, add, norms
 from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.linear.program import Expression
@@ -73,7 +73,7 @@ class Returning:
         """The values that lie in memory and that it is computed from, but for results of products."""
         if not self._seen:
             return ()
-        makers, residing = (self._forward.made_by(value) for value in self._given), Residing(self._kept)
+        makers, residing = (self._forward.made_by(value) for value in self._given), self._kept.residing
         found = {one.value: one for maker in makers if maker is not None for one in residing.behind(maker)}
         return [one for one in found.values() if self.graph.values[one.value].name in self._names]
 
