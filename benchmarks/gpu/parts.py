@@ -25,7 +25,7 @@ from qsync_fx.files import write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PARTS = ("tune", "linear", "conv", "quantize", "step", "products")
+PARTS = ("tune", "linear", "conv", "quantize", "step", "products", "codecs")
 TUNED = (
     ("squares", "int8"),
     ("squares", "int8_grad"),

@@ -22,7 +22,7 @@ from qsync_fx.communication.gathering import Gatherer
 from qsync_fx.communication.handle import Handle
 from qsync_fx.communication.hierarchy import Hierarchy, Nodes
 from qsync_fx.communication.reduction import Reducer
-from qsync_fx.communication.residuals import finite, scale_of
+from qsync_fx.communication.residuals import CPU, finite, scale_of
 from qsync_fx.communication.state import State
 from qsync_fx.communication.wire.worker import Worker
 from qsync_fx.errors import OptionError
@@ -64,7 +64,9 @@ class Compression(Handle):
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]
         self.nodes = nodes
-        self._state = State(rank, world, self._text(assigned), seed)
+        # AQGB's levels follow the link as bytes are made: they are made on the host, whose bytes say how far it has come.
+        lies = self._parameters[0].device if self._parameters else CPU
+        self._state = State(rank, world, self._text(assigned), seed, CPU if assigned.adaptive is not None else lies)
         self._reducer = Reducer(group, self._state, () if nodes is None else nodes.across(rank))
         self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
         self.controller: Controller | None = None
@@ -72,7 +74,7 @@ class Compression(Handle):
         if (adaptive := assigned.adaptive) is not None:
             self.controller = Controller(adaptive.grace, adaptive.elapsed)
             self._gatherer = Gatherer(adaptive, self._reducer, self.controller)
-        self._worker = Worker("qsync communication")
+        self._worker = Worker("qsync communication", lies)
         self._check_every = check_every
         self._watched = -1
         self._loss_scaler, self._scale = scaler, 1.0
@@ -105,6 +107,8 @@ class Compression(Handle):
 
     def attach(self, register: Callable[[], None]) -> None:
         """Has the hook called: `register` gives it to DistributedDataParallel, once something is to be coded."""
+        for codec in dict.fromkeys(piece.codec for piece in self.pieces):
+            codec.prepare(self._state.device)
         self._register = register
         self._registered()
 
@@ -236,7 +240,7 @@ class Compression(Handle):
         state = self._state
         if state.world == 1:
             return
-        values = buffer if buffer.dtype == torch.float32 else buffer.float()
+        values = buffer.to(state.device, torch.float32)
         views = geometry.views(values, buffer, gradients)
         self._average(Bucket(index, step, values, pieces, views, self._checks(step)))
         if values is not buffer:

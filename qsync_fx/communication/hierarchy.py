@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qsync_fx.communication import geometry
 from qsync_fx.communication.bucket import Bucket, volumes
+from qsync_fx.communication.codecs import memory
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.reduction import Reducer
 from qsync_fx.communication.wire import messages
@@ -111,7 +112,7 @@ class Hierarchy:
         good = [place for place in range(self.nodes.size) if self._sound(bucket, place, theirs[place])]
         for number, place in enumerate(good):
             for part, sent in zip(own, self._parts(theirs[place], own), strict=True):
-                part.copy_(sent) if number == 0 else part.add_(sent)
+                part.copy_(sent) if number == 0 else part.add_(sent.to(part.device))
         for part in own:
             part.div_(self.nodes.size)
         self.reducer.tally.decode += time.perf_counter() - begin
@@ -171,5 +172,5 @@ class Hierarchy:
         """Returns bytes that stay from step to step."""
         found = self._memory.get((bucket.index, name))
         if found is None or found.numel() != nbytes:
-            found = self._memory[bucket.index, name] = torch.zeros(nbytes, dtype=torch.uint8)
+            found = self._memory[bucket.index, name] = memory.host(nbytes, self.reducer.state.device)
         return found

@@ -1,5 +1,7 @@
 """A message that a rank sends, and messages that it sums, of the values of a bucket, stretch by stretch.
 
+What lies on another device than the CPU is coded there, and its bytes come to the host, or from it, a stretch at once.
+
 Invariant: sums are taken in the order of the members, whatever comes first; of a message that is not the one awaited nothing is taken.
 """
 
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from qsync_fx.communication.bucket import Bucket
+from qsync_fx.communication.codecs import memory
 from qsync_fx.communication.state import State
 from qsync_fx.communication.tally import Tally
 from qsync_fx.communication.wire.messages import Head
@@ -44,15 +47,23 @@ class Given:
     def encode(self, bucket: Bucket, number: int, state: State, tally: Tally) -> None:
         """Writes a stretch."""
         begin = time.perf_counter()
-        for run in self.stretches[number].runs:
+        sent, runs = self.memory[(wire := self.stretches[number].coded)], self.stretches[number].runs
+        like = self.values[0] if self.values else sent
+        near = memory.beside(sent, like)
+        for run in runs:
             piece, residual = bucket.pieces[run.place], self.residuals[run.place]
-            values, to = self.values[run.place][run.values], self.memory[run.wire]
+            values, to = (
+                self.values[run.place][run.values],
+                near[run.wire.start - wire.start : run.wire.stop - wire.start],
+            )
             residual = None if residual is None else residual[run.values]
             whole = values if residual is None or not bucket.measured else values + residual
             first = self.parts[run.place].start + run.values.start
             piece.codec.encode(values, to, state.draw(piece, bucket.step, first, self.summed), residual)
             if bucket.measured and not self.summed:
                 tally.measure(whole, piece.codec, to)
+        if near is not sent:
+            sent.copy_(near)
         tally.encode += time.perf_counter() - begin
 
 
@@ -89,14 +100,22 @@ class Taken:
         """Sums a stretch."""
         begin = time.perf_counter()
         good = [(sender, message) for sender, message in self.messages.items() if sender not in self.unread]
+        wire, runs = self.stretches[number].coded, self.stretches[number].runs
         for order, (sender, message) in enumerate(good):
-            for run in self.stretches[number].runs:
+            near = memory.taken_to(message[wire], self.values[0]) if runs else message[wire]
+            for run in runs:
                 add = order > 0 or (bool(self.onto) and self.onto[run.place])
                 try:
-                    bucket.pieces[run.place].codec.decode(message[run.wire], self.values[run.place][run.values], add)
+                    codec, sent = (
+                        bucket.pieces[run.place].codec,
+                        near[run.wire.start - wire.start : run.wire.stop - wire.start],
+                    )
+                    codec.decode(sent, self.values[run.place][run.values], add)
                 except ValueError as error:
                     fault(sender, str(error))
         if self.over > 1:
-            for run in self.stretches[number].runs:
+            for run in runs:
                 self.values[run.place][run.values].div_(self.over)
+        if runs:
+            memory.finished(self.values[0])
         tally.decode += time.perf_counter() - begin

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
+from qsync_fx.communication.codecs import memory
 from qsync_fx.communication.passing import Given, Taken
 from qsync_fx.communication.state import State
 from qsync_fx.communication.tally import Tally
@@ -114,7 +115,7 @@ class Reducer:
         if bucket.measured:
             # What a NaN carries differs between instruction sets.
             made = torch.where(bucket.values.isnan(), torch.nan, bucket.values)
-            self.digest = zlib.crc32(made.numpy().tobytes(), self.digest)
+            self.digest = zlib.crc32(made.cpu().numpy().tobytes(), self.digest)
 
     def _count(self, raw: int, theory: float) -> None:
         self.tally.buckets += 1
@@ -145,7 +146,7 @@ class Reducer:
     def flats(self, bucket: Bucket) -> list[Tensor]:
         """Returns a bucket's values in the order they are coded in; what is copied for that is coding."""
         begin = time.perf_counter()
-        room = self._memory_for(bucket, "order", 4 * size).view(torch.float32) if (size := bucket.reordered) else None
+        room = self._order(bucket, size) if (size := bucket.reordered) else None
         flats = bucket.flats(room)
         self.tally.encode += time.perf_counter() - begin
         return flats
@@ -252,7 +253,15 @@ class Reducer:
         key = (bucket.index, name)
         found = self._memory.get(key)
         if found is None or found.numel() != nbytes:
-            found = self._memory[key] = torch.zeros(nbytes, dtype=torch.uint8)
+            found = self._memory[key] = memory.host(nbytes, self.state.device)
+        return found
+
+    def _order(self, bucket: Bucket, size: int) -> Tensor:
+        """Returns memory for so many values beside those of a bucket, that stays, too."""
+        key = (bucket.index, "order")
+        found = self._memory.get(key)
+        if found is None or found.numel() != size:
+            found = self._memory[key] = torch.zeros(size, device=bucket.values.device)
         return found
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+CPU: Final = torch.device("cpu")
 
 
 @dataclass
@@ -28,12 +30,14 @@ class Residuals:
         scales: of the loss that they are of, by parameter.
         scale: of the loss whose gradients come now; 1 where none is known.
         undone: whether steps can be taken back, which takes a copy of all that is used.
+        device: where values lie.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     scale: float = 1.0
     undone: bool = False
+    device: torch.device = CPU
     _before: dict[str, Tensor] = field(default_factory=dict)
     _spent: set[str] = field(default_factory=set)
     _used: list[tuple[str, slice]] = field(default_factory=list)
@@ -41,12 +45,12 @@ class Residuals:
     def part(self, name: str, size: int, part: slice) -> Tensor:
         """Returns what was left of a part of a parameter of `size` values, in the scale of now, to be changed in place; once a step."""
         if name not in self.values:
-            self.values[name], self.scales[name] = torch.zeros(size), self.scale
+            self.values[name], self.scales[name] = torch.zeros(size, device=self.device), self.scale
         found = self.values[name][part]
         self._used.append((name, part))
         if self.undone:
             if name not in self._before:
-                self._before[name] = torch.empty(size)
+                self._before[name] = torch.empty(size, device=self.device)
             self._before[name][part] = found
         if (factor := self.scale / self.scales[name]) != 1.0:
             found.mul_(factor)
@@ -76,12 +80,12 @@ class Residuals:
         return self.values.pop(name), self.scales.pop(name)
 
     def saved(self) -> dict[str, Any]:
-        """Returns what `load` takes: a copy."""
-        return {name: values.clone() for name, values in self.values.items()}
+        """Returns what `load` takes: a copy, on the CPU."""
+        return {name: values.to("cpu", copy=True) for name, values in self.values.items()}
 
     def load(self, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
         """Goes on from these."""
-        self.values = {name: found.clone() for name, found in values.items()}
+        self.values = {name: found.to(self.device, copy=True) for name, found in values.items()}
         self.scales = {name: scales.get(name, self.scale) for name in values}
         self._used.clear()
         self._spent.clear()

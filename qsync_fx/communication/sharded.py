@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, distributed
 
 from qsync_fx.communication import tally
-from qsync_fx.communication.codecs import PLAIN, Codec
+from qsync_fx.communication.codecs import PLAIN, Codec, memory
 from qsync_fx.communication.geometry import Piece
 from qsync_fx.communication.handle import Handle
-from qsync_fx.communication.residuals import finite, scale_of
+from qsync_fx.communication.residuals import CPU, finite, scale_of
 from qsync_fx.communication.state import State
 from qsync_fx.communication.wire import messages, verdict
 from qsync_fx.communication.wire.exchange import exchange
@@ -72,6 +72,7 @@ class ShardedCompression(Handle):
         least: int,
         check_every: int,
         scaler: Any = None,
+        device: torch.device = CPU,
     ) -> None:
         self.codec = codec
         self.units = tuple(
@@ -79,7 +80,7 @@ class ShardedCompression(Handle):
             for index, (name, row) in enumerate(sizes.items())
         )
         self._group, self._check_every = group, check_every
-        self._state = State(rank, world, f"sharded, {codec!r}", seed)
+        self._state = State(rank, world, f"sharded, {codec!r}", seed, device)
         self._tally = tally.Tally()
         self._faults: list[str] = []
         self._begun, self._finite = False, True
@@ -143,18 +144,18 @@ class ShardedCompression(Handle):
             begin = time.perf_counter()
             mine = {peer: self._encoded(unit, peer, rows[peer]) for peer in range(state.world) if peer != state.rank}
             encoded = time.perf_counter()
-            theirs = {peer: torch.empty(self._length(unit), dtype=torch.uint8) for peer in mine}
+            theirs = {peer: memory.host(self._length(unit), rows.device) for peer in mine}
             about = f"{unit.name or 'the model'} in step {step}"
             exchange(self._group, mine, theirs, about)
             received = time.perf_counter()
-            total = torch.zeros(row)
+            total = torch.zeros(row, device=rows.device)
             for sender in range(state.world):
                 if sender == state.rank:
                     total += rows[sender]
                 elif (fault := self._head(unit, sender).fault(theirs[sender])) is not None:
                     self._faults.append(messages.unread(state.rank, sender, about, fault))
                 else:
-                    unit.rows[state.rank].codec.decode(theirs[sender][HEADER:], total, add=True)
+                    unit.rows[state.rank].codec.decode(memory.taken_to(theirs[sender][HEADER:], total), total, add=True)
             output.copy_(total.div_(state.world) if mean else total)
             if state.undone:
                 self._finite &= finite(output)
@@ -168,14 +169,17 @@ class ShardedCompression(Handle):
 
     def _encoded(self, unit: Unit, peer: int, values: Tensor) -> Tensor:
         piece, state = unit.rows[peer], self._state
-        message = torch.zeros(self._length(unit), dtype=torch.uint8)
+        message = memory.host(self._length(unit), values.device)
+        near = memory.beside(message[HEADER:], values)
         self._head(unit, state.rank).write(message)
         residual = state.residual(piece, slice(0, piece.size), summed=False)
         measured = self._check_every > 0 and state.step % self._check_every == 0
         wanted = values + residual if measured and residual is not None else values
-        piece.codec.encode(values, message[HEADER:], state.draw(piece, state.step, 0, summed=False), residual)
+        piece.codec.encode(values, near, state.draw(piece, state.step, 0, summed=False), residual)
         if measured:
-            self._tally.measure(wanted, piece.codec, message[HEADER:])
+            self._tally.measure(wanted, piece.codec, near)
+        if not memory.native(values):
+            message[HEADER:].copy_(near)
         return message
 
     def _smaller(self, unit: Unit, row: int) -> Unit:

@@ -17,7 +17,7 @@ from torch import Tensor
 from qsync_fx.communication import geometry
 from qsync_fx.communication.codecs import Draw
 from qsync_fx.communication.geometry import Piece
-from qsync_fx.communication.residuals import Residuals
+from qsync_fx.communication.residuals import CPU, Residuals
 from qsync_fx.errors import OptionError
 
 _FORMAT: Final = "qsync-compression"
@@ -33,6 +33,7 @@ class State:
     rank, world: of the process group.
     codec: what the ranks have agreed on, as text.
     seed: of all random streams.
+    device: where gradients are coded; what is left of them lies there, too.
     step: how many steps have begun.
     sent: what this rank's gradients have left.
     owned: what the sums that this rank sends have left: of each parameter its part alone.
@@ -43,10 +44,14 @@ class State:
     world: int
     codec: str
     seed: int
+    device: torch.device = CPU
     step: int = 0
     sent: Residuals = field(default_factory=Residuals)
     owned: Residuals = field(default_factory=Residuals)
     control: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sent.device = self.owned.device = self.device
 
     def draw(self, piece: Piece, step: int, first: int, summed: bool) -> Draw:
         """Returns where the random numbers for values of a parameter come from, from index `first` on.

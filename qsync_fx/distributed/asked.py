@@ -28,6 +28,7 @@ from qsync_fx.plan.reading import given_plan, read_plan
 
 Way = Codec | Duo | Mapping[str, str]
 """A codec for all gradients, DUO, or the codec of each parameter as a plan says it."""
+_DEVICES: Final = ("cpu", "cuda")
 _TYPES: Final = 4
 
 
@@ -140,13 +141,29 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
         )
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
-        if p.device.type != "cpu" or not p.is_floating_point() or p.dtype.itemsize > _TYPES:
+        compressible(
+            name,
+            p,
+            "train this model in FP32, on the CPU or a GPU, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
+        )
+        if p.device != named[0][1].device:
             raise OptionError(
-                f"gradients of {p.dtype} on {p.device} cannot be compressed: codecs take FP32 and narrower floats on the CPU",
+                f"the model's parameters lie on {named[0][1].device} and on {p.device}, and gradients are coded on one device a rank",
                 where=name,
-                do="train this model on the CPU in FP32, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
+                do="have each rank train on one device",
             )
     return parallel, named
+
+
+def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
+    """Raises `OptionError`, which says what to do, where gradients of a parameter are none that codecs take."""
+    if parameter.device.type not in _DEVICES or not parameter.is_floating_point() or parameter.dtype.itemsize > _TYPES:
+        raise OptionError(
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs take FP32 and narrower floats "
+            "on the CPU and on NVIDIA GPUs",
+            where=name,
+            do=do,
+        )
 
 
 def of_units(chosen: Way) -> Codec:

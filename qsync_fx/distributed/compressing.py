@@ -76,7 +76,8 @@ def compress(
     """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
 
     Args:
-        model: a DistributedDataParallel over all ranks, or one that is sharded by `fully_shard`, also one that is compiled, on the CPU.
+        model: a DistributedDataParallel over all ranks, or one that is sharded by `fully_shard`, also one that is compiled, on the CPU or
+            on one GPU a rank, which codes its gradients; they travel by way of its host, where AQGB's levels are made.
         codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb", whose ranks choose as many bits as the link
             takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; "duo0", "duo1", "duo2", "duo4",
             "duo8" for DUO, or `Duo(...)`; or a plan that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path
@@ -153,11 +154,11 @@ def _sharded(
     check_every: int,
     scaler: object,
 ) -> ShardedCompression:
-    world = distributed.get_world_size()
+    world, device = distributed.get_world_size(), next(p.device for p in model.parameters() if p.requires_grad)
     if least is None:
         least = threshold([row * world for row in rows.values()])
     found = ShardedCompression(
-        _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler
+        _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler, device
     )
     _agree(found)
     sharding.reduce_by(model, found)

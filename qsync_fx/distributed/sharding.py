@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from qsync_fx.communication.sharded import ShardedCompression
+from qsync_fx.distributed import asked
 from qsync_fx.errors import OptionError
 from qsync_fx.module_tree import unwrapped
 
-_TYPES: Final = 4
 _TORCHS: Final = "DefaultReduceScatter"
 """What reduces gradients where nobody has said anything else."""
 
@@ -97,12 +97,7 @@ def _row(name: str, parameter: Any) -> int:
             where=name or "the model",
             do="shard over a mesh of one dimension with all ranks",
         )
-    if parameter.device.type != "cpu" or not parameter.is_floating_point() or parameter.dtype.itemsize > _TYPES:
-        raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs take FP32 and narrower floats on the CPU",
-            where=name or "the model",
-            do="train this model on the CPU in FP32, or without compress",
-        )
+    asked.compressible(name or "the model", parameter, "train this model in FP32, or without compress")
     world: int = mesh.size()
     shape: list[int] = list(parameter.shape)
     if placement.dim == 0:

@@ -54,6 +54,31 @@ def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp
         assert first[name]["from torch's"] < {"fp16": 3e-3, "bf16": 2e-2}[name]
 
 
+@pytest.mark.parametrize(
+    ("world", "codecs"),
+    tiers.chosen(
+        [(2, ["qsgd4", "1bit*"])],
+        [(2, ["qsgd8", "1bit", "bf16", "aqgb12", "duo2"]), (3, ["qsgd2", "1bit", "1bit*", "fp16", "aqgb16", "duo4"])],
+        [(world, [*NAMES, "duo0", "duo1", "duo8"]) for world in (2, 3, 4)],
+    ),
+)
+def test_gradients_on_another_device_train_the_same_replicas(world: int, codecs: list[str], tmp_path: Path) -> None:
+    """They are coded there by torch operators, and their bytes travel from host to host: here the device is the CPU, told to be another."""
+    for found in run("elsewhere", world, tmp_path, codecs=[name for name in codecs if name != "aqgb"], buckets=0.02):
+        for name, made in found.items():
+            assert made["kernels"] == made["operators"], name
+            assert made["wire"][0] == made["wire"][1], name
+
+
+def test_what_a_gpu_is_asked_for_runs_on_the_cpu(tmp_path: Path) -> None:
+    """The jobs of tests/gpu/test_gradients.py."""
+    first, second = run("placed", 2, tmp_path, codecs=["qsgd4", "1bit*"], devices=["cpu", "cpu"])
+    assert first["qsgd4"] == second["qsgd4"]
+    assert first["1bit*"][-2:] == second["1bit*"][-2:]
+    first, second = run("trains", 2, tmp_path / "trains", codecs=["qsgd8", "duo2"], device="cpu")
+    assert [first[name]["weights"] for name in first] == [second[name]["weights"] for name in second]
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
 def test_buckets_change_nothing(world: int, tmp_path: Path) -> None:
     first, *others = run("buckets", world, tmp_path)

@@ -40,7 +40,7 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
     files = (
         ("test_models.py", "test_memory.py")
         if part == "models"
-        else ("test_gemm.py", "test_conv.py", "test_quantizer.py", "test_convert.py")
+        else ("test_gemm.py", "test_conv.py", "test_quantizer.py", "test_convert.py", "test_gradients.py")
     )
     beside = [] if part == "models" else ["test_wrapper.py"]
     paths = [str(HERE / name) for name in (*files, *beside)]

@@ -50,5 +50,5 @@ class Cast(Codec):
         return self.format.dtype
 
     def _sent(self, wire: Tensor, n: int) -> Tensor:
-        memory.bytes_of(wire, self.nbytes(n))
+        memory.long_enough(wire, self.nbytes(n))
         return wire[: n * self._dtype.itemsize].view(self._dtype)

@@ -6,6 +6,7 @@ the parts make the same bytes as the whole.
 Invariant: a codec has no state. What is random is drawn by seed, stream and the index of the value; what is left of a value that cannot be
 sent goes into a residual that the caller keeps. A NaN or an infinity stays one, or becomes NaN with the unit it is in, and leaves the
 residual as it was: such a gradient is not used.
+Values, what is left of them and bytes lie on one device: those of the CPU are coded by kernels, those of others by torch operators.
 """
 
 from __future__ import annotations
@@ -80,10 +81,20 @@ class Codec(ABC):
 
         Where there is a residual it is what is left for the next gradient, and nothing is lost.
         """
-        wire, found = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+        wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        found = torch.empty_like(values)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
         self.decode(wire, found)
         return float((found - values).double().square().sum())
+
+    def prepare(self, device: torch.device) -> None:
+        """Has compiled what codes values on a device, so that no step waits for that; on the CPU nothing is."""
+        if device.type == "cpu":
+            return
+        values = torch.zeros(3 * self.unit, device=device)
+        wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=device)
+        self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
+        self.decode(wire, values)
 
     def theory(self, n: int) -> float:
         """Returns the bytes that the paper gives for n values."""

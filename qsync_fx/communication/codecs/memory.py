@@ -1,6 +1,7 @@
-"""What the kernels of codecs take: addresses of memory that is long enough, and as many threads as torch has.
+"""Where codecs read and write: for kernels addresses of memory that is long enough, and as many threads as torch has; for other devices
+memory beside their values, and on the host for what ranks send each other.
 
-Invariant: nothing reaches a kernel that it could read or write beyond.
+Invariant: nothing reaches a kernel that it could read or write beyond. Values and the bytes that are made of them lie on one device.
 """
 
 from __future__ import annotations
@@ -35,6 +36,27 @@ def native(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
+def host(nbytes: int, device: torch.device) -> Tensor:
+    """Returns bytes on the host, sent and received, of values on a device: pinned, so that it copies them at the speed of its bus."""
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def beside(wire: Tensor, values: Tensor) -> Tensor:
+    """Returns memory for these bytes of the host where values lie: the bytes themselves on the CPU, else new memory, not filled."""
+    return wire if native(values) else torch.empty_like(wire, device=values.device)
+
+
+def taken_to(wire: Tensor, values: Tensor) -> Tensor:
+    """Returns bytes of the host where values lie; what is queued on their device from here on finds them there."""
+    return wire if native(values) else wire.to(values.device, non_blocking=True, copy=True)
+
+
+def finished(values: Tensor) -> None:
+    """Returns when what was queued on a device is done: bytes of the host that it reads may be written to."""
+    if values.device.type == "cuda":
+        torch.cuda.current_stream(values.device).synchronize()
+
+
 def put(found: Tensor, values: Tensor, add: bool) -> None:
     """Writes what operators have decoded, or adds it to what is there."""
     if add:
@@ -55,6 +77,12 @@ def bytes_of(wire: Tensor, least: int) -> int:
     if wire.dtype != torch.uint8 or wire.device.type != "cpu" or not wire.is_contiguous() or wire.numel() < least:
         raise QSyncError(f"{least} contiguous bytes on the CPU are asked for, not {wire.numel()} of {wire.dtype}")
     return wire.data_ptr()
+
+
+def long_enough(wire: Tensor, least: int) -> None:
+    """Raises `QSyncError` where there are fewer bytes than these, on whichever device."""
+    if wire.dtype != torch.uint8 or not wire.is_contiguous() or wire.numel() < least:
+        raise QSyncError(f"{least} contiguous bytes are asked for, not {wire.numel()} of {wire.dtype}")
 
 
 def same_size(values: Tensor, residual: Tensor | None) -> int:

@@ -2,20 +2,23 @@
 
 A tensor is coded as rows, one a unit, the last of which may be shorter: what is missing there is zeros that are not sent.
 
-Invariant: the same bytes as the kernels in cpp/codecs/kernels.cpp, and the same values of them, wherever a product and a sum are rounded
-one after the other and a division as IEEE has it. Shapes follow from the number of values alone, so that nothing waits for the device.
+Invariant: the same bytes as the kernels in cpp/codecs/kernels.cpp, and the same values of them, also where a compiler rounds a product and
+a sum at once, or divides FP32 in its own way. Shapes follow from the number of values alone, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.fusing import fused
 
 _LANES: Final = 16
+_FOLDED: Final = 128
+"""Values of a unit up to which the order of a sum is written out for a compiler."""
 _LOW: Final = 0xFFFFFFFF
 _LARGEST: Final = torch.finfo(torch.float32).max
 _QUIET: Final = 0x00400000
@@ -26,68 +29,90 @@ def qsgd_encode(
     values: Tensor, bits: int, size: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"], draw: Draw
 ) -> Tensor:
     """Returns the bytes of FP32 values, in units of `size`."""
-    if not values.numel():
+    if not (n := values.numel()):
         return _bytes(values)
     rows = _rows(values, size)
+    heads, packed = fused(qsgd_rows, rows)(rows, _start(draw, values.device), bits, norm, layout)
+    whole, rest = n // size, n % size
+    sent = (whole * _groups(size, bits) + _groups(rest, bits)) * bits // 8
+    return torch.cat([_bytes(heads), packed.reshape(-1)[:sent]])
+
+
+def qsgd_rows(
+    rows: Tensor, start: Tensor, bits: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"]
+) -> tuple[Tensor, Tensor]:
+    """Returns the scales of units, one a row, and the bytes of their values; `start` is [[key of random numbers, first index]]."""
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
     finite = scale.isfinite()
     last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
     before, _, moved = _moved(scale)
-    # A number over a tensor is that number times the inverse of the tensor to torch, which rounds twice.
-    inverse = torch.where(moved > 0, torch.full_like(moved, last) / moved, 0.0)
-    r = _uniform(rows, draw)
+    inverse = torch.where(moved > 0, _over(torch.full_like(moved, last), moved), 0.0)
     if layout == "endpoints":
         u = torch.where(finite[:, None], rows * before[:, None] * inverse[:, None] * 0.5 - 0.5, 0.0)
-        code = (u.floor().int() + (1 << (bits - 1)) + (r < u - u.floor())).clamp(0, last)
+        code = (_rounded(u, start) + (1 << (bits - 1))).clamp(0, last)
     else:
         u = torch.where(finite[:, None], rows.abs() * before[:, None] * inverse[:, None], 0.0)
-        code = (u.floor().int() + (r < u - u.floor())).clamp(max=last) | rows.signbit().int() << (bits - 1)
+        code = _rounded(u, start).clamp(max=last) | rows.signbit().int() << (bits - 1)
     code = torch.where(finite[:, None], code, 0)
-    heads = torch.where(finite, scale, torch.nan)
-    return torch.cat([_bytes(heads), _packed(code, bits, values.numel(), size)])
+    return torch.where(finite, scale, torch.nan), _packed(code, bits)
 
 
 def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
     """Returns n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
-    units = -(-n // size)
-    scale = wire[: 4 * units].view(torch.float32)
-    code = _unpacked(wire[4 * units :], bits, n, size)
+    units, wide = -(-n // size), _groups(size, bits) * bits // 8
+    scale, packed = wire[: 4 * units].view(torch.float32), wire[4 * units :]
+    if missing := units * wide - packed.numel():
+        packed = torch.nn.functional.pad(packed, (0, missing))
+    packed = packed.view(units, wide)
+    found: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
+    return found.reshape(-1)[:n]
+
+
+def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
+    """Returns the values of units, one a row, of these scales and bytes."""
+    code = _unpacked(packed, bits, size)
     last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
     _, after, moved = _moved(scale)
-    step = moved / last
+    step = _over(moved, last)
     # It was rounded up, and as many as there are would go beyond what FP32 holds.
     beyond = (after > 1) & (last * step * after > _LARGEST)
     step = torch.where(beyond, (step.view(torch.int32) - 1).view(torch.float32), step)[:, None]
     if layout == "endpoints":
-        found = (2 * code - last).float() * step * after[:, None]
-    else:
-        found = (code & last).float() * step * after[:, None]
-        found = torch.where(code >> (bits - 1) != 0, -found, found)
-    return found.reshape(-1)[:n]
+        return (2 * code - last).float() * step * after[:, None]
+    found = (code & last).float() * step * after[:, None]
+    return torch.where(code >> (bits - 1) != 0, -found, found)
 
 
 def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Returns the bytes of values + residual, and what they leave of it."""
     if not (n := values.numel()):
         return _bytes(values), residual
-    rows, old = _rows(values + residual, size), _rows(residual, size)
-    valid = (torch.arange(rows.numel(), device=values.device) < n).view(rows.shape)
+    rows, old = _rows(values, size), _rows(residual, size)
+    means, packed, left = fused(onebit_rows, rows, size <= _FOLDED)(
+        rows, old, torch.full((1,), n, device=values.device)
+    )
+    sent = n // size * (-(-size // 32) * 4) + -(-(n % size) // 32) * 4
+    return torch.cat([_bytes(means.view(-1)), packed.reshape(-1)[:sent]]), left.reshape(-1)[:n]
+
+
+def onebit_rows(given: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns two means of each unit, one a row, the bytes of its signs, and what they leave of n values."""
+    rows = given + old
+    valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
     up = (rows >= 0) & valid
     count = up.sum(1)
     others = valid.sum(1) - count
     above = _folded(torch.where(up, rows, 0.0))
     below = _folded(torch.where(valid & ~up, rows, 0.0))
-    high = torch.where(count > 0, above / count, 0.0)
-    low = torch.where(others > 0, below / others, 0.0)
+    high = torch.where(count > 0, _over(above, count), 0.0)
+    low = torch.where(others > 0, _over(below, others), 0.0)
     finite = (high.isfinite() & low.isfinite())[:, None]
     means = torch.where(finite, torch.stack([high, low], 1), torch.nan)
     left = torch.where(finite, rows - torch.where(up, high[:, None], low[:, None]), old)
     words = _fill(up.to(torch.uint8), 32).view(rows.shape[0], -1, 8)
-    packed = (words << torch.arange(8, dtype=torch.uint8, device=values.device)).sum(2, dtype=torch.uint8)
-    sent = n // size * (-(-size // 32) * 4) + -(-(n % size) // 32) * 4
-    return torch.cat([_bytes(means.view(-1)), packed.view(-1)[:sent]]), left.reshape(-1)[:n]
+    return means, (words << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8), left
 
 
 def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
@@ -95,12 +120,18 @@ def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
     if not n:
         return wire[:0].view(torch.float32)
     units, words = -(-n // size), -(-size // 32) * 4
-    means = wire[: 8 * units].view(torch.float32).view(units, 2)
-    packed = torch.nn.functional.pad(wire[8 * units :], (0, 8 * units + units * words - wire.numel())).view(
-        units, words, 1
-    )
-    up = (packed >> torch.arange(8, dtype=torch.uint8, device=wire.device) & 1).view(units, -1)[:, :size] != 0
-    return torch.where(up, means[:, :1], means[:, 1:]).reshape(-1)[:n]
+    means, packed = wire[: 8 * units].view(torch.float32).view(units, 2), wire[8 * units :]
+    if missing := units * words - packed.numel():
+        packed = torch.nn.functional.pad(packed, (0, missing))
+    packed = packed.view(units, words)
+    found: Tensor = fused(onebit_values, packed, size <= _FOLDED)(means, packed, size)
+    return found.reshape(-1)[:n]
+
+
+def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
+    """Returns the values of units, one a row, of these means and bytes of signs."""
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return torch.where(bits.view(packed.shape[0], -1)[:, :size] != 0, means[:, :1], means[:, 1:])
 
 
 def truncated(values: Tensor, bits: int) -> Tensor:
@@ -136,7 +167,7 @@ def _rows(values: Tensor, size: int) -> Tensor:
 
 def _fill(rows: Tensor, by: int) -> Tensor:
     """Returns rows with zeros behind them, to a multiple of so many."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % by))
+    return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -167,7 +198,7 @@ def _folded(rows: Tensor) -> Tensor:
     return total.squeeze(1)
 
 
-def _mix(word: Tensor) -> Tensor:
+def _mix(word: Any) -> Any:
     word = word ^ (word >> 16)
     word = word * 0x7FEB352D & _LOW
     word = word ^ (word >> 15)
@@ -175,13 +206,27 @@ def _mix(word: Tensor) -> Tensor:
     return word ^ (word >> 16)
 
 
-def _uniform(rows: Tensor, draw: Draw) -> Tensor:
-    """Returns the random number of each value, in [0, 1): that of its index, as on the CPU, whatever the device."""
-    seed = torch.tensor([draw.seed & _LOW, draw.seed >> 32, draw.stream + 0x9E3779B9 & _LOW], device=rows.device)
-    key = _mix(seed[0] ^ _mix(seed[1] ^ _mix(seed[2])))
-    index = torch.arange(rows.numel(), device=rows.device).view(rows.shape) + draw.first
-    word = _mix((index & _LOW) * 0x9E3779B1 + _mix(key ^ (index >> 32)) & _LOW)
-    return (word >> 8).float() * 2.0**-24
+def _start(draw: Draw, device: torch.device) -> Tensor:
+    """Returns, as one row, the key of random numbers and the index of the first of them."""
+    key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
+    return torch.tensor([[key, draw.first]], device=device)
+
+
+def _rounded(u: Tensor, start: Tensor) -> Tensor:
+    """Returns what stochastic rounding makes of u, by the random numbers of the places of its values: the same on all devices.
+
+    A value goes up if its random number, of 24 bits, is below what it has behind the point. Here the numbers are compared as integers: of a
+    difference of floats a compiler may round the product before it, or not.
+    """
+    index = torch.arange(u.numel(), device=u.device).view(u.shape) + start[0, 1]
+    word = _mix((index & _LOW) * 0x9E3779B1 + _mix(index >> 32 ^ start[0, 0]) & _LOW)
+    rounded: Tensor = (u * 2.0**24).ceil().long() + 0xFFFFFF - (word >> 8) >> 24
+    return rounded.int()
+
+
+def _over(x: Tensor, y: Tensor | float) -> Tensor:
+    """Returns FP32 quotients as IEEE rounds them: those of FP64, rounded once more, are, and compilers for GPUs divide FP32 otherwise."""
+    return (x.double() / y).float()
 
 
 def _groups(size: int, bits: int) -> int:
@@ -190,26 +235,21 @@ def _groups(size: int, bits: int) -> int:
     return -(-size // group) * group
 
 
-def _packed(code: Tensor, bits: int, n: int, size: int) -> Tensor:
-    units, wide = code.shape[0], _groups(size, bits)
-    code = torch.nn.functional.pad(code, (0, wide - size))
+def _packed(code: Tensor, bits: int) -> Tensor:
+    """Returns the bytes of codes, a unit a row."""
+    code = _fill(code, _groups(1, bits))
     if bits == 16:
-        found = _bytes(code.to(torch.int16))
-    else:
-        shifts = torch.arange(8 // bits, device=code.device)[:, None] * bits
-        found = (code.view(units, -1, 8 // bits, _LANES) << shifts).sum(2).to(torch.uint8)
-    whole, rest = n // size, n % size
-    return found.reshape(-1)[: (whole * wide + _groups(rest, bits)) * bits // 8]
+        return _bytes(code.to(torch.int16))
+    shifts = torch.arange(8 // bits, device=code.device)[:, None] * bits
+    return (code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts).sum(2).to(torch.uint8).view(code.shape[0], -1)
 
 
-def _unpacked(wire: Tensor, bits: int, n: int, size: int) -> Tensor:
-    units, wide = -(-n // size), _groups(size, bits)
-    padded = torch.nn.functional.pad(wire, (0, units * wide * bits // 8 - wire.numel()))
+def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
     if bits == 16:
-        return (padded.view(torch.int16).int() & 0xFFFF).view(units, -1)[:, :size]
-    shifts = torch.arange(8 // bits, device=wire.device)[:, None] * bits
-    code = padded.view(units, -1, 1, _LANES).int() >> shifts & (1 << bits) - 1
-    return code.view(units, -1)[:, :size]
+        return (packed.view(torch.int16).int() & 0xFFFF)[:, :size]
+    shifts = torch.arange(8 // bits, device=packed.device)[:, None] * bits
+    code = packed.view(packed.shape[0], -1, 1, _LANES).int() >> shifts & (1 << bits) - 1
+    return code.view(packed.shape[0], -1)[:, :size]
 
 
 def _partition_bytes(per: int, bits: int) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory
+from qsync_fx.communication.codecs import memory, operators
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 LEVELS = (12, 16, 20, 24, 28, 32)
@@ -51,15 +52,26 @@ class Truncated(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
+        if not memory.native(values):
+            whole = values if residual is None else values + residual
+            made = operators.truncate_encode(whole, self.bits, self.partition)
+            wire[: made.numel()].copy_(made)
+            if residual is not None:
+                residual.copy_(torch.where(whole.isfinite(), whole - operators.truncated(whole, self.bits), residual))
+            return
         where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
         memory.kernels().truncate_encode(*where, n, self.bits, self.partition, memory.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
-        """Reads values of any levels.
+        """Reads values of any levels; on other devices than the CPU of its own level.
 
         Raises:
-            ValueError: the levels and counts in `wire` are not those of so many values.
+            ValueError: the levels and counts in `wire` are not those of so many values; where kernels read them.
         """
+        if not memory.native(values):
+            n = values.numel()
+            memory.put(operators.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition), values, add)
+            return
         where = memory.bytes_of(wire, 0), wire.numel(), memory.floats(values)
         memory.kernels().truncate_decode(*where, values.numel(), add, memory.threads())
 

@@ -41,11 +41,11 @@ class Silence(Codec):
         return 0.0
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
-        memory.bytes_of(wire, self.nbytes(values.numel()))
+        memory.long_enough(wire, self.nbytes(values.numel()))
         wire[:_FLAG].view(torch.float32).fill_(0.0 if bool(values.isfinite().all()) else torch.nan)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
-        memory.bytes_of(wire, self.nbytes(values.numel()))
+        memory.long_enough(wire, self.nbytes(values.numel()))
         flag = wire[:_FLAG].view(torch.float32)
         if add:
             values += flag

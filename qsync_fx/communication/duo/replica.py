@@ -125,9 +125,10 @@ class Memory:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
-    def take(self, size: int) -> Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size)
+    def take(self, like: Tensor) -> Tensor:
+        """Returns FP32 values, as many as these and beside them, not filled."""
+        free = self._free.get(like.numel())
+        return free.pop() if free else torch.empty(like.numel(), device=like.device)
 
     def give(self, replica: Replica) -> None:
         for bucket in replica.buckets:

@@ -143,7 +143,7 @@ class Shards(Whole):
         state = self._state
         exact = Reducer(
             self._reducer.group,
-            State(state.rank, state.world, f"exactly, {state.codec}", state.seed),
+            State(state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device),
             (),
             self._reducer.tally,
         )
@@ -163,7 +163,10 @@ class Shards(Whole):
             if isinstance(value, Tensor) and name not in _COUNTERS and value.dim()
         ]
         pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in cut]
-        whole = [torch.zeros(piece.size) for piece in pieces]
+        whole = [
+            torch.zeros(piece.size, device=values[name].device)
+            for piece, (values, name, _) in zip(pieces, cut, strict=True)
+        ]
         own = [values[name].detach().float() for values, name, _ in cut]
 
         def work() -> Tensor:
@@ -198,7 +201,7 @@ class Shards(Whole):
                     torch.autograd.graph.increment_version(p)
                     if compared:
                         made = torch.where(found.isnan(), torch.nan, found)
-                        reducer.digest = zlib.crc32(made.numpy().tobytes(), reducer.digest)
+                        reducer.digest = zlib.crc32(made.cpu().numpy().tobytes(), reducer.digest)
             reducer.settle(step, compared, _TOLD)
             return torch.empty(0)
 

@@ -70,7 +70,7 @@ class LookingAhead(Compression):
         self._unit = 1 if weights is None else _unit(named, assigned, weights)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(group, State(rank, world, f"in full: {assigned.text}", seed))
+        self._slow = Reducer(group, State(rank, world, f"in full: {assigned.text}", seed, self._state.device))
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
         self._held = self._holding(group, seed)
         self._outstanding = Outstanding(self, rank)
@@ -208,7 +208,7 @@ class LookingAhead(Compression):
 
     def _keep(self, fresh: Replica, bucket: Any) -> None:
         buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
-        values = self._steps.memory.take(buffer.numel()).copy_(buffer)
+        values = self._steps.memory.take(buffer).copy_(buffer)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
         fresh.buckets.append(Kept(index, values, [self._plain[place] for place in places], views))
@@ -249,7 +249,7 @@ class LookingAhead(Compression):
         elementwise.check(self._optimizer)
         pieces = [replace(piece, codec=codec) for piece, codec in zip(self.pieces, self._weights, strict=True)]
         text = f"parameters in {_kinds(self._weights)}"
-        return Shards(group, self._parameters, pieces, State(rank, world, text, seed), self._now)
+        return Shards(group, self._parameters, pieces, State(rank, world, text, seed, self._state.device), self._now)
 
     def _now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)

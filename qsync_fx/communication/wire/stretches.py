@@ -40,6 +40,11 @@ class Stretch:
     wire: slice
     runs: tuple[Run, ...]
 
+    @property
+    def coded(self) -> slice:
+        """The bytes of what is in it, without the head."""
+        return slice(self.runs[0].wire.start, self.wire.stop) if self.runs else slice(self.wire.stop, self.wire.stop)
+
 
 def stretches(pieces: Sequence[Piece], parts: Sequence[slice], most: int | None = None) -> list[Stretch]:
     """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""

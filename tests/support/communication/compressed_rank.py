@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
+from qsync_fx.communication.codecs import memory
 from qsync_fx.communication.wire import stretches
 from qsync_fx.distributed import check_replicas, compress
 
@@ -47,6 +48,67 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
             ours, _ = trained(name)
             found[name]["from torch's"] = distance(ours, theirs)
+    return found
+
+
+def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Each codec by kernels, and as gradients are coded that lie on another device: by operators, whose bytes are brought to the host."""
+    native, found = memory.native, {}
+    for name in job["codecs"]:
+        made, reports = [], []
+        for way in (native, lambda values: False):
+            memory.native = way
+            model = parallel(buckets=job["buckets"])
+            optimizer = sgd(model)
+            handle = compress(model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2)
+            list(train(model, optimizer, range(5)))
+            handle.flush()
+            check_replicas(model)
+            saved = handle.state_dict()
+            made.append([weights(model), {part: sorted(saved[part]) for part in ("sent", "owned")}])
+            reports.append(handle.report().tally)
+        found[name] = {"kernels": made[0], "operators": made[1], "wire": [tally.wire for tally in reports]}
+    memory.native = native
+    return found
+
+
+def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """Gradients that are the same on all devices, on that of this rank: what they are averaged to, and what is left of them."""
+    device, found = job["devices"][rank], {}
+    for name in job["codecs"]:
+        torch.manual_seed(0)
+        values = nn.ParameterList(
+            torch.randn(shape, device="cpu") for shape in ((40, 300), (1031,), (7, 5, 3, 3), (129,))
+        )
+        model = DistributedDataParallel(Squares(values).to(device), bucket_cap_mb=0.02)
+        handle = compress(model, name, least=0, check_every=1)
+        made = []
+        for step in range(4):
+            model.zero_grad()
+            model(torch.tensor(1.0 + rank + step, device=device)).backward()
+            made += [p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
+        left = handle.state_dict()["sent"]
+        made += [left[part].numpy().tobytes() for part in sorted(left)]
+        report = handle.report()
+        found[name] = [hashlib.sha256(one).hexdigest() for one in made] + [report.tally.checks, report.tally.wire]
+        if rank == 0:
+            print(report, flush=True)
+    return found
+
+
+def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A training on a device in each codec, and in none, and what became of its parameters."""
+    found = {}
+    plain = parallel(device=job["device"])
+    list(train(plain, sgd(plain), range(6)))
+    for name in job["codecs"]:
+        model = parallel(device=job["device"])
+        optimizer = sgd(model)
+        handle = compress(model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2)
+        list(train(model, optimizer, range(6)))
+        handle.flush()
+        check_replicas(model)
+        found[name] = {"weights": weights(model), "distance": distance(model, plain), "printed": str(handle.report())}
     return found
 
 

@@ -31,9 +31,9 @@ class Network(nn.Module):
         return self.last(torch.tanh(x))
 
 
-def parallel(buckets: float = 0.02, **how: Any) -> DistributedDataParallel:
+def parallel(buckets: float = 0.02, device: str = "cpu", **how: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(Network(), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
+    return DistributedDataParallel(Network().to(device), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -43,7 +43,8 @@ def batch(rank: int, step: int) -> Tensor:
 def train(model: nn.Module, optimizer: Any, steps: range, scale: float = 1.0) -> Iterator[int]:
     for step in steps:
         optimizer.zero_grad()
-        (model(batch(distributed.get_rank(), step)).square().mean() * scale).backward()
+        given = batch(distributed.get_rank(), step).to(next(model.parameters()).device)
+        (model(given).square().mean() * scale).backward()
         optimizer.step()
         yield step
 
@@ -53,7 +54,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def said(error: BaseException) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Codecs of gradients on a GPU: bytes a second beside a copy, fused by Inductor and operator by operator, and with the way over the host.
+
+`gb_s` counts FP32 values and the bytes that are made of them, once each; `of_copy` is that rate as a part of what a copy of the values
+reaches, which reads and writes them. `to the host` encodes, copies the bytes into pinned memory of the host and waits for them, as a rank
+does before it sends; `from the host` the way back. Values are those of 26 MB and of 100 MB of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import Call, Rows, errors, measure, read
+from benchmarks.support.harness import Row
+from qsync_fx.communication.codecs import codec_named, fusing, memory
+from qsync_fx.communication.codecs.codec import Codec, Draw
+
+NAMES = ("qsgd8", "qsgd4", "qsgd2", "qsgd16", "1bit*", "aqgb16", "bf16")
+VALUES = {"26 MB": 6_500_352, "100 MB": 25_000_448}
+
+
+def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], dict[str, int]]:
+    """Returns the calls, and the bytes that each has to move in the memory of the device."""
+    x = torch.randn(n, device=device) * 1e-3
+    left = torch.zeros_like(x) if codec.residual else None
+    wire = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
+    sent, found, other, draw = memory.host(wire.numel(), device), torch.empty_like(x), torch.empty_like(x), Draw(1, 2)
+    failed = fusing._failed
+
+    def encode() -> None:
+        codec.encode(x, wire, draw, left)
+
+    def decode() -> None:
+        codec.decode(wire, found)
+
+    def by_operators(call: Call) -> Call:
+        def called() -> None:
+            failed.append("told so by a benchmark")
+            call()
+            failed.clear()
+
+        return called
+
+    def to_host() -> None:
+        encode()
+        sent.copy_(wire)
+
+    def from_host() -> None:
+        codec.decode(memory.taken_to(sent, found), found)
+        memory.finished(found)
+
+    calls: dict[str, Call] = {
+        "copy": lambda: other.copy_(x),
+        "encode": encode,
+        "decode": decode,
+        "encode by operators": by_operators(encode),
+        "decode by operators": by_operators(decode),
+        "to the host": to_host,
+        "from the host": from_host,
+    }
+    once = x.nbytes + wire.numel()
+    return calls, {name: 2 * x.nbytes if name == "copy" else once for name in calls}
+
+
+def rows_of(case: str, codec: Codec, n: int, options: argparse.Namespace) -> list[Row]:
+    calls, moved = cases(codec, n, options.device)
+    for call in calls.values():
+        call()
+    times, failed = measure(calls, options, rounds=9)
+    rate = {name: moved[name] / times.median(name) for name in times}
+    rows: list[Row] = []
+    for name in times:
+        row: dict[str, Any] = {"case": case, "name": name, "microseconds": times.median(name) * 1e6}
+        row |= {"gb_s": rate[name] / 1e9, "of_copy": rate[name] / rate["copy"]}
+        rows.append(row)
+    return rows + errors(case, failed)
+
+
+def main() -> None:
+    options = read(__doc__)
+    rows = Rows(options)
+    sizes = {"0.1 MB": 25_088} if options.quick else VALUES
+    found = {f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES}
+    for case in rows.wanted(list(found)):
+        rows.add(*rows_of(case, *found[case], options))
+    rows.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What is foreseen of steps on a GPU beside what they take there: seconds and memory of uniform and mixed plans, the device of the catalog.
+
+A plan is compiled and trained. `milliseconds` is a step by the clock on the wall, forward, backward and SGD, the median of steps that take
+turns with those of the other plans; `peak_mb` the most that torch's allocator holds of it, with parameters. `foreseen_ms` and
+`foreseen_mb` are what `replay` says of the plan, from a profile that `devices.get(NAME).profile` made without the GPU. Errors are in
+percent. `to_fp32` is the speed beside the plan of FP32, and `foreseen_to_fp32` what was foreseen of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qsync_fx
+from qsync_fx import Plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.measuring import Call, Rows, read, synchronize
+from benchmarks.predictor.replay_accuracy import Case, ResNet18, bert, classifier, mixed_plans, vgg11_bn
+
+PRECISIONS = ("fp32", "bf16", "int8")
+MIXED = 2
+
+
+def bert_wide() -> Case:
+    """Two layers of BERT-base's size, 32 x 128 tokens."""
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(num_hidden_layers=2), add_pooling_layer=False)
+    batch = torch.randint(30000, (32, 128)), torch.randn(32, 128, 768)
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]).last_hidden_state.float(), batch[1])
+
+    return Case(model, batch, step, torch.optim.SGD(model.parameters(), lr=1e-6))
+
+
+CASES: Mapping[str, Callable[[], Case]] = {
+    "BERT-base's width, 2 layers, 32 x 128 tokens": bert_wide,
+    "ResNet-18, 64 x 128 x 128": lambda: classifier(ResNet18(), 64, 128),
+    "VGG-11-BN, 64 x 64 x 64": lambda: classifier(vgg11_bn(), 64, 64),
+}
+QUICK: Mapping[str, Callable[[], Case]] = {"BERT, small": lambda: bert(1, 2, 16)}
+
+
+def on(case: Case, device: torch.device) -> Case:
+    """Returns a case on a device, with an optimizer that keeps nothing."""
+    model: nn.Module = case.model.to(device)
+    return Case(model, tuple(t.to(device) for t in case.batch), case.step, torch.optim.SGD(model.parameters(), lr=1e-6))
+
+
+def stepping(case: Case, plan: Plan, inner: str) -> Call:
+    model: Any = torch.compile(case.model, backend="qsync", options={"plan": plan, "inner": inner})  # type: ignore[dict-item]
+
+    def run() -> None:
+        case.step(model, case.batch).backward()  # type: ignore[no-untyped-call]
+        case.optimizer.step()
+        case.optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def peak(run: Call, device: torch.device, model: nn.Module) -> float | None:
+    """Returns the most bytes that a step holds, with parameters and buffers; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    synchronize(device)
+    kept = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    return float(torch.cuda.max_memory_allocated(device) - before + kept)
+
+
+def timed(steps: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
+    """Returns the median seconds of each, by turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, run in steps.items():
+            synchronize(device)
+            since = time.perf_counter()
+            run()
+            synchronize(device)
+            found[name].append(time.perf_counter() - since)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def error(foreseen: float, real: float) -> float:
+    return (foreseen / real - 1) * 100
+
+
+def main() -> None:
+    options = read(__doc__)
+    rows, device = Rows(options), options.device
+    gpu = device.type == "cuda"
+    # The H200 is in the catalog as itself, and other cards by the part of their name that it knows.
+    name = next(
+        (d for d in ("h200", "h100", "a100") if gpu and d in torch.cuda.get_device_name(device).lower()), "h100"
+    )
+    cases = QUICK if options.quick else CASES
+    for case_name in rows.wanted(list(cases)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        case = cases[case_name]()
+        case = Case(case.model, case.batch, case.step, torch.optim.SGD(case.model.parameters(), lr=1e-6))
+        profile = qsync_fx.devices.get(name).profile(case.model, case.step, case.batch, PRECISIONS, case.optimizer)
+        ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
+        plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)
+        timelines = {plan: qsync_fx.replay(one, profile) for plan, one in plans.items()}
+        case = on(case, device)
+        steps: dict[str, Call] = {}
+        for plan, one in plans.items():
+            torch._dynamo.reset()
+            run = stepping(case, one, "inductor" if gpu else "aot_eager")
+            for _ in range(3):
+                run()
+            steps[plan] = run
+        seconds = timed(steps, device, 3 if options.quick else 15)
+        for plan, timeline in timelines.items():
+            held = peak(steps[plan], device, case.model)
+            row: dict[str, Any] = {"case": case_name, "plan": plan, "device": name, "milliseconds": seconds[plan] * 1e3}
+            row |= {"foreseen_ms": timeline.seconds * 1e3, "time_error": error(timeline.seconds, seconds[plan])}
+            row |= {
+                "to_fp32": seconds["fp32"] / seconds[plan],
+                "foreseen_to_fp32": timelines["fp32"].seconds / timeline.seconds,
+            }
+            if held is not None and timeline.peak_bytes:
+                (foreseen,) = timeline.peak_bytes.values()
+                row |= {"peak_mb": held / 1e6, "foreseen_mb": foreseen / 1e6, "peak_error": error(foreseen, held)}
+            rows.add(row)
+    rows.finish()
+
+
+if __name__ == "__main__":
+    main()

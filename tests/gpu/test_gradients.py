@@ -1,0 +1,79 @@
+"""Codecs of gradients on a GPU: the bytes of the CPU's kernels, fused by Inductor or not, and trainings of two ranks that share the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+from gpu import kit
+from qsync_fx.communication.codecs import Codec, codec_named, fusing
+from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.codecs.qsgd import Qsgd
+from qsync_fx.communication.codecs.truncation import Truncated
+
+CODECS = (
+    *(Qsgd(bits, size, norm, layout) for bits, size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
+      (("max", "sign"), ("two", "endpoints"))),
+    Reshaped(64), Truncated(12), Truncated(28), codec_named("fp16"), codec_named("bf16"), codec_named("fp32"),
+)  # fmt: skip
+SIZES = (1, 511, 512, 40_000, 1_000_003)
+
+
+def values(n: int) -> dict[str, torch.Tensor]:
+    """Values as gradients are, of all magnitudes, and some that are no numbers."""
+    generator = torch.Generator().manual_seed(n)
+    plain = torch.randn(n, generator=generator) * 1e-3
+    wide = torch.randn(n, generator=generator) * torch.logspace(-44, 38, n)
+    broken = wide.clone()
+    broken[n // 2 :: 7919] = torch.nan
+    broken[n // 3 :: 9973] = torch.inf
+    return {"plain": plain, "wide": wide, "zeros": torch.zeros(n), "broken": broken}
+
+
+def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
+    wire = torch.zeros(codec.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+    left = torch.full_like(x, 1e-4) if codec.residual else None
+    codec.encode(x, wire, draw, left)
+    found = torch.empty_like(x)
+    codec.decode(wire, found)
+    more = torch.ones_like(x)
+    codec.decode(wire, more, add=True)
+    return [made.cpu() for made in (wire, found, more, *([] if left is None else [left]))]
+
+
+@pytest.mark.parametrize("how", ["fused", "operators"])
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}")
+def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "_failed", [] if how == "fused" else ["told so by a test"])
+    for n in SIZES:
+        for name, x in values(n).items():
+            draw = Draw(0x123456789ABCDEF, 77, 512 * n)
+            for wanted, made in zip(coded(codec, x, draw), coded(codec, x.to(kit.DEVICE), draw), strict=True):
+                torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}")
+    assert how == "operators" or not fusing._failed, fusing._failed
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)
+def test_gradients_come_to_what_they_do_on_the_cpu(devices: tuple[str, str], tmp_path: Path) -> None:
+    job: dict[str, Any] = {"script": "compressed_rank.py", "seconds": 120}
+    names = ["qsgd8", "qsgd2", "1bit*", "1bit", "bf16", "aqgb16"]
+    expected = ranks.results("placed", 2, tmp_path / "cpu", codecs=names, devices=["cpu", "cpu"], **job)
+    found = ranks.results("placed", 2, tmp_path / "gpu", codecs=names, devices=list(devices), **job)
+    for name in names:
+        assert [rank[name] for rank in found] == [rank[name] for rank in expected], name
+
+
+def test_trainings_on_a_gpu_keep_their_replicas_equal(tmp_path: Path) -> None:
+    names = ["fp32", "qsgd8", "1bit*", "aqgb", "duo2"]
+    first, second = ranks.results(
+        "trains", 2, tmp_path, script="compressed_rank.py", seconds=150, codecs=names, device="cuda"
+    )
+    for name in names:
+        assert first[name]["weights"] == second[name]["weights"], name
+    assert first["fp32"]["distance"] < 1e-4
+    assert first["qsgd8"]["distance"] < 0.1
