@@ -24,6 +24,7 @@ from qsync_fx.backend.dynamo.shared_code import tell_of_shared_code
 from qsync_fx.backend.dynamo.skipped import told
 from qsync_fx.backend.inductor import decompositions, dropout, keep_less, tuned
 from qsync_fx.backend.operators.attention import attend_by_products
+from qsync_fx.backend.operators.attention_masks import lay_out_masks
 from qsync_fx.backend.operators.multiplying import conv_on_cpu
 from qsync_fx.backend.operators.multiplying.collect import prepare
 from qsync_fx.backend.second_order import telling
@@ -84,6 +85,7 @@ def rewrite(
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
         graph = run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
         attend_by_products(graph)
+        lay_out_masks(graph)
     for why in stale[:1]:
         tell_of_a_stale_profile(why, place(options), options)
     return graph

@@ -3,7 +3,8 @@
 A plan is compiled and trained. `milliseconds` is a step by the clock on the wall, forward, backward and SGD, the median of steps that take
 turns with those of the other plans; `peak_mb` the most that torch's allocator holds of it, with parameters. `foreseen_ms` and
 `foreseen_mb` are what `replay` says of the plan, from a profile that `devices.get(NAME).profile` made without the GPU. Errors are in
-percent. `to_fp32` is the speed beside the plan of FP32, and `foreseen_to_fp32` what was foreseen of it.
+percent. `faster` is how many times as fast a plan is as that of the widest format, and `foreseen_faster` what was foreseen of it. With
+--measure there are rows of a profile that `measure` has made on the GPU, too, which has not seen the mixed plans.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def error(foreseen: float, real: float) -> float:
 
 
 def main() -> None:
-    options = read(__doc__)
+    measure = {"action": "store_true", "help": "foresee from a profile that is measured, too"}
+    options = read(__doc__, measure=measure)
     rows, device = Rows(options), options.device
     gpu = device.type == "cuda"
     # The H200 is in the catalog as itself, and other cards by the part of their name that it knows.
@@ -113,11 +115,19 @@ def main() -> None:
         torch.manual_seed(0)
         case = cases[case_name]()
         case = Case(case.model, case.batch, case.step, torch.optim.SGD(case.model.parameters(), lr=1e-6))
-        profile = qsync_fx.devices.get(name).profile(case.model, case.step, case.batch, PRECISIONS, case.optimizer)
+        sources = {
+            "catalog": qsync_fx.devices.get(name).profile(case.model, case.step, case.batch, PRECISIONS, case.optimizer)
+        }
         ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
         plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)
-        timelines = {plan: qsync_fx.replay(one, profile) for plan, one in plans.items()}
         case = on(case, device)
+        if options.measure:
+            how: dict[str, Any] = {"optimizer": case.optimizer, "rounds": 5, "sensitivity": None, "all_reduce": False}
+            sources["measured"] = qsync_fx.measure(case.model, case.step, [case.batch], PRECISIONS, **how)
+        timelines = {
+            source: {plan: qsync_fx.replay(one, found) for plan, one in plans.items()}
+            for source, found in sources.items()
+        }
         steps: dict[str, Call] = {}
         for plan, one in plans.items():
             torch._dynamo.reset()
@@ -126,18 +136,25 @@ def main() -> None:
                 run()
             steps[plan] = run
         seconds = timed(steps, device, 3 if options.quick else 15)
-        for plan, timeline in timelines.items():
-            held = peak(steps[plan], device, case.model)
-            row: dict[str, Any] = {"case": case_name, "plan": plan, "device": name, "milliseconds": seconds[plan] * 1e3}
-            row |= {"foreseen_ms": timeline.seconds * 1e3, "time_error": error(timeline.seconds, seconds[plan])}
-            row |= {
-                "to_fp32": seconds["fp32"] / seconds[plan],
-                "foreseen_to_fp32": timelines["fp32"].seconds / timeline.seconds,
-            }
-            if held is not None and timeline.peak_bytes:
-                (foreseen,) = timeline.peak_bytes.values()
-                row |= {"peak_mb": held / 1e6, "foreseen_mb": foreseen / 1e6, "peak_error": error(foreseen, held)}
-            rows.add(row)
+        for plan, run in steps.items():
+            held = peak(run, device, case.model)
+            for source, each in timelines.items():
+                timeline, base = each[plan], each[PRECISIONS[0]]
+                row: dict[str, Any] = {
+                    "case": case_name,
+                    "plan": plan,
+                    "profile": source,
+                    "milliseconds": seconds[plan] * 1e3,
+                }
+                row |= {"foreseen_ms": timeline.seconds * 1e3, "time_error": error(timeline.seconds, seconds[plan])}
+                row |= {
+                    "faster": seconds[PRECISIONS[0]] / seconds[plan],
+                    "foreseen_faster": base.seconds / timeline.seconds,
+                }
+                if held is not None and timeline.peak_bytes:
+                    (foreseen,) = timeline.peak_bytes.values()
+                    row |= {"peak_mb": held / 1e6, "foreseen_mb": foreseen / 1e6, "peak_error": error(foreseen, held)}
+                rows.add(row)
     rows.finish()
 
 

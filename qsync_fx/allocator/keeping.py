@@ -15,7 +15,7 @@ from qsync_fx.allocator.finding import find_plan
 from qsync_fx.allocator.judging.judge import judged
 from qsync_fx.cached.kept import KEPT, SUFFIX, KeptPlan, folder
 from qsync_fx.devices import default_precision
-from qsync_fx.devices.machine import this_machine
+from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def keep(profile: Profile) -> pathlib.Path:
         ProfileError: it is of another machine or of the catalog, holds no sensitivity, or cannot be written.
         PlanError: it holds no format that a plan could be within.
     """
-    profile.machine.check(this_machine())
+    profile.machine.check(here_for(profile.machine))
     model = profile.fingerprint
     if model is None:
         do = "measure the model with qsync_fx.measure, and save that"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
 from qsync_fx.allocator.judging.judge import Judge, judged
 from qsync_fx.allocator.problem import Plans
-from qsync_fx.devices.machine import this_machine
+from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction
@@ -129,9 +129,10 @@ def settled(
         PlanError: as corrected, no plan keeps the limits.
     """
     rounds = Rounds(answer, solve, limit)
-    here = this_machine()
     mine: dict[str, Profile] = {
-        name: found for name, found in known.items() if isinstance(found, Profile) and found.machine == here
+        name: found
+        for name, found in known.items()
+        if isinstance(found, Profile) and found.machine == here_for(found.machine)
     }
     if not mine:
         what = f"no profile is of this machine, on which the plan is to run: {', '.join(known)}"

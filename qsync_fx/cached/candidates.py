@@ -16,7 +16,7 @@ from torch import nn
 
 from qsync_fx.cached.fingerprint import Fingerprint, fingerprint
 from qsync_fx.cached.kept import KeptPlan, kept
-from qsync_fx.devices.machine import this_machine
+from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import ProfileError
 from qsync_fx.options import Options
 from qsync_fx.plan import Plan
@@ -57,7 +57,7 @@ class Candidates:
 
     def _differing(self, found: KeptPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
         try:
-            found.machine.check(this_machine())
+            found.machine.check(here_for(found.machine))
         except ProfileError as error:
             yield error.what
         there, here = found.model, self.model

@@ -45,8 +45,14 @@ class Machine:
             )
 
 
-def this_machine() -> Machine:
-    """Returns the processor at hand, and what runs on it."""
+def this_machine(device: torch.device | str = "cpu") -> Machine:
+    """Returns the processor at hand, or its GPU, and what runs on it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        features = [f"compute capability {major}.{minor}"]
+        # However many threads the processor has, one queues.
+        return Machine("cuda", torch.cuda.get_device_name(device), features, 1, torch.__version__, qsync_fx.__version__)
     processor = cpu()
     return Machine(
         "cpu",
@@ -56,6 +62,11 @@ def this_machine() -> Machine:
         torch.__version__,
         qsync_fx.__version__,
     )
+
+
+def here_for(machine: Machine) -> Machine:
+    """Returns what is at hand of the kind of another machine: the GPU for one of a GPU, where there is any."""
+    return this_machine(machine.device if machine.device == "cuda" and torch.cuda.is_available() else "cpu")
 
 
 def _said(value: object) -> str:

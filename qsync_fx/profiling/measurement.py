@@ -41,6 +41,7 @@ from qsync_fx.profiling.measuring.kernels import watching
 from qsync_fx.profiling.measuring.lines import timing_lines
 from qsync_fx.profiling.measuring.optimizers import known_memory
 from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.profiling.measuring.queued import Gpu, clock_of, timing_kernels
 from qsync_fx.profiling.measuring.steps import StepFunction, Training, clock_for, first_batch
 from qsync_fx.profiling.observed import Observed, observed
 from qsync_fx.profiling.profile import PROFILE, Profile
@@ -109,17 +110,21 @@ def measure(
     first, batches = first_batch(batches)
     asked = device_plans(plan)
     known = _known(profile, asked, precisions)
-    formats = _formats(precisions) if known is None else [precision(name) for name in known.graph.formats]
-    training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock_for(torch.get_num_threads()))
+    device = next(module.parameters()).device
+    machine = this_machine(device)
+    formats = _formats(precisions, device) if known is None else [precision(name) for name in known.graph.formats]
+    gpu = Gpu(device) if device.type == "cuda" else None
+    clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
+    training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
     with untouched(module, optimizer), compiling() as compile_under:
         seen = observed(module, training, options or {})
         name = type(optimizer).__name__ if optimizer is not None else ""
         if known is not None:
-            check_same(known, this_machine(), seen.model, name)
+            check_same(known, machine, seen.model, name)
         plans = _plans(seen, formats, asked) if known is None else again(known, seen.explanation, _labelled(asked))
-        samples = Samples(this_machine(), seen.model, name, {label: [] for label in plans})
+        samples = Samples(machine, seen.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
         if progress:
@@ -137,12 +142,12 @@ def measure(
                 if files.unknown:
                     with files.anew():
                         compiled[label] = compile_under(module, asked_for, training)
-                peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]))  # type: ignore[misc]
+                peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]), device)  # type: ignore[misc]
                 advance(f"compiled {label}")
             for _ in range(left):
                 taken = {}
                 for label in plans:
-                    taken[label] = _turn(compiled[label], training, files)
+                    taken[label] = _turn(compiled[label], training, files, gpu)
                     advance(label)
                 for label, sample in taken.items():
                     samples.plans[label].append(sample)
@@ -151,8 +156,8 @@ def measure(
     measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
     if known is not None:
         measured = corrected(known, measured)
-    if known is None and next(module.parameters()).device.type == "cpu":
-        measured = replace(measured, codecs=coding_speeds())
+    if known is None:
+        measured = replace(measured, codecs=coding_speeds(device))
     if known is None and sensitivity is not None:
         how: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
         (found,) = sensitivities(model, step, batches, [sensitivity], formats, **how)
@@ -183,9 +188,15 @@ def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: ob
     return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
-def _turn(compiled: Compiled, training: Training, files: Files) -> Sample:
+def _turn(compiled: Compiled, training: Training, files: Files, gpu: Gpu | None) -> Sample:
     training.run(compiled)
     whole = training.run(compiled)
+    if gpu is not None:
+        # By one thread, so that the backward pass is watched, too.
+        with timing_kernels(files, gpu) as queued, torch.autograd.set_multithreading_enabled(False):
+            replace(training, clock=queued.clock).run(compiled, queued)
+        found = attribute(queued.seconds(whole), files)
+        return Sample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
     with timing_lines(files, training.clock) as lines:
         watched = training.run(compiled, lines)
     # Watching slows down what lies between the lines, and the two steps are two.
@@ -264,25 +275,26 @@ def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn
             do="leave the option out",
         )
     module = unwrapped(model)
-    elsewhere = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
-    if elsewhere is not None:
+    devices = sorted({str(p.device) for p in module.parameters()})
+    if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise ProfileError(
-            "operators are measured in context on the CPU alone, so far",
-            where=f"a parameter on {elsewhere}",
-            do='move the model to the CPU, or take a device of the catalog: qsync_fx.devices.get("t4")',
+            "a model is measured on the CPU, or on one GPU",
+            where=f"parameters on {', '.join(devices) or 'no device'}",
+            do='move the model there, or take a device of the catalog: qsync_fx.devices.get("t4")',
         )
     return module
 
 
-def _formats(precisions: Sequence[str | Precision] | None) -> list[Precision]:
+def _formats(precisions: Sequence[str | Precision] | None, device: torch.device) -> list[Precision]:
     if precisions is not None:
         found = named(precisions)
         if not found:
             raise OptionError("no precision is to be measured", where="precisions", do="name one or more")
         return found
-    cpu = torch.device("cpu")
     return [
-        fmt for fmt in FORMATS.values() if fmt.bits <= 32 and encoding(fmt) is fmt and support(cpu, fmt).how == "native"
+        fmt
+        for fmt in FORMATS.values()
+        if fmt.bits <= 32 and encoding(fmt) is fmt and support(device, fmt).how == "native"
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from qsync_fx.cached.fingerprint import Fingerprint
 from qsync_fx.codec import Path, Schema
-from qsync_fx.devices.machine import Machine, this_machine
+from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.memory import LossMemory, OptimizerMemory
@@ -174,7 +174,7 @@ class Profile:
         found = PROFILE.load(path)
         try:
             if not any_machine:
-                found.machine.check(this_machine())
+                found.machine.check(here_for(found.machine))
             _check_operators(found)
         except ProfileError as error:
             raise PROFILE.within(path, error) from None

@@ -49,10 +49,9 @@ def run(function: Callable[..., Any], *given: Any) -> Any:
 @functools.cache
 def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
     """Returns a function of tensors that is compiled for any number of rows, and for these other arguments alone."""
-    # Dynamo counts what it has compiled for a code, and stops: each gets a code of its own.
-    own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
-    )
+    # What Dynamo has seen of a code, by its name, makes numbers that differ between calls symbols, and there are too many soon.
+    name = f"{function.__name__} of {others}"
+    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     inner: Any = torch.compile(own, fullgraph=True)
 
     def called(*tensors: Tensor) -> Any:

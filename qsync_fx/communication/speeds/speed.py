@@ -1,4 +1,4 @@
-"""How fast codecs are on this processor, against a copy of the same memory.
+"""How fast codecs are on this processor, against a copy of the same memory; on a GPU with the way of their bytes to its host, and back.
 
 Invariant: encoding, decoding and the copy take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
 the ratios within a turn. Time is by default this process's own, all threads together.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import Codec, Draw
+from qsync_fx.communication.codecs import Codec, Draw, memory
 
 Clock = Callable[[], float]
 """Seconds."""
@@ -43,21 +43,39 @@ class Speed:
 
 
 def measured(
-    codecs: Sequence[Codec], values: int = 26 * 2**18, repeats: int = 15, clock: Clock = time.process_time
+    codecs: Sequence[Codec],
+    values: int = 26 * 2**18,
+    repeats: int = 15,
+    clock: Clock = time.process_time,
+    device: torch.device | str = "cpu",
 ) -> list[Speed]:
-    """Returns the speed of each codec on so many values, with as many threads as torch has."""
-    source, target = torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.zeros(values)
+    """Returns the speed of each codec on so many values, with as many threads as torch has; on a GPU the clock waits for it."""
+    source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    target = torch.zeros_like(source)
     return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock) for codec in codecs]
 
 
 def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock) -> Speed:
-    wire = torch.zeros(codec.nbytes(source.numel()), dtype=torch.uint8)
+    wire = memory.host(codec.nbytes(source.numel()), source.device)
     residual = torch.zeros_like(source) if codec.residual else None
     size = source.numel() * source.element_size()
+
+    def copy() -> None:
+        if memory.native(source):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+        else:
+            target.copy_(source)
+
+    def encode() -> None:
+        near = memory.beside(wire, source)
+        codec.encode(source, near, Draw(1, 2), residual)
+        if near is not wire:
+            wire.copy_(near)
+
     calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size),
-        "encode": lambda: codec.encode(source, wire, Draw(1, 2), residual),
-        "decode": lambda: codec.decode(wire, target, add=True),
+        "copy": copy,
+        "encode": encode,
+        "decode": lambda: codec.decode(memory.taken_to(wire, target), target, add=True),
     }
     for call in calls.values():
         call()

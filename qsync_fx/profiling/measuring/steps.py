@@ -11,13 +11,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.profiling.measuring.lines import Clock, Lines
+from qsync_fx.profiling.measuring.lines import Clock
 
 StepFunction = Callable[[Any, Any], Tensor]
 """What a user writes: from a model and a batch to the loss."""
@@ -46,6 +46,12 @@ def checked_loss(loss: object, where: str) -> Tensor:
         what = "the loss depends on no parameter that requires a gradient"
         raise ProfileError(what, where=where, do="let the step compute it from what the model returns, with gradients")
     return loss
+
+
+class Watching(Protocol):
+    """What times lines while a step runs, and is told which pass it is in."""
+
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Training:
     zero: Callable[[], None]
     clock: Clock
 
-    def run(self, model: Any, lines: Lines | None = None) -> StepSeconds:
+    def run(self, model: Any, lines: Watching | None = None) -> StepSeconds:
         """Trains a model for one step; raises `ProfileError` where that gives no loss."""
         clock = self.clock
         start = clock()

@@ -223,9 +223,9 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
 def at_hand(arguments: argparse.Namespace, known: Known) -> dict[str, Any]:
     """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
     from qsync_fx.allocator.rounds import CORRECTIONS
-    from qsync_fx.devices.machine import this_machine
+    from qsync_fx.devices.machine import here_for
 
-    here = any(profile.machine == this_machine() for profile in known.profiles.values())
+    here = any(profile.machine == here_for(profile.machine) for profile in known.profiles.values())
     trained, limit = known.trained, arguments.corrections
     if limit is not None and limit > 0 and trained is None:
         raise OptionError(

@@ -1,0 +1,71 @@
+"""Masks that are the same for all keys are written anew where kernels read them along the keys; here the CPU passes for such a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from qsync_fx.backend.operators import attention_masks
+from qsync_fx.graph import PrecisionGraph
+from qsync_fx.graph.attention import FUSED
+
+TOKENS = 16
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.parts = nn.Linear(32, 32)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.parts(x).view(x.shape[0], TOKENS, 2, 16).transpose(1, 2)
+        return attend(query, query, query, self.mask.expand(x.shape[0], 2, TOKENS, TOKENS))
+
+
+def masks() -> dict[str, Tensor]:
+    rows = torch.rand(1, 1, TOKENS, 1) < 0.7
+    return {
+        "the same for all keys": rows,
+        "the same for all": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        "of columns": torch.randn(TOKENS, TOKENS).t()[None, None],
+        "as it should lie": torch.randn(1, 1, TOKENS, TOKENS),
+    }
+
+
+def strides(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Returns how the masks of attention lie, and the result."""
+    found: list[tuple[int, ...]] = []
+    lay_out = attention_masks.lay_out_masks
+
+    def noting(graph: PrecisionGraph) -> None:
+        lay_out(graph)
+        for node in graph.nodes:
+            if node.target is FUSED:
+                mask: Any = node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"]
+                assert isinstance(mask, fx.Node)
+                found.append(graph.value(mask).stride())
+
+    monkeypatch.setattr("qsync_fx.backend.compile.lay_out_masks", noting)
+    torch._dynamo.reset()
+    made = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})(x)
+    return found, made
+
+
+@pytest.mark.parametrize("name", list(masks()))
+def test_keys_lie_beside_one_another_and_nothing_else_is_written_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Masked(masks()[name]), torch.randn(3, TOKENS, 32)
+    ((before,), expected) = strides(monkeypatch, model, x)
+    monkeypatch.setattr(attention_masks, "_read_so", lambda device: True)
+    ((after,), found) = strides(monkeypatch, model, x)
+    assert after[-1] == 1
+    assert all(stride == 0 for stride, was in zip(after[:-2], before[:-2], strict=True) if was == 0)
+    assert (before == after) == (name == "as it should lie")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
