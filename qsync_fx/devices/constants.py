@@ -20,6 +20,7 @@ class Memory:
         cache: bytes of the largest cache that all processors share.
         cache_bandwidth: bytes a second from there.
         launch: seconds that the smallest kernel takes.
+        host: bytes a second that go to the host, and as many back; 0 where the device is the host.
     """
 
     bytes: int
@@ -29,6 +30,7 @@ class Memory:
     cache: int = 0
     cache_bandwidth: float = 0.0
     launch: float = 5e-6
+    host: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _memory(memory: Memory) -> str | None:
     return (
         _sourced(memory)
         or _positive(memory, "bytes", "bandwidth", "fraction")
-        or _from_zero(memory, "cache", "cache_bandwidth", "launch")
+        or _from_zero(memory, "cache", "cache_bandwidth", "launch", "host")
     )
 
 

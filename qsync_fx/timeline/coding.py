@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.speeds.foreseen import by_bucket
-from qsync_fx.communication.speeds.rates import COPY, Rates, of_copy, of_speeds, slowed, slowest
+from qsync_fx.communication.speeds.rates import COPY, Rates, of_copy, of_gpu, of_speeds, slowed, slowest
 from qsync_fx.devices import Device, get, names
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.reckoned.times import DeviceTimes
@@ -51,7 +51,10 @@ def rates(fleet: Cluster, known: Mapping[str, Known]) -> Rates:
 
 def of_catalog(device: Device) -> Rates:
     """Returns what codecs make of the memory of a device, of which a copy reads and writes each byte."""
-    copy = device.memory.bandwidth * device.memory.fraction / 2
+    copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
+    if host:
+        said = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
+        return of_gpu(copy, host, f"reckoned for {device.title}: {said}")
     return of_copy(copy, f"reckoned for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
 
 

@@ -75,7 +75,7 @@ def test_what_a_gpu_is_asked_for_runs_on_the_cpu(tmp_path: Path) -> None:
     first, second = run("placed", 2, tmp_path, codecs=["qsgd4", "1bit*"], devices=["cpu", "cpu"])
     assert first["qsgd4"] == second["qsgd4"]
     assert first["1bit*"][-2:] == second["1bit*"][-2:]
-    first, second = run("trains", 2, tmp_path / "trains", codecs=["qsgd8", "duo2"], device="cpu")
+    first, second = run("trains", 2, tmp_path / "trains", forked=False, codecs=["qsgd8", "duo2"], device="cpu")
     assert [first[name]["weights"] for name in first] == [second[name]["weights"] for name in second]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from qsync_fx.communication.codecs import NAMES, PLAIN
+from qsync_fx.communication.codecs import NAMES, PLAIN, codec_named
 from qsync_fx.errors import ProfileError, nearest, shown
 
 
@@ -77,12 +77,39 @@ _TO_COPY: Final = {
 """How many times as fast as memcpy they encode and decode: benchmarks/results/gradient_codecs.json, AVX-512."""
 _CASTS: Final = (1.38, 0.61)
 """The same of torch's own conversions to 16 bits and back, the mean of both."""
+_TO_COPY_OF_A_GPU: Final = {
+    PLAIN.name: (1.0, 1.0),
+    "fp16": (1.13, 0.73),
+    "bf16": (1.13, 0.73),
+    "1bit*": (0.063, 0.31),
+    "1bit": (0.026, 0.26),  # operator by operator
+    "qsgd2": (0.22, 0.39),
+    "qsgd4": (0.21, 0.44),
+    "qsgd8": (0.20, 0.53),
+    "qsgd16": (0.17, 0.34),
+    **dict.fromkeys((f"aqgb{bits}" for bits in (12, 16, 20, 24, 28, 32)), (0.057, 0.089)),
+    "aqgb": (0.057, 0.089),
+}
+"""The same beside a copy of a GPU's memory: an H200, 100 MB, fused by Inductor (benchmarks/results/gpu_codecs.json)."""
+_MANY: Final = 2**20
 
 
 def of_copy(copy: float, source: str) -> Rates:
     """Returns what codecs make of a memory of which so many bytes a second are copied."""
     shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
     return Rates(source, {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()})
+
+
+def of_gpu(copy: float, host: float, source: str) -> Rates:
+    """Returns what codecs make of a GPU of whose memory so many bytes a second are copied, and so many go to its host, which sends them."""
+
+    def rate(coded: float, name: str) -> float:
+        return 1 / (1 / (copy * coded) + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host)
+
+    shares = {name: _TO_COPY_OF_A_GPU[name] for name in NAMES}
+    return Rates(
+        source, {name: Rate(rate(encode, name), rate(decode, name)) for name, (encode, decode) in shares.items()}
+    )
 
 
 def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,10 +47,13 @@ class Ended:
     result: Any
 
 
-def run(script: str, world: int, folder: Path, seconds: float = 150, after: float = 60, **job: Any) -> list[Ended]:
+def run(
+    script: str, world: int, folder: Path, seconds: float = 150, after: float = 60, forked: bool = True, **job: Any
+) -> list[Ended]:
     """Runs a script of tests/support on all ranks; returns what became of each.
 
-    Waits until all have ended, and, where one has not, so many seconds `after` the others.
+    Waits until all have ended, and, where one has not, so many seconds `after` the others. A GPU is nothing to a fork of a process that has
+    asked for one: where ranks use it, they are not `forked`.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, **ENVIRONMENT}
@@ -58,7 +63,8 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
     try:
         for rank in range(world):
             given = [str(rank), str(world), str(store.port), str(folder), json.dumps(job)]
-            started.append(forks.start(path, given, environment, logs[rank]))
+            begin = forks.start if forked else _fresh
+            started.append(begin(path, given, environment, logs[rank]))
         until = time.monotonic() + seconds
         while (alive := sum(process.poll() is None for process in started)) and time.monotonic() < until:
             until = min(until, time.monotonic() + after) if alive == 1 and after else until
@@ -78,6 +84,12 @@ def run(script: str, world: int, folder: Path, seconds: float = 150, after: floa
         )
         for rank in range(world)
     ]
+
+
+def _fresh(path: Path, given: list[str], environment: Mapping[str, str], log: Path) -> forks.Process:
+    """Starts a script as a process of its own."""
+    with log.open("w") as out:
+        return subprocess.Popen([sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out)
 
 
 def script_of(name: str) -> Path:

@@ -15,6 +15,7 @@ from qsync_fx.graph import Operator, PrecisionGraph, meta
 from qsync_fx.graph.nodes import filled
 from qsync_fx.graph.notes import Note
 from qsync_fx.ops import Kind
+from qsync_fx.profiling.statistics.tensors.calling import called
 from qsync_fx.profiling.statistics.tensors.captured import Run
 
 Call = Callable[[Sequence[Any]], Any]
@@ -55,7 +56,8 @@ class _Tapped(fx.Interpreter):
             # Arguments behind a star have no place: they go by name.
             by_name = {a.name for a in target._schema.arguments if a.kwarg_only}
             pairs = list(zip(names, values, strict=True))
-            return target(*(v for k, v in pairs if k not in by_name), **{k: v for k, v in pairs if k in by_name})
+            args = tuple(v for k, v in pairs if k not in by_name)
+            return called(target, args, {k: v for k, v in pairs if k in by_name})
 
         return self._tap(Operator(self._precision_graph, n), list(given.values()), call)
 
