@@ -44,7 +44,7 @@ class NoteKind(StrEnum):
     ONE_NODE = "all ranks share one node, inside of which gradients go in FP32, so that codecs have nothing to do"
     BETWEEN_NODES = "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
     UNEVEN = "nodes have different numbers of ranks, so that codecs are foreseen between all ranks, and not between nodes alone"
-    NOT_HERE = "codecs run on the CPU alone so far, so that this is foreseen and cannot be had yet"
+    BY_HOST = "gradients in codecs go by way of the GPU's host, over gloo, which is what is foreseen of them"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
     UNSETTLED = (
         "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"

@@ -86,7 +86,7 @@ def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], no
         return None
     for name, profile in known.items():
         if graph_of(name, profile).device != "cpu":
-            notes.append(Note(NoteKind.NOT_HERE, name))
+            notes.append(Note(NoteKind.BY_HOST, name))
     return Coding(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
 
 

@@ -225,7 +225,8 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     output.show(Text(told))
     if profile.graph.device != "cpu":
         print(
-            "Gradients are compressed on the CPU alone so far: on these devices that is foreseen, and cannot be had yet."
+            "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without a codec is foreseen as "
+            "the cluster says."
         )
 
 

@@ -167,6 +167,19 @@ def aqgb_fig3() -> str:
     return _table("aqgb_fig3", columns)
 
 
+def gpu_codecs() -> str:
+    """What codecs take on a GPU, of the larger number of values that was measured of each."""
+    found: dict[str, dict[str, float]] = {}
+    for row in _rows("gpu_codecs"):
+        name, size = row["case"].split(", ")
+        if size == "100 MB":
+            found.setdefault(name, {})[row["name"]] = row["microseconds"]
+    ways = list(dict.fromkeys(way for one in found.values() for way in one))
+    return "\n".join(
+        _lines(["codec", *ways], [[f"`{name}`", *(f"{one[way]:,.0f}" for way in ways)] for name, one in found.items()])
+    )
+
+
 def huge_pages() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: row["case"],
@@ -203,6 +216,7 @@ TABLES = {
         codec_accuracy,
         aqgb_fig3,
         slow_links,
+        gpu_codecs,
         convergence,
         hybrid,
         ddp_accuracy,
