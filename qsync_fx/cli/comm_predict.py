@@ -225,7 +225,7 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     output.show(Text(told))
     if profile.graph.device != "cpu":
         print(
-            "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without a codec is foreseen as "
+            "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without one is foreseen as "
             "the cluster says."
         )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiers
 import torch
 import torch.multiprocessing as mp
+from hypothesis import given, strategies as st
 from torch import distributed, nn
 
 import qsync_fx
 from qsync_fx.profiling.measuring.busy import busy
-from qsync_fx.profiling.measuring.collectives import collectives
+from qsync_fx.profiling.measuring.collectives import collectives, rising
 
 
 def test_alone_there_is_nothing_to_measure() -> None:
@@ -85,3 +88,18 @@ def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path)
 def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(tmp_path: Path) -> None:
     mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), True), nprocs=2)
     assert 0 <= json.loads((tmp_path / "out.0").read_text())[1] <= 1
+
+
+@given(st.lists(st.floats(1e-6, 1.0), max_size=12))
+def test_a_table_rises_and_has_the_sum_that_was_measured(seconds: list[float]) -> None:
+    table = [(2**power, taken) for power, taken in enumerate(seconds)]
+    found = [taken for _, taken in rising(table)]
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(found))
+    assert sum(found) == pytest.approx(sum(seconds))
+    if seconds == sorted(seconds):
+        assert found == pytest.approx(seconds)
+
+
+def test_what_is_late_now_and_then_counts_for_all_sizes_that_it_may_hit() -> None:
+    found = rising([(1, 0.4), (2, 3.0), (4, 2.8), (8, 0.5), (16, 0.7), (32, 2.0), (64, 9.0)])
+    assert [taken for _, taken in found] == pytest.approx([0.4, 1.75, 1.75, 1.75, 1.75, 2.0, 9.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ def collectives() -> list[Collective]:
     """Measures all-reduces of FP32 values on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return []
-    table = [(2**power, _steadily(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
+    table = rising([(2**power, _steadily(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)])
     return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
 
 
@@ -37,9 +38,25 @@ def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
     own, _ = distributed.new_subgroups_by_enumeration([list(group) for group in groups])  # type: ignore[no-untyped-call]
     try:
         powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
-        return [(2**power, all_reduce_seconds(2**power, group=own)) for power in powers]
+        return rising([(2**power, all_reduce_seconds(2**power, group=own)) for power in powers])
     finally:
         distributed.destroy_process_group(own)
+
+
+def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns seconds by bytes of which none fall where bytes rise: the nearest such, by squares, which have the same sum.
+
+    Where cores sleep while ranks wait, an all-reduce of few bytes takes half a millisecond, or three. Which of both the median of some is
+    differs from size to size, and in a step buckets of all these sizes take what they take together.
+    """
+    pooled: list[list[float]] = []
+    for _, seconds in table:
+        pooled.append([seconds])
+        while len(pooled) > 1 and statistics.mean(pooled[-2]) > statistics.mean(pooled[-1]):
+            last = pooled.pop()
+            pooled[-1] += last
+    means = [statistics.mean(pool) for pool in pooled for _ in pool]
+    return [(nbytes, seconds) for (nbytes, _), seconds in zip(table, means, strict=True)]
 
 
 def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS, group: ProcessGroup | None = None) -> float:
