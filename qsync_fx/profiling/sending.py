@@ -5,6 +5,7 @@ Invariant: such steps of the profile's widest and narrowest format are foreseen 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Callable
@@ -52,13 +53,18 @@ def linked(
         steps = together(module, lambda wrapped, passes: compiled(wrapped, passes, plan), training)
         return busy_in_steps(profile, alone, steps, plan)
 
+    own, why = 0.0, ""
     try:
         # Two on all ranks, also on one that has a single format: they train together.
         own = statistics.mean(measured(Plan.uniform(name)) for name in (profile.precisions[0], profile.precisions[-1]))
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
-        what = f"no step could be trained with gradients that are sent, of which sending takes a part ({error})"
+        why = str(error) or type(error).__name__
+    if why:
+        # What DistributedDataParallel has hung on parameters goes with the frames of that error.
+        gc.collect()
+        what = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
         warnings.warn(f"{what}: products are computed beside all-reduces instead", stacklevel=2)
         return [replace(alone, busy=busy(alone.seconds))]
     mean = torch.tensor(own)

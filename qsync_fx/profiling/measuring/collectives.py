@@ -20,6 +20,9 @@ _REPEATS = 5
 _SHORT, _MANY = 0.02, 21
 """Seconds below which an all-reduce is repeated so often: where cores sleep while they wait, one in a few is late by milliseconds."""
 
+_LATE = 0.005
+"""Seconds that one rank comes later than the others."""
+
 
 def collectives() -> list[Collective]:
     """Measures all-reduces of FP32 values on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
@@ -60,18 +63,27 @@ def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS, group: ProcessGroup | None = None) -> float:
-    """Returns the median over some repeats of the seconds that the slowest rank took; the same on all ranks, which call it together.
+    """Returns the median over some repeats of the seconds that an all-reduce takes from when the last rank has come; the same on all ranks,
+    which call it together.
+
+    In a step ranks do not come at once: those that are quicker wait, and sleep, and have to wake up. So one rank, in turn, computes a while
+    longer than the others.
 
     Args:
         group: between whose ranks, of each rank its own; all ranks for None.
     """
     values = torch.zeros(nbytes // 4)
     taken = torch.zeros(repeats)
+    own, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     for at in range(-1, repeats):
         distributed.barrier()
+        last = at % ranks == own
+        start = time.perf_counter()
+        while last and time.perf_counter() < start + _LATE:
+            pass
         start = time.perf_counter()
         distributed.all_reduce(values, group=group)
-        if at >= 0:
+        if last and at >= 0:
             taken[at] = time.perf_counter() - start
     distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)
     return float(taken.median())

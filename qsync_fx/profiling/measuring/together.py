@@ -50,7 +50,7 @@ class Together:
 class _Hook:
     sends: bool = True
 
-    def __call__(self, _state: object, bucket: Any) -> Future[torch.Tensor]:
+    def take(self, _state: object, bucket: Any) -> Future[torch.Tensor]:
         if self.sends:
             work = distributed.all_reduce(bucket.buffer(), async_op=True)
             assert work is not None
@@ -59,6 +59,9 @@ class _Hook:
         left: Future[torch.Tensor] = Future()
         left.set_result(bucket.buffer())
         return left
+
+    # DistributedDataParallel compares annotations with classes, and these are texts.
+    take.__annotations__.clear()
 
 
 def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], training: Training) -> Together:
@@ -73,7 +76,7 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
     mebibytes = min(_LARGEST, max(1, round(total / _BUCKETS / 2**20)))
     parallel = DistributedDataParallel(module, broadcast_buffers=False, init_sync=False, bucket_cap_mb=mebibytes)
     hook = _Hook()
-    parallel.register_comm_hook(None, hook)
+    parallel.register_comm_hook(None, hook.take)
     passes = replace(training, optimizer=None, zero=module.zero_grad)
     model = compiled(parallel, passes)
     for _ in range(_WARM):
