@@ -79,8 +79,6 @@ _CASTS: Final = (1.38, 0.61)
 """The same of torch's own conversions to 16 bits and back, the mean of both."""
 _TO_COPY_OF_A_GPU: Final = {
     PLAIN.name: (1.0, 1.0),
-    "fp16": (1.13, 0.73),
-    "bf16": (1.13, 0.73),
     "1bit*": (0.063, 0.31),
     "1bit": (0.026, 0.26),  # operator by operator
     "qsgd2": (0.22, 0.39),
@@ -91,6 +89,7 @@ _TO_COPY_OF_A_GPU: Final = {
     "aqgb": (0.057, 0.089),
 }
 """The same beside a copy of a GPU's memory: an H200, 100 MB, fused by Inductor (benchmarks/results/gpu_codecs.json)."""
+_CASTS_OF_A_GPU: Final = (1.13, 0.73)
 _MANY: Final = 2**20
 
 
@@ -106,7 +105,7 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
     def rate(coded: float, name: str) -> float:
         return 1 / (1 / (copy * coded) + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host)
 
-    shares = {name: _TO_COPY_OF_A_GPU[name] for name in NAMES}
+    shares = {name: _TO_COPY_OF_A_GPU.get(name, _CASTS_OF_A_GPU) for name in NAMES}
     return Rates(
         source, {name: Rate(rate(encode, name), rate(decode, name)) for name, (encode, decode) in shares.items()}
     )
