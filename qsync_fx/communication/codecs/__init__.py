@@ -5,7 +5,9 @@
     onebit      signs with a residual: 1bitSGD, and 1bitSGD* over consecutive values
     truncation  the highest bits of each number, as in AQGB
     casting     torch's own narrower formats, and FP32
-    memory      what their kernels take
+    memory      what their kernels take, and where bytes lie
+    operators   the same in torch operators, for GPUs
+    fusing      these compiled, for any number of units
     names       which codec is called what
 
 The kernels are those of cpp/codecs/kernels.cpp, for AVX-512, AVX2 and any processor, with the same bits.

@@ -9,6 +9,7 @@ Invariant: all ranks call it together and know the same numbers; no parameter is
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST, max(1, round(total / _BUCKETS / 2**20)))
-    parallel = DistributedDataParallel(module, broadcast_buffers=False, init_sync=False, bucket_cap_mb=mebibytes)
+    parallel = DistributedDataParallel(module, init_sync=False, bucket_cap_mb=mebibytes, **_leaving_buffers())
     hook = _Hook()
     parallel.register_comm_hook(None, hook.take)
     passes = replace(training, optimizer=None, zero=module.zero_grad)
@@ -95,3 +96,9 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
     gc.collect()
     apart, sending = slowest.tolist()
     return Together(apart, sending, mebibytes * 2**20)
+
+
+def _leaving_buffers() -> dict[str, Any]:
+    """Returns how DistributedDataParallel is told to send no buffers, which torch 2.13 calls otherwise than those before."""
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in names): False}
