@@ -47,15 +47,13 @@ class Given:
     def encode(self, bucket: Bucket, number: int, state: State, tally: Tally) -> None:
         """Writes a stretch."""
         begin = time.perf_counter()
-        sent, runs = self.memory[(wire := self.stretches[number].coded)], self.stretches[number].runs
+        stretch = self.stretches[number]
+        sent = self.memory[stretch.coded]
         like = self.values[0] if self.values else sent
         near = memory.beside(sent, like)
-        for run in runs:
+        for run in stretch.runs:
             piece, residual = bucket.pieces[run.place], self.residuals[run.place]
-            values, to = (
-                self.values[run.place][run.values],
-                near[run.wire.start - wire.start : run.wire.stop - wire.start],
-            )
+            values, to = self.values[run.place][run.values], near[stretch.within(run)]
             residual = None if residual is None else residual[run.values]
             whole = values if residual is None or not bucket.measured else values + residual
             first = self.parts[run.place].start + run.values.start
@@ -100,17 +98,15 @@ class Taken:
         """Sums a stretch."""
         begin = time.perf_counter()
         good = [(sender, message) for sender, message in self.messages.items() if sender not in self.unread]
-        wire, runs = self.stretches[number].coded, self.stretches[number].runs
+        stretch = self.stretches[number]
+        runs = stretch.runs
         for order, (sender, message) in enumerate(good):
-            near = memory.taken_to(message[wire], self.values[0]) if runs else message[wire]
+            near = memory.taken_to(message[stretch.coded], self.values[0]) if runs else message
             for run in runs:
                 add = order > 0 or (bool(self.onto) and self.onto[run.place])
                 try:
-                    codec, sent = (
-                        bucket.pieces[run.place].codec,
-                        near[run.wire.start - wire.start : run.wire.stop - wire.start],
-                    )
-                    codec.decode(sent, self.values[run.place][run.values], add)
+                    codec, values = bucket.pieces[run.place].codec, self.values[run.place][run.values]
+                    codec.decode(near[stretch.within(run)], values, add)
                 except ValueError as error:
                     fault(sender, str(error))
         if self.over > 1:

@@ -45,6 +45,11 @@ class Stretch:
         """The bytes of what is in it, without the head."""
         return slice(self.runs[0].wire.start, self.wire.stop) if self.runs else slice(self.wire.stop, self.wire.stop)
 
+    def within(self, run: Run) -> slice:
+        """Returns where the bytes of a run lie among those."""
+        begin = self.coded.start
+        return slice(run.wire.start - begin, run.wire.stop - begin)
+
 
 def stretches(pieces: Sequence[Piece], parts: Sequence[slice], most: int | None = None) -> list[Stretch]:
     """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""
