@@ -29,13 +29,14 @@ BUCKET_MIB = 5
 """Smaller than DDP's own, so that models of these sizes send several."""
 REFERENCE = "bf16"
 """The uniform plan whose steps say how fast ranks are."""
-NOTHING_COPIED, NO_CORE, OF_PROFILE = (
+NOTHING_COPIED, NO_CORE, OF_PROFILE, PROFILE_ALONE = (
     "replayed, nothing is copied",
     "replayed, sending takes no core",
     "replayed, with what sending took of a core when the profile was made",
+    "replayed from the profiles alone, as fast as everything was when they were made",
 )
 REPLAYED, NO_OVERLAP, APART = "replayed", "no overlap", "apart"
-WAYS = (REPLAYED, OF_PROFILE, NOTHING_COPIED, NO_CORE, NO_OVERLAP, APART)
+WAYS = (REPLAYED, OF_PROFILE, PROFILE_ALONE, NOTHING_COPIED, NO_CORE, NO_OVERLAP, APART)
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,13 @@ def judged(name: str, folder: Path) -> list[Row]:
         if way == REPLAYED:
             row |= {"busy": middle.busy, "pace": middle.devices, "pace of the network": middle.network}
             row |= {"each_%": [round(100 * one, 2) for one in off]}
-        if way == OF_PROFILE:
-            row |= {"busy": links(profiles).busy}
+        if way == PROFILE_ALONE:
+            each = [one.collectives[0] for one in profiles.values()]
+            row |= {
+                "busy": each[0].busy,
+                "copies": [one.copies for one in each],
+                "pace": [one.slowdown for one in each],
+            }
         rows.append(row)
     halves = [seen(found, rounds[first::2]) for first in (0, 1)]
     apart = [dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED))) for half in halves]
@@ -165,12 +171,17 @@ def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: P
             qsync_fx.replay(plans[key], profile).seconds * slower
             for slower, (key, profile) in zip(pace.devices, profiles.items(), strict=True)
         )
+    if way == PROFILE_ALONE:
+        pace = Pace([one.collectives[0].slowdown for one in profiles.values()], 1.0, links(profiles).busy)
     limit = BUCKET_MIB * 2**20
     measured = links(profiles)
     busy = {NO_CORE: 0.0, NO_OVERLAP: 0.0, OF_PROFILE: measured.busy}.get(way, pace.busy)
     copies = 0.0 if way == NOTHING_COPIED else None
     cluster = Cluster(
-        {key: Device(copies=copies, slowdown=slower) for key, slower in zip(profiles, pace.devices, strict=True)},
+        {
+            key: Device(copies=copies, slowdown=slower, delay=pace.network * measured.buffers)
+            for key, slower in zip(profiles, pace.devices, strict=True)
+        },
         Network(
             all_reduce=[(float(nbytes), pace.network * seconds) for nbytes, seconds in measured.seconds],
             ranks=RANKS,

@@ -97,6 +97,7 @@ class Trial:
         measured: the same, as it took.
         spread: how far steps lay from that, in the median, as a share of it.
         interpolated: how many operators nothing had been measured of in the states that the plan puts them into.
+        more_bytes: that a step held beyond what was foreseen; below 0 where it held less, 0 where it was not measured.
     """
 
     device: str
@@ -104,6 +105,7 @@ class Trial:
     measured: float
     spread: float
     interpolated: int
+    more_bytes: int = 0
 
     @property
     def agrees(self) -> bool:

@@ -22,6 +22,8 @@ from qsync_fx.predictor.reckoned.times import DeviceTimes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.memory_size import WAYS, Memory, memory_size
 from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.profiling.anchors import anchors
+from qsync_fx.profiling.profile import Profile
 from qsync_fx.timeline.coding import rates
 from qsync_fx.timeline.known import Known, conditions, graph_of, training_of
 
@@ -111,6 +113,7 @@ def _class(
         training=training_of(profile, sends),
         memory=memory,
         conditions=conditions(known).get(name, ""),
+        anchors=tuple(anchors(profile, planned=True)) if isinstance(profile, Profile) else (),
     )
 
 

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
 from qsync_fx.allocator.judging.judge import Judge, judged
-from qsync_fx.allocator.problem import Plans
+from qsync_fx.allocator.problem import DeviceClass, Plans
 from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.predictor.memory import anchored_bytes, step_memory
+from qsync_fx.profiling.anchors import anchors
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction
 from qsync_fx.profiling.profile import Profile
@@ -92,7 +94,7 @@ class Rounds:
         self._trials.append(trials)
         self._tried.append(self.answer.plans)
         self._ran.append({name: _alone(profile) for name, profile in after.items()})
-        if all(trial.agrees for trial in trials):
+        if all(trial.agrees for trial in trials) and not _held_too_much(self.answer, after):
             self._take(self.answer, after)
             return
         again = self._solve(known)
@@ -145,6 +147,12 @@ def settled(
     return rounds.answer
 
 
+def _held_too_much(answer: Answer, ran: Mapping[str, Profile]) -> bool:
+    """Whether a plan held more than it may when it ran, though it took the time that was foreseen."""
+    found = _as_it_ran(answer, answer.plans, ran)
+    return any(f"memory {name}" in found.judged.exceeds(found.problem) for name in ran)
+
+
 def _trial(answer: Answer, name: str, before: Profile, after: Profile) -> Trial:
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
@@ -154,7 +162,18 @@ def _trial(answer: Answer, name: str, before: Profile, after: Profile) -> Trial:
         run.passes + optimizer,
         run.spread,
         len(before.interpolated(answer.plan(name))),
+        _more_bytes(answer.problem.classes[name], after),
     )
+
+
+def _more_bytes(part: DeviceClass, after: Profile) -> int:
+    """Returns by how much more the last plan that ran held than was foreseen, with what was known of others by then."""
+    if part.training is None or not after.runs[-1].peak_bytes:
+        return 0
+    ran = anchors(after)[-1]
+    pure = step_memory(ran.states, part.training)
+    known = anchored_bytes(ran.states, part.anchors, part.training, pure) if part.anchors else pure.step_bytes
+    return ran.error(part.training) + pure.step_bytes - known
 
 
 def _alone(profile: Profile) -> Profile:
@@ -165,7 +184,10 @@ def _alone(profile: Profile) -> Profile:
 def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
     """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
     too, where it is not itself below that: it may have run faster than others were foreseen."""
-    own = {name: replace(again.problem.classes[name], times=profile.times()) for name, profile in ran.items()}
+    own = {
+        name: replace(again.problem.classes[name], times=profile.times(), anchors=tuple(anchors(profile, planned=True)))
+        for name, profile in ran.items()
+    }
     problem = replace(again.problem, classes={**again.problem.classes, **own})
     found = judged(problem, plans, again.judged.codecs)
     known = again.bound if problem.least == "variance" else None

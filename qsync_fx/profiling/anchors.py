@@ -10,12 +10,18 @@ from qsync_fx.predictor.memory import Anchor
 from qsync_fx.profiling.profile import Profile
 
 
-def anchors(profile: Profile) -> list[Anchor]:
-    """Returns each run of a profile with the states of its operators and the most that a step held."""
+def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
+    """Returns each run of a profile with the states of its operators and the most that a step held.
+
+    Args:
+        planned: whether of the user's plans alone, and of these those whose peak was measured.
+    """
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
     found: list[Anchor] = []
     for run in profile.runs:
+        if planned and not (run.planned and run.peak_bytes):
+            continue
         asked = {one.operator: one.precision for one in run.operators if one.operator in adjustable and one.precision}
         found.append(Anchor(states(graph, asked), run.peak_bytes))
     return found

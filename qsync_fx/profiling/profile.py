@@ -73,12 +73,19 @@ class Collective:
         ranks: how many took part.
         seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
         busy: what of these a rank that computes beside it computes later for; more than 1 where both slow one another down.
+        slowdown: how much longer than the profile says this rank's steps take while others train beside it, and nothing is sent.
+        copies: seconds that DistributedDataParallel takes on this device to copy a byte of gradients into its bucket, and again out of it;
+            by the profile's pace; None where no steps say it, and in files of before it was asked.
+        buffers: seconds that each step waits until all ranks have rank 0's buffers, such as means of batch norms; 0 where there are none.
     """
 
     backend: str
     ranks: int
     seconds: list[tuple[int, float]]
     busy: float = 0.0
+    slowdown: float = 1.0
+    copies: float | None = None
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,10 @@ class Profile:
 
 
 def _table(collective: Collective) -> str | None:
+    if (wrong := sizes(collective)) is not None:
+        return wrong
+    if not collective.slowdown:
+        return " has the slowdown 0, which no measurement gives"
     if not collective.seconds:
         return " has an empty table of seconds"
     for (nbytes, seconds), (after, _) in zip(

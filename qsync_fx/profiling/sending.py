@@ -1,14 +1,14 @@
-"""How long gradients travel between the ranks that are up, and what sending them takes of a device that computes.
+"""How long gradients travel between the ranks that are up, and what copying and sending them takes of a device that computes.
 
-Invariant: such steps of the profile's widest and narrowest format are foreseen as long as they were in the mean, where some `busy` says so.
+Invariant: such steps of the profile's widest and narrowest format are foreseen as long as they were, taken together, where some `busy`
+says so.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
-from qsync_fx.profiling.measuring.busy import busy
-from qsync_fx.profiling.measuring.collectives import collectives
+from qsync_fx.predictor.schedule import Schedule
+from qsync_fx.profiling.measuring.busy import busy as beside_products
+from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives
 from qsync_fx.profiling.measuring.steps import Training
 from qsync_fx.profiling.measuring.together import Together, together
 from qsync_fx.profiling.profile import Collective, Profile
@@ -44,19 +45,21 @@ def linked(
         compiled: compiles a model under a plan, as `together` has it done.
         module, training: as `together` takes them.
     """
-    found = collectives()
-    if not found:
+    links = collectives()
+    if not links:
         return []
-    (alone,) = found
-
-    def measured(plan: Plan) -> float:
-        steps = together(module, lambda wrapped, passes: compiled(wrapped, passes, plan), training)
-        return busy_in_steps(profile, alone, steps, plan)
-
-    own, why = 0.0, ""
+    alone = replace(links[0], buffers=buffers_seconds(module))
+    # Two on all ranks, also on one that has a single format: they train together.
+    plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
+    steps: list[tuple[Plan, Together]] = []
+    why = ""
     try:
-        # Two on all ranks, also on one that has a single format: they train together.
-        own = statistics.mean(measured(Plan.uniform(name)) for name in (profile.precisions[0], profile.precisions[-1]))
+        for plan in plans:
+
+            def compiled_as(wrapped: nn.Module, training: Training, plan: Plan = plan) -> Any:
+                return compiled(wrapped, training, plan)
+
+            steps.append((plan, together(module, compiled_as, training)))
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
@@ -66,29 +69,46 @@ def linked(
         gc.collect()
         what = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
         warnings.warn(f"{what}: products are computed beside all-reduces instead", stacklevel=2)
-        return [replace(alone, busy=busy(alone.seconds))]
-    mean = torch.tensor(own)
+        return [replace(alone, busy=beside_products(alone.seconds))]
+    found = taken_in_steps(profile, alone, steps)
+    mean = torch.tensor(found.busy)
     distributed.all_reduce(mean)
-    return [replace(alone, busy=float(mean) / alone.ranks)]
+    return [replace(found, busy=float(mean) / alone.ranks)]
 
 
-def busy_in_steps(profile: Profile, collective: Collective, steps: Together, plan: Plan) -> float:
-    """Returns `busy` with which the replayer has the steps of a plan take as long as they did.
+def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, Together]]) -> Collective:
+    """Returns with which `slowdown`, `copies` and `busy` the replayer has steps take as long as they did, all of them together.
 
     Args:
         profile: of this rank.
-        collective: how long messages travel alone.
+        alone: how long messages travel while nothing is computed.
+        steps: of some plans.
     """
-    schedule = replace(CostMapper(profile.graph, profile.times(), plan).schedule(), optimizer=0.0)
-    device = Device(count=collective.ranks, copies=0.0, slowdown=steps.apart / schedule.seconds)
-    table = [(float(nbytes), seconds) for nbytes, seconds in collective.seconds]
-    buckets = Buckets(steps.bucket_bytes, steps.bucket_bytes)
+    table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
+    known = [(CostMapper(profile.graph, profile.times(), plan).schedule(), seen) for plan, seen in steps]
 
     def foreseen(busy: float) -> float:
-        network = Network(all_reduce=table, ranks=collective.ranks, busy=busy)
-        return float(played({"rank": schedule}, Cluster({"rank": device}, network, buckets)).step.seconds)
+        network = Network(all_reduce=table, ranks=alone.ranks, busy=busy)
+        return sum(_step(schedule, seen, network) for schedule, seen in known)
 
-    return busy_for(foreseen, steps.sending)
+    slowdown = sum(seen.own.left for _, seen in known) / sum(schedule.seconds for schedule, _ in known)
+    copied = max(0.0, sum(seen.own.copied - seen.own.left for _, seen in known)) / slowdown
+    copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in known)
+    busy = busy_for(foreseen, sum(seen.sending for _, seen in known))
+    return replace(alone, slowdown=slowdown, copies=copies, busy=busy)
+
+
+def _step(schedule: Schedule, seen: Together, network: Network) -> float:
+    """Returns the seconds of a step of ranks that compute and copy as long as the slowest did that sent nothing."""
+    slowdown = seen.slowest.left / schedule.seconds
+    copies = max(0.0, seen.slowest.copied - seen.slowest.left) / (2 * _nbytes(schedule) * slowdown)
+    device = Device(network.ranks or 1, copies=copies, slowdown=slowdown)
+    cluster = Cluster({"rank": device}, network, Buckets(seen.bucket_bytes, seen.bucket_bytes))
+    return float(played({"rank": schedule}, cluster).step.seconds)
+
+
+def _nbytes(schedule: Schedule) -> int:
+    return sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
 
 
 def busy_for(foreseen: Callable[[float], float], seconds: float) -> float:

@@ -83,10 +83,12 @@ def _trials(answer: Answer) -> Iterator[str]:
         for trial in trials:
             off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
             unknown = f", {trial.interpolated} operators interpolated before" if trial.interpolated else ""
+            limited = answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0
+            held = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
             which = "this plan" if at == answer.ran else "another plan"
             yield (
                 f"{trial.device} ran {which} in round {at} of {count}: {duration(trial.foreseen)} foreseen, "
-                f"{duration(trial.measured)} measured ({off:+.1%}){unknown}"
+                f"{duration(trial.measured)} measured ({off:+.1%}){held}{unknown}"
             )
 
 

@@ -126,6 +126,8 @@ def _notes(profile: Profile) -> list[str]:
         lines.append(
             f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
             + (f", of which {collective.busy:.0%} are the processor's" if collective.busy else "")
+            + (f"; into buckets and out of them at {short(1 / collective.copies, 'B/s')}" if collective.copies else "")
+            + (f"; buffers in {milliseconds(collective.buffers)} ms" if collective.buffers else "")
         )
     threads = many(machine.threads, "thread")
     lines.append(f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}")

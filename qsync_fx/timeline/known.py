@@ -156,21 +156,32 @@ def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known
 
 def _copying(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
     """Returns the cluster with how fast devices copy gradients, where their profiles say it and it does not."""
-    devices = dict(fleet.devices)
-    for name, device in devices.items():
-        plain = (one for one in getattr(profiles[name], "codecs", ()) if one.codec == PLAIN.name)
-        if device.copies is None and (speed := next(plain, None)) is not None:
-            devices[name] = replace(device, copies=1 / speed.encode)
+    devices = {
+        name: replace(device, copies=_copies(profiles[name])) if device.copies is None else device
+        for name, device in fleet.devices.items()
+    }
     return replace(fleet, devices=devices)
 
 
+def _copies(profile: Known) -> float | None:
+    """Returns the seconds in which a byte of gradients is copied: as steps took it, else as writing gradients as they are takes it, which
+    are in a cache where that is measured."""
+    measured = (one.copies for one in getattr(profile, "collectives", ()) if one.copies is not None)
+    plain = (1 / one.encode for one in getattr(profile, "codecs", ()) if one.codec == PLAIN.name)
+    return next(measured, next(plain, None))
+
+
 def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
-    """Returns the cluster with all-reduces that a profile holds, where it says nothing of its links."""
+    """Returns the cluster with links as a profile holds them, and devices as they are beside others, where it says nothing of its links."""
     unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
-    if not unknown or fleet.ranks == 1:
+    found = {name: next(iter(getattr(profile, "collectives", ())), None) for name, profile in profiles.items()}
+    if (measured := next(filter(None, found.values()), None)) is None or not unknown or fleet.ranks == 1:
         return fleet
-    for profile in profiles.values():
-        for measured in getattr(profile, "collectives", ()):
-            table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
-            return replace(fleet, network=Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy))
-    return fleet
+    table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
+    network = Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy)
+    beside = {name: 1.0 if one is None else one.slowdown for name, one in found.items()}
+    devices = {
+        name: replace(device, slowdown=device.slowdown * beside[name], delay=device.delay + measured.buffers)
+        for name, device in fleet.devices.items()
+    }
+    return replace(fleet, devices=devices, network=network)

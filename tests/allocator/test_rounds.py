@@ -19,9 +19,11 @@ from qsync_fx import OptionError, Plan, PlanError, Profile, ProfileError
 from qsync_fx.allocator import Answer, NoteKind
 from qsync_fx.allocator.rounds import Rounds
 from qsync_fx.devices import get
-from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.mapper import CostMapper, states
+from qsync_fx.predictor.memory import SGD, step_memory
 from qsync_fx.profiling.correcting import corrected
 from qsync_fx.profiling.runs import Measured, Run
+from qsync_fx.timeline.known import training_of
 
 
 @functools.cache
@@ -42,8 +44,8 @@ def solve(known: Mapping[str, Profile]) -> Answer:
     return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"))
 
 
-def ran(profile: Profile, answer: Answer, factor: float) -> Profile:
-    """Returns the profile as corrected by a run that took so many times what was foreseen."""
+def ran(profile: Profile, answer: Answer, factor: float, peak_bytes: int = 0) -> Profile:
+    """Returns the profile as corrected by a run that took so many times what was foreseen, and held so many bytes where any."""
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
     seconds: dict[str, list[float]] = {op.id: [0.0, 0.0] for op in profile.graph.operators}
@@ -57,7 +59,9 @@ def ran(profile: Profile, answer: Answer, factor: float) -> Profile:
         for op, state in zip(profile.graph.operators, names, strict=True)
     ]
     whole = [sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)]
-    run = Run("run", [(factor * whole[0], factor * whole[1], step.optimizer)] * 3, 1, operators, planned=True)
+    run = Run(
+        "run", [(factor * whole[0], factor * whole[1], step.optimizer)] * 3, peak_bytes or 1, operators, planned=True
+    )
     return corrected(profile, replace(profile, runs=[run]))
 
 
@@ -110,6 +114,29 @@ def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
     assert answer.trials[answer.ran - 1][0].measured == min(measured)
     assert answer.judged.seconds == pytest.approx(min(measured), rel=0.02)
     assert NoteKind.UNSETTLED in [note.kind for note in answer.notes]
+
+
+def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
+    """It takes the time that was foreseen: only what it holds says that another one is to be taken."""
+    profile = replace(reckoned(), optimizer_memory=SGD)
+    limit = 110 * 10**6
+
+    def within(known: Mapping[str, Profile]) -> Answer:
+        return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"), memory=limit)
+
+    first = within({"t4": profile})
+    rounds, more = Rounds(first, within, 3), 2 * (limit - (first.judged.classes["t4"].peak_bytes or 0))
+    while rounds.more:
+        states_now = states(profile.graph, rounds.answer.plan())
+        held = step_memory(states_now, training_of(profile, sends=False)).step_bytes
+        after = ran(profile, rounds.answer, 1.0, held + (more if rounds.answer is first else 0))
+        rounds.learn({"t4": after}, {"t4": profile}, {"t4": after})
+        profile = after
+    answer = rounds.answer
+    assert answer.plans != first.plans and answer.fits
+    assert [trial.agrees for (trial,) in answer.trials] == [True, True]
+    assert answer.trials[0][0].more_bytes == pytest.approx(more, rel=0.01) and answer.trials[1][0].more_bytes <= 0
+    assert "MB more than foreseen" in str(answer)
 
 
 def test_no_rounds_leave_the_plan_as_it_was_found() -> None:

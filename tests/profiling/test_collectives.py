@@ -17,7 +17,7 @@ from torch import distributed, nn
 
 import qsync_fx
 from qsync_fx.profiling.measuring.busy import busy
-from qsync_fx.profiling.measuring.collectives import collectives, rising
+from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives, rising
 
 
 def test_alone_there_is_nothing_to_measure() -> None:
@@ -27,7 +27,11 @@ def test_alone_there_is_nothing_to_measure() -> None:
 def rank(at: int, file: str, out: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
     (found,) = collectives()
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds)]))
+    norm = nn.BatchNorm1d(64)
+    norm.running_mean.fill_(at)  # type: ignore[union-attr]
+    buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
+    assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds), buffers]))
     assert (found.backend, found.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -37,7 +41,8 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
     assert texts[0] == texts[1]
-    measured, of_a_core = json.loads(texts[0])
+    measured, of_a_core, (norm, none) = json.loads(texts[0])
+    assert norm > 0 and none == 0
     assert len(measured) == 9 and all(seconds > 0 for _, seconds in measured)
     assert 0 <= of_a_core <= 1
 
@@ -75,6 +80,7 @@ def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
         # Nothing of what was wrapped is left: one rank trains without the other.
         plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
     distributed.barrier()
+    assert told or found.copies is not None
     Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
     distributed.destroy_process_group()
 

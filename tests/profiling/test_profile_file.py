@@ -52,7 +52,7 @@ def taken() -> Profile:
         ["fp32", "bf16"],
         runs,
         optimizer="AdamW",
-        collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)])],
+        collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)], 0.9, copies=1e-10, buffers=8e-4)],
         sensitivity=Sensitivity("exact", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
         codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
         loss_memory=LossMemory(held=1024, most=4096),
@@ -72,6 +72,22 @@ def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(
     found = Profile.load(tmp_path / "net.json")
     assert found == replace(taken(), loss_memory=None)
     assert "what it takes is not known" in str(found) and "not known" not in str(taken())
+
+
+def test_a_file_of_before_copies_and_buffers_were_measured_is_read_as_one_that_does_not_know_them(
+    tmp_path: Path,
+) -> None:
+    tree: Any = PROFILE.plain(taken())
+    for name in ("slowdown", "copies", "buffers"):
+        del tree["collectives"][0][name]
+    (tmp_path / "net.json").write_text(json.dumps(tree))
+    (found,) = Profile.load(tmp_path / "net.json").collectives
+    assert (found.slowdown, found.copies, found.buffers) == (1.0, None, 0.0)
+
+
+def test_a_profile_says_what_gradients_that_are_sent_take() -> None:
+    said = str(taken())
+    assert "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 ms" in said
 
 
 @pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
@@ -125,6 +141,10 @@ def changed(tmp_path: Path, *keys: str | int, to: Any) -> Path:
         (("runs", 1, "steps"), [], "no step"),
         (("runs", 0, "quantized", 0, "seconds"), float("inf"), "Infinity"),
         (("collectives", 0, "seconds"), [[1024, -1e-4]], "seconds"),
+        (("collectives", 0, "busy"), -0.5, "busy -0.5"),
+        (("collectives", 0, "slowdown"), 0.0, "slowdown 0"),
+        (("collectives", 0, "copies"), -1e-10, "copies -1e-10"),
+        (("collectives", 0, "buffers"), float("inf"), "Infinity"),
         (("runs",), [], "no run"),
         (("runs", 1, "operators"), [], "other operators"),
         (("runs", 0, "peak_bytes"), -1, "peak_bytes -1"),

@@ -13,9 +13,9 @@ from qsync_fx import Cluster, Plan
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
-from qsync_fx.profiling.measuring.together import Together
+from qsync_fx.profiling.measuring.together import Together, Unsent
 from qsync_fx.profiling.profile import Collective, Profile
-from qsync_fx.profiling.sending import MOST, busy_in_steps
+from qsync_fx.profiling.sending import MOST, taken_in_steps
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
 PLAN = Plan.uniform("fp32")
@@ -32,25 +32,41 @@ def profile() -> Profile:
     return qsync_fx.devices.get("t4").profile(model, step, torch.randn(64, 512), precisions=("fp32",))
 
 
-def steps(profile: Profile, busy: float, slower: float) -> Together:
-    """Returns steps as the replayer foresees them."""
-    schedule = replace(CostMapper(profile.graph, profile.times(), PLAN).schedule(), optimizer=0.0)
+def steps(profile: Profile, busy: float, slower: float, copies: float = 1e-9) -> Together:
+    """Returns steps as the replayer foresees them; this rank is twice as fast as the slowest."""
+    schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
+    nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     network = Network(all_reduce=[(float(nbytes), seconds) for nbytes, seconds in TABLE], ranks=2, busy=busy)
-    cluster = Cluster({"t4": Device(count=2, copies=0.0, slowdown=slower)}, network, Buckets(2**20, 2**20))
+    cluster = Cluster({"t4": Device(count=2, copies=copies, slowdown=slower)}, network, Buckets(2**20, 2**20))
+    left, copied = schedule.seconds, schedule.seconds + 2 * nbytes * copies
+    sending = float(played({"t4": schedule}, cluster).step.seconds)
     return Together(
-        schedule.seconds * slower, float(played({"t4": schedule}, cluster).step.seconds), bucket_bytes=2**20
+        Unsent(slower / 2 * left, slower / 2 * copied), Unsent(slower * left, slower * copied), sending, 2**20
     )
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
 @pytest.mark.parametrize("slower", [1.0, 2.5])
-def test_what_steps_were_made_with_is_found_again(profile: Profile, busy: float, slower: float) -> None:
-    found = busy_in_steps(profile, Collective("gloo", 2, TABLE), steps(profile, busy, slower), PLAN)
-    assert found == pytest.approx(busy, abs=0.01)
+@pytest.mark.parametrize("copies", [0.0, 1e-9])
+def test_what_steps_were_made_with_is_found_again(profile: Profile, busy: float, slower: float, copies: float) -> None:
+    found = taken_in_steps(profile, Collective("gloo", 2, TABLE), [(PLAN, steps(profile, busy, slower, copies))])
+    assert found.slowdown == pytest.approx(slower / 2), "this rank is twice as fast as the slowest"
+    assert (found.copies, found.busy) == (pytest.approx(copies, abs=1e-15), pytest.approx(busy, abs=0.01))
 
 
 def test_steps_that_sending_makes_no_longer_or_far_too_long_have_the_least_and_the_most(profile: Profile) -> None:
-    seen = steps(profile, 0.0, 1.0)
-    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), replace(seen, sending=seen.apart), PLAN) == 0
-    endless = replace(seen, sending=100 * seen.apart)
-    assert busy_in_steps(profile, Collective("gloo", 2, TABLE), endless, PLAN) == pytest.approx(MOST, abs=0.01)
+    seen, table = steps(profile, 0.0, 1.0), Collective("gloo", 2, TABLE)
+    assert taken_in_steps(profile, table, [(PLAN, replace(seen, sending=seen.slowest.copied))]).busy == 0
+    endless = replace(seen, sending=100 * seen.slowest.copied)
+    assert taken_in_steps(profile, table, [(PLAN, endless)]).busy == pytest.approx(MOST, abs=0.01)
+
+
+def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(profile: Profile) -> None:
+    seen = steps(profile, 1.0, 1.0)
+    faster = Unsent(seen.own.left, 0.9 * seen.own.left)
+    assert taken_in_steps(profile, Collective("gloo", 2, TABLE), [(PLAN, replace(seen, own=faster))]).copies == 0
+
+
+def test_of_several_plans_what_all_took_together_is_foreseen(profile: Profile) -> None:
+    both = [(PLAN, steps(profile, busy, 1.0)) for busy in (0.6, 1.0)]
+    assert taken_in_steps(profile, Collective("gloo", 2, TABLE), both).busy == pytest.approx(0.8, abs=0.01)

@@ -59,6 +59,34 @@ def test_a_profile_says_how_fast_gradients_are_copied() -> None:
     assert quick.seconds == qsync_fx.replay(plans, MLP, cluster=FLEET).seconds
 
 
+def test_copies_that_steps_took_go_before_those_of_a_codec() -> None:
+    steps = Collective("gloo", 3, [(1024, 1e-3)], copies=7e-7)
+    copying = replace(MLP, codecs=[CodecSpeed("fp32", 2e6, 1e6)], collectives=[steps])
+    plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
+    fleet = qsync_fx.replay(plans, {"fast": copying, "slow": MLP}, cluster=FLEET).played.cluster
+    assert [device.copies for device in fleet.devices.values()] == [7e-7, None]
+
+
+def test_ranks_wait_for_buffers_where_the_links_are_those_of_the_profile() -> None:
+    sent = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], buffers=0.25)])
+    left = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)])])
+    plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
+    unknown = replace(FLEET, network=None)
+    longer, shorter = (qsync_fx.replay(plans, known, cluster=unknown).seconds for known in (sent, left))
+    assert longer == pytest.approx(shorter + 0.25)
+    assert qsync_fx.replay(plans, sent, cluster=FLEET).seconds == qsync_fx.replay(plans, left, cluster=FLEET).seconds
+
+
+def test_a_device_is_as_slow_as_it_was_beside_the_others_where_its_profile_says_so() -> None:
+    beside = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)], slowdown=1.5)])
+    plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
+    unknown = replace(FLEET, network=None)
+    found = qsync_fx.replay(plans, {"fast": beside, "slow": MLP}, cluster=unknown).played.cluster
+    assert [device.slowdown for device in found.devices.values()] == [1.5, 3.0]
+    known = qsync_fx.replay(plans, {"fast": beside, "slow": MLP}, cluster=FLEET).played.cluster
+    assert known == FLEET
+
+
 def test_a_fleet_with_a_plan_for_each() -> None:
     plans = {"fast": Plan.uniform("fp32"), "slow": Plan.uniform("int8")}
     timeline = qsync_fx.replay(plans, MLP, cluster=FLEET)

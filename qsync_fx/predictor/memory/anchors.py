@@ -7,7 +7,7 @@ pass two of them keep alike, value by value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qsync_fx.errors import ProfileError
@@ -22,7 +22,7 @@ class Anchor:
 
     Attributes:
         states: what it makes of the model.
-        step_bytes: the most that a step held beyond what was held before it.
+        step_bytes: the most that a step of one rank alone held beyond what was held before it.
     """
 
     states: States
@@ -31,7 +31,9 @@ class Anchor:
     def error(self, training: Training | None) -> int:
         """Returns by how much more was measured than is predicted."""
         if training not in self._errors:
-            self._errors[training] = self.step_bytes - step_memory(self.states, training).step_bytes
+            # Without buckets, as it was measured: what these take is known.
+            alone = None if training is None else replace(training, buckets=False)
+            self._errors[training] = self.step_bytes - step_memory(self.states, alone).step_bytes
         return self._errors[training]
 
     @cached_property

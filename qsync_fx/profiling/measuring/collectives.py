@@ -1,4 +1,4 @@
-"""How long an all-reduce takes between the ranks that are up, by bytes."""
+"""How long an all-reduce takes between the ranks that are up, by bytes, and sending what a model has beside parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
 from qsync_fx.profiling.profile import Collective
@@ -44,6 +44,31 @@ def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
         return rising([(2**power, all_reduce_seconds(2**power, group=own)) for power in powers])
     finally:
         distributed.destroy_process_group(own)
+
+
+def buffers_seconds(module: nn.Module) -> float:
+    """Returns the seconds that ranks take to have rank 0's buffers of a module, as DistributedDataParallel sends them before each forward
+    pass by default: all of a type in one message. The same on all ranks, which call it together; no buffer changes.
+    """
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in module.buffers():
+        by_type.setdefault(buffer.dtype, []).append(buffer.detach())
+    if not by_type:
+        return 0.0
+    taken = torch.zeros(_MANY)
+    for at in range(_MANY):
+        distributed.barrier()
+        begin = time.perf_counter()
+        for buffers in by_type.values():
+            message = torch.cat([buffer.flatten() for buffer in buffers])
+            distributed.broadcast(message, 0)
+            for buffer, sent in zip(buffers, torch.split(message, [one.numel() for one in buffers]), strict=True):
+                torch.empty_like(buffer).copy_(sent.view_as(buffer))
+            if message.is_cuda:
+                torch.cuda.synchronize(message.device)
+        taken[at] = time.perf_counter() - begin
+    distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)
+    return float(taken.median())
 
 
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -1,13 +1,15 @@
-"""What sending gradients adds to a step that all ranks train together: measured by such steps.
+"""What gradients that are sent add to a step that all ranks train together: measured by such steps.
 
-DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in training. Its hook sends a bucket in one step
-and leaves it in the next: what differs is sending, with all that it takes of cores that compute, and the waiting of ranks for one another.
+DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in training. In one step it copies no gradient, in
+the next one it copies them into buckets and back, and its hook leaves them; in the third its hook sends them. What differs is copying, then
+sending, with all that it takes of cores that compute, and the waiting of ranks for one another.
 
-Invariant: all ranks call it together and know the same numbers; no parameter is sent to another rank, and none changes.
+Invariant: all ranks call it together; no parameter is sent to another rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import time
@@ -28,21 +30,41 @@ _BUCKETS: Final = 6
 _LARGEST: Final = 25
 """MiB of a bucket at most, as DistributedDataParallel has them."""
 _WARM: Final = 3
-"""Steps until buckets are those that stay."""
-_ROUNDS: Final = 9
+"""Rounds until buckets are those that stay."""
+_LEAST, _MOST, _SECONDS = 5, 21, 20.0
+"""Rounds that are measured, and seconds that are enough."""
+_ROW: Final = 0.3
+"""Seconds of steps in a row: what sends in one is felt in the next, as where ranks come at different times."""
+_WAYS: Final = ((False, False), (True, False), (True, True))
+"""Whether gradients are copied into buckets, and whether these are sent."""
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Seconds of steps whose gradients are not sent.
+
+    Attributes:
+        left: where they stay as they are computed.
+        copied: where they are copied into buckets and back.
+    """
+
+    left: float
+    copied: float
 
 
 @dataclass(frozen=True)
 class Together:
-    """Steps without an optimizer, of all ranks at once.
+    """Steps of all ranks at once.
 
     Attributes:
-        apart: seconds of the slowest rank where no gradient is sent.
-        sending: seconds where all are.
+        own: of this rank, where nothing is sent.
+        slowest: the same of the slowest rank.
+        sending: seconds of the slowest rank where all gradients are sent.
         bucket_bytes: at which a bucket was full.
     """
 
-    apart: float
+    own: Unsent
+    slowest: Unsent
     sending: float
     bucket_bytes: int
 
@@ -65,37 +87,64 @@ class _Hook:
     take.__annotations__.clear()
 
 
+@dataclass
+class _Wrapped:
+    """What is trained: compiled, by DistributedDataParallel, whose hook is told what to do."""
+
+    model: Any
+    parallel: DistributedDataParallel
+    hook: _Hook
+    training: Training
+
+    def round(self, row: int) -> list[float]:
+        """Returns the seconds of a step of each way, of so many in a row."""
+        found = []
+        for copies, self.hook.sends in _WAYS:
+            distributed.barrier()
+            begin = time.perf_counter()
+            with contextlib.nullcontext() if copies else self.parallel.no_sync():
+                for _ in range(row):
+                    self.training.run(self.model)
+            if self.parallel.device_type == "cuda":
+                torch.cuda.synchronize(self.parallel.device)
+            found.append((time.perf_counter() - begin) / row)
+        return found
+
+
 def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], training: Training) -> Together:
     """Measures steps of a model on all ranks.
 
     Args:
         module: the same on all ranks.
         compiled: compiles it by training it for a step.
-        training: of the model; its optimizer is left out.
+        training: of the model; parameters change, on each rank in its own way, where it has an optimizer.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST, max(1, round(total / _BUCKETS / 2**20)))
     parallel = DistributedDataParallel(module, init_sync=False, bucket_cap_mb=mebibytes, **_leaving_buffers())
     hook = _Hook()
     parallel.register_comm_hook(None, hook.take)
-    passes = replace(training, optimizer=None, zero=module.zero_grad)
-    model = compiled(parallel, passes)
-    for _ in range(_WARM):
-        passes.run(model)
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_ROUNDS):
-        for hook.sends, seconds in found.items():
-            distributed.barrier()
-            begin = time.perf_counter()
-            passes.run(model)
-            seconds.append(time.perf_counter() - begin)
-    slowest = torch.tensor([faster_half(found[False]), faster_half(found[True])], dtype=torch.float64)
+    training = replace(training, zero=module.zero_grad)
+    wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
+    warm = [wrapped.round(1) for _ in range(_WARM)]
+    row, rounds = _many(max(warm[-1]))
+    found = [wrapped.round(row) for _ in range(rounds)]
+    left, copied, _ = own = [faster_half(way) for way in zip(*found, strict=True)]
+    slowest = torch.tensor(own, dtype=torch.float64)
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
     # What DistributedDataParallel has hung on parameters goes with it.
-    del parallel, model
+    del parallel, wrapped
     gc.collect()
-    apart, sending = slowest.tolist()
-    return Together(apart, sending, mebibytes * 2**20)
+    *unsent, sending = slowest.tolist()
+    return Together(Unsent(left, copied), Unsent(*unsent), sending, mebibytes * 2**20)
+
+
+def _many(seconds: float) -> tuple[int, int]:
+    """Returns how many steps in a row, and how often, for a rank's steps that take so long; the same on all ranks."""
+    slowest = torch.tensor(seconds)
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    row = max(1, round(_ROW / float(slowest)))
+    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_WAYS) * float(slowest)))))
 
 
 def _leaving_buffers() -> dict[str, Any]:
