@@ -120,8 +120,8 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
                     qsgd_encode(second, how, source.data(), size, b.data(), 5u, 1);
                     if (a != b) return false;
                     std::vector<float> x(source), y(source);
-                    qsgd_decode(first, how, a.data(), size, x.data(), norm == MAX_NORM, 1);
-                    qsgd_decode(second, how, a.data(), size, y.data(), norm == MAX_NORM, 1);
+                    qsgd_decode(first, how, a.data(), size, x.data(), norm == MAX_NORM, true, 1);
+                    qsgd_decode(second, how, a.data(), size, y.data(), norm == MAX_NORM, true, 1);
                     if (!same(x, y)) return false;
                 }
             }
@@ -132,8 +132,8 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
             onebit_encode(first, unit, source.data(), x.data(), size, a.data(), 1);
             onebit_encode(second, unit, source.data(), y.data(), size, b.data(), 1);
             if (a != b || !same(x, y)) return false;
-            onebit_decode(first, unit, a.data(), size, x.data(), true, 1);
-            onebit_decode(second, unit, a.data(), size, y.data(), true, 1);
+            onebit_decode(first, unit, a.data(), size, x.data(), true, false, 1);
+            onebit_decode(second, unit, a.data(), size, y.data(), true, false, 1);
             if (!same(x, y)) return false;
         }
         for (int bits = 12; bits <= 32; bits += 4) {

@@ -119,11 +119,12 @@ def qsgd_decode(
     add: bool = False,
     threads: int = 1,
     isa: str | None = None,
+    last: bool = False,
 ) -> None:
     """Reads `n` values that `qsgd_encode` wrote into `dst`, or adds them to it.
 
     With a step of S / s, or S / L, lowered by its last bit where s or L of them were infinite: code * step with its sign, or
-    (2 * code - L) * step.
+    (2 * code - L) * step. Where nobody reads them soon, which `last` says, many are written past the caches.
     """
 
 def qsgd_bytes(n: int, bits: int, unit: int) -> int:
@@ -140,9 +141,16 @@ def onebit_encode(
     """
 
 def onebit_decode(
-    wire: int, dst: int, n: int, unit: int, add: bool = False, threads: int = 1, isa: str | None = None
+    wire: int,
+    dst: int,
+    n: int,
+    unit: int,
+    add: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
+    last: bool = False,
 ) -> None:
-    """Reads `n` values that `onebit_encode` wrote into `dst`, or adds them to it."""
+    """Reads `n` values that `onebit_encode` wrote into `dst`, or adds them to it; `last` as of `qsgd_decode`."""
 
 def onebit_bytes(n: int, unit: int) -> int:
     """Returns how many bytes `n` values make."""

@@ -1,7 +1,8 @@
 """The codecs of gradients against a copy of the same memory, on one core and on each path of the processor.
 
-26 MiB of FP32, as DistributedDataParallel's buckets are. Every codec is encoded, decoded into a sum, and copied in turns; times are those
-of the process, so that what else runs on the machine counts little. Goals: to encode at 0.85 of memcpy's speed, to decode at 1.5 of it, and
+26 MiB of FP32, as DistributedDataParallel's buckets are. Every codec is encoded, decoded, decoded into a sum, and copied in turns; times
+are those of the process, so that what else runs on the machine counts little. A copy reads and writes each value, decoding into a sum as
+well, and what is decoded to where nothing is yet is only written. Goals: to encode at 0.85 of memcpy's speed, to decode at 1.5 of it, and
 to encode 10 times as fast as piquant's stochastic quantizer, where that is installed: once with its scale given, once with it found, too.
 """
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.communication.piquant_peer import encoders
 from benchmarks.support.harness import Row, arguments, finish, measure
 
-GOALS = {"encode_to_copy": 0.85, "decode_to_copy": 1.5}
+GOALS = {"encode_to_copy": 0.85, "read_to_copy": 1.5, "decode_to_copy": 1.5}
 OF_OURS = ("qsgd", "1bit")
 TO_PIQUANT = 10
 

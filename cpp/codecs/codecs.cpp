@@ -71,12 +71,13 @@ void qsgd_encode(const Codecs &codecs, const Qsgd &how, const float *x, std::siz
     });
 }
 
-void qsgd_decode(const Codecs &codecs, const Qsgd &how, const std::uint8_t *wire, std::size_t n, float *y, bool add, int threads) {
+void qsgd_decode(const Codecs &codecs, const Qsgd &how, const std::uint8_t *wire, std::size_t n, float *y, bool add, bool last,
+                 int threads) {
     const std::uint8_t *codes = wire + ceiling(n, how.unit) * sizeof(float);
     by_units(n, how.unit, threads, [&](std::size_t begin, std::size_t end) {
         const std::size_t units = begin / how.unit;
         codecs.qsgd_decode[width(how.bits)][how.layout](wire + units * sizeof(float), codes + units * code_bytes(how.unit, how.bits),
-                                                        end - begin, how.unit, y + begin, add);
+                                                        end - begin, how.unit, y + begin, add, last);
     });
 }
 
@@ -90,11 +91,13 @@ void onebit_encode(const Codecs &codecs, std::size_t unit, const float *x, float
     });
 }
 
-void onebit_decode(const Codecs &codecs, std::size_t unit, const std::uint8_t *wire, std::size_t n, float *y, bool add, int threads) {
+void onebit_decode(const Codecs &codecs, std::size_t unit, const std::uint8_t *wire, std::size_t n, float *y, bool add, bool last,
+                   int threads) {
     const std::uint8_t *words = wire + ceiling(n, unit) * 2 * sizeof(float);
     by_units(n, unit, threads, [&](std::size_t begin, std::size_t end) {
         const std::size_t units = begin / unit;
-        codecs.onebit_decode(wire + units * 2 * sizeof(float), words + units * ceiling(unit, 32) * 4, end - begin, unit, y + begin, add);
+        codecs.onebit_decode(wire + units * 2 * sizeof(float), words + units * ceiling(unit, 32) * 4, end - begin, unit, y + begin, add,
+                             last);
     });
 }
 

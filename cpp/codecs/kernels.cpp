@@ -43,17 +43,22 @@ void onebit_encode(const float *x, float *residual, size_t n, size_t unit, uint8
     }
 }
 
-void onebit_decode(const uint8_t *means, const uint8_t *words, size_t n, size_t unit, float *y, bool add) {
+void onebit_decode(const uint8_t *means, const uint8_t *words, size_t n, size_t unit, float *y, bool add, bool last) {
+    const bool past = last && !add && unit % LANES == 0 && goes_past(y, n);
     for (size_t begin = 0; begin < n; begin += unit, means += 2 * sizeof(float)) {
         const size_t size = smaller(unit, n - begin);
         float *values = y + begin;
         const F high = all(get<float>(means)), low = all(get<float>(means + sizeof(float)));
         for (size_t i = 0; i < size; i += LANES) {
             const F found = chosen(get<std::uint16_t>(words + i / 8), high, low);
-            store_some(values + i, add ? load_some(values + i, size - i) + found : found, size - i);
+            if (past && size - i >= LANES)
+                store_past(values + i, found);
+            else
+                store_some(values + i, add ? load_some(values + i, size - i) + found : found, size - i);
         }
         words += (size + 31) / 32 * 4;
     }
+    if (past) written_past();
 }
 
 } // namespace

@@ -59,12 +59,12 @@ void bound_qsgd_encode(std::uintptr_t src, std::uintptr_t wire, std::size_t n, i
 }
 
 void bound_qsgd_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, int bits, std::size_t unit, const std::string &layout,
-                       bool add, int threads, const std::optional<std::string> &isa) {
+                       bool add, int threads, const std::optional<std::string> &isa, bool last) {
     check_bits(bits);
     check_unit(unit);
     const Qsgd how{bits, unit, MAX_NORM, layout_of(layout)};
     coded<std::uint8_t, float>(wire, n != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
-        qsgd_decode(codecs, how, source, n, target, add, threads);
+        qsgd_decode(codecs, how, source, n, target, add, last, threads);
     });
 }
 
@@ -78,10 +78,10 @@ void bound_onebit_encode(std::uintptr_t src, std::uintptr_t residual, std::uintp
 }
 
 void bound_onebit_decode(std::uintptr_t wire, std::uintptr_t dst, std::size_t n, std::size_t unit, bool add, int threads,
-                         const std::optional<std::string> &isa) {
+                         const std::optional<std::string> &isa, bool last) {
     within("unit", unit, std::size_t{1}, LARGEST_UNIT);
     coded<std::uint8_t, float>(wire, n != 0, dst, n, threads, isa, [&](const Codecs &codecs, const auto *source, auto *target) {
-        onebit_decode(codecs, unit, source, n, target, add, threads);
+        onebit_decode(codecs, unit, source, n, target, add, last, threads);
     });
 }
 
@@ -124,11 +124,11 @@ void add_codecs(py::module_ &module) {
                py::arg("norm") = "max", py::arg("layout") = "sign", py::arg("seed") = 0, py::arg("stream") = 0, py::arg("first") = 0,
                py::arg("threads") = 1, py::arg("isa") = none);
     module.def("qsgd_decode", &bound_qsgd_decode, py::arg("wire"), py::arg("dst"), py::arg("n"), py::arg("bits"), py::arg("unit"),
-               py::arg("layout") = "sign", py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none);
+               py::arg("layout") = "sign", py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none, py::arg("last") = false);
     module.def("onebit_encode", &bound_onebit_encode, py::arg("src"), py::arg("residual"), py::arg("wire"), py::arg("n"), py::arg("unit"),
                py::arg("threads") = 1, py::arg("isa") = none);
     module.def("onebit_decode", &bound_onebit_decode, py::arg("wire"), py::arg("dst"), py::arg("n"), py::arg("unit"),
-               py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none);
+               py::arg("add") = false, py::arg("threads") = 1, py::arg("isa") = none, py::arg("last") = false);
     module.def("truncate_encode", &bound_truncate_encode, py::arg("src"), py::arg("residual"), py::arg("wire"), py::arg("n"),
                py::arg("bits"), py::arg("partition"), py::arg("threads") = 1, py::arg("isa") = none);
     module.def("truncate_decode", &bound_truncate_decode, py::arg("wire"), py::arg("size"), py::arg("dst"), py::arg("n"),

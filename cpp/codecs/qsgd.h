@@ -292,8 +292,9 @@ void qsgd_encode(const float *x, size_t n, size_t unit, Norm norm, uint8_t *scal
 }
 
 template <int B, Layout L>
-void qsgd_decode(const uint8_t *scales, const uint8_t *codes, size_t n, size_t unit, float *y, bool add) {
+void qsgd_decode(const uint8_t *scales, const uint8_t *codes, size_t n, size_t unit, float *y, bool add, bool last) {
     using P = Packed<B>;
+    const bool past = last && !add && unit % LANES == 0 && goes_past(y, n);
     for (size_t begin = 0; begin < n; begin += unit, scales += sizeof(float)) {
         const size_t size = smaller(unit, n - begin);
         float *values = y + begin;
@@ -306,7 +307,10 @@ void qsgd_decode(const uint8_t *scales, const uint8_t *codes, size_t n, size_t u
             for (size_t k = 0; k < P::PER_BYTE; ++k) {
                 float *to = values + i + k * LANES;
                 const F found = Code<B, L>::decode(code[k], step, after);
-                store(to, add ? load(to) + found : found);
+                if (past)
+                    store_past(to, found);
+                else
+                    store(to, add ? load(to) + found : found);
             }
         }
         if (i < size) {
@@ -319,6 +323,7 @@ void qsgd_decode(const uint8_t *scales, const uint8_t *codes, size_t n, size_t u
             }
         }
     }
+    if (past) written_past();
 }
 
 } // namespace

@@ -12,6 +12,10 @@ inline void store(float *p, F a) {
     _mm256_storeu_ps(p, a.v);
     _mm256_storeu_ps(p + 8, a.w);
 }
+inline void store_past(float *p, F a) {
+    _mm256_stream_ps(p, a.v);
+    _mm256_stream_ps(p + 8, a.w);
+}
 inline F all(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 inline I all(std::int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
 inline F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v), _mm256_add_ps(a.w, b.w)}; }

@@ -9,6 +9,7 @@ struct I { __m512i v; };
 
 inline F load(const float *p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float *p, F a) { _mm512_storeu_ps(p, a.v); }
+inline void store_past(float *p, F a) { _mm512_stream_ps(p, a.v); }
 inline F all(float a) { return {_mm512_set1_ps(a)}; }
 inline I all(std::int32_t a) { return {_mm512_set1_epi32(a)}; }
 inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }

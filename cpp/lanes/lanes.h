@@ -55,6 +55,16 @@ inline std::int32_t highest(const I &a) {
 
 inline F magnitude(const F &a) { return as_float(bits(a) & all(std::int32_t{0x7FFFFFFF})); }
 
+// Whether so many values from `p` on are better written past the caches, by `store_past`: more than a core's own cache holds, from where a
+// line of it begins. What is not written so is first read into a cache, which takes as long again. `written_past` ends it.
+constexpr std::size_t PAST = std::size_t{1} << 18;
+inline bool goes_past(const float *p, std::size_t n) { return n >= PAST && reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
+inline void written_past() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 // `count` values of `p`, fewer than sixteen perhaps: zeros take the place of the others.
 inline F load_some(const float *p, std::size_t count) {
     if (count >= LANES) return load(p);

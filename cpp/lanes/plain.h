@@ -27,6 +27,7 @@ inline F load(const float *p) {
     return a;
 }
 inline void store(float *p, const F &a) { std::memcpy(p, a.v, sizeof a.v); }
+inline void store_past(float *p, const F &a) { store(p, a); }
 inline F all(float x) { return each<F>(F{}, [x](float) { return x; }); }
 inline I all(Lane x) { return each<I>(I{}, [x](Lane) { return x; }); }
 inline F operator+(const F &a, const F &b) { return each<F>(a, b, [](float x, float y) { return x + y; }); }

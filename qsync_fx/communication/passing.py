@@ -104,9 +104,10 @@ class Taken:
             near = memory.taken_to(message[stretch.coded], self.values[0]) if runs else message
             for run in runs:
                 add = order > 0 or (bool(self.onto) and self.onto[run.place])
+                last = order + 1 == len(good) and self.over == 1
                 try:
                     codec, values = bucket.pieces[run.place].codec, self.values[run.place][run.values]
-                    codec.decode(near[stretch.within(run)], values, add)
+                    codec.decode(near[stretch.within(run)], values, add, last)
                 except ValueError as error:
                     fault(sender, str(error))
         if self.over > 1:

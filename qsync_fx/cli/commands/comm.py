@@ -75,14 +75,17 @@ def _bench(arguments: argparse.Namespace) -> None:
             speed.codec,
             f"{speed.bits:.3f}",
             f"{speed.encode / 1e9:.1f}",
+            f"{speed.read / 1e9:.1f}",
             f"{speed.decode / 1e9:.1f}",
             f"{speed.encode_to_copy:.2f}",
+            f"{speed.read_to_copy:.2f}",
             f"{speed.decode_to_copy:.2f}",
         )
         for speed in found
     )
     print(f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in found) / 1e9:.1f} GB/s\n")
-    columns = ("codec", "bits a value", "encode GB/s", "decode GB/s", "encode to memcpy", "decode to memcpy")
+    what = ("encode", "decode", "decode and add")
+    columns = ("codec", "bits a value", *(f"{one} GB/s" for one in what), *(f"{one} to memcpy" for one in what))
     output.show(output.table(columns, rows, right=columns[1:]))
     if told := [_ALONE[speed.codec] for speed in found if speed.codec in _ALONE]:
         print("\n" + "\n".join(told))

@@ -35,7 +35,7 @@ class Cast(Codec):
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         self._sent(wire, values.numel()).copy_(values)
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         sent = self._sent(wire, values.numel())
         if add:
             values += sent

@@ -61,8 +61,12 @@ class Codec(ABC):
         """Writes FP32 `values` into the bytes of `wire`, with `residual` added to them, which takes what is left."""
 
     @abstractmethod
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
-        """Reads FP32 `values` from the bytes of `wire`, or adds them to what is there."""
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        """Reads FP32 `values` from the bytes of `wire`, or adds them to what is there.
+
+        Args:
+            last: whether nobody reads them soon, so that they may be written past the caches.
+        """
 
     def settle(self, values: Tensor) -> Tensor:
         """Makes of FP32 `values`, in place, what a mean is behind this codec, and returns them."""

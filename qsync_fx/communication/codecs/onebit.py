@@ -51,13 +51,13 @@ class Reshaped(Codec):
         where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
         memory.kernels().onebit_encode(*where, n, self.size, memory.threads())
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not memory.native(values):
             memory.put(operators.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add)
             return
         where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
-        memory.kernels().onebit_decode(*where, n, self.size, add, memory.threads())
+        memory.kernels().onebit_decode(*where, n, self.size, add, memory.threads(), last=last)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Columns(Codec):
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
 
 

@@ -80,11 +80,11 @@ class Qsgd(Codec):
             memory.threads(),
         )
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not memory.native(values):
             sent = wire[: self.nbytes(n)]
             memory.put(operators.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add)
             return
         where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
-        memory.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, memory.threads())
+        memory.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, memory.threads(), last=last)

@@ -62,7 +62,7 @@ class Truncated(Codec):
         where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
         memory.kernels().truncate_encode(*where, n, self.bits, self.partition, memory.threads())
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         """Reads values of any levels; on other devices than the CPU of its own level.
 
         Raises:

@@ -44,7 +44,7 @@ class Silence(Codec):
         memory.long_enough(wire, self.nbytes(values.numel()))
         wire[:_FLAG].view(torch.float32).fill_(0.0 if bool(values.isfinite().all()) else torch.nan)
 
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False) -> None:
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         memory.long_enough(wire, self.nbytes(values.numel()))
         flag = wire[:_FLAG].view(torch.float32)
         if add:

@@ -29,17 +29,20 @@ class Speed:
         codec: its name.
         bits: on the wire, for each value.
         encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+        read: bytes of FP32 a second that are decoded to where nothing is yet.
         copy: bytes a second that memcpy copies meanwhile.
-        encode_to_copy, decode_to_copy: how many times as fast as memcpy.
+        encode_to_copy, decode_to_copy, read_to_copy: how many times as fast as memcpy.
     """
 
     codec: str
     bits: float
     encode: float
     decode: float
+    read: float
     copy: float
     encode_to_copy: float
     decode_to_copy: float
+    read_to_copy: float
 
 
 def measured(
@@ -76,6 +79,7 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
         "copy": copy,
         "encode": encode,
         "decode": lambda: codec.decode(memory.taken_to(wire, target), target, add=True),
+        "read": lambda: codec.decode(memory.taken_to(wire, target), target, last=True),
     }
     for call in calls.values():
         call()
@@ -92,9 +96,11 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
         8 * wire.numel() / source.numel(),
         speed("encode"),
         speed("decode"),
+        speed("read"),
         speed("copy"),
         to_copy("encode"),
         to_copy("decode"),
+        to_copy("read"),
     )
 
 

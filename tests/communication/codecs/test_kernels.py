@@ -149,6 +149,39 @@ def test_parts_are_those_of_the_whole(
 
 
 @every_isa
+@pytest.mark.parametrize("shift", [0, 4])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_too_long_for_caches_is_decoded_as_in_parts(isa: str, shift: int, threads: int) -> None:
+    """It is written past them from where a line begins, and as anything else from elsewhere."""
+    n, unit = 2**19 + 77, 512
+    x = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    room = torch.full((n + 64,), 5.0)
+    begin = (-room.data_ptr() % 64 + shift) // 4
+    values = room[begin : begin + n]
+    assert values.data_ptr() % 64 == shift
+    decodings: dict[str, tuple[Any, Callable[..., None]]] = {
+        f"qsgd{bits}": (
+            qsgd(x, bits, unit, "max", "sign", 1, 2, isa=isa),
+            lambda wire, y, n, bits=bits: native.qsgd_decode(wire, y, n, bits, unit, "sign", False, threads, isa, True),
+        )
+        for bits in (2, 4, 8, 16)
+    }
+    onebit = encoded(
+        native.onebit_bytes(n, unit), lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, 1, isa)
+    )
+    decodings["1bit"] = (onebit, lambda wire, y, n: native.onebit_decode(wire, y, n, unit, False, threads, isa, True))
+    for name, (wire, decode) in decodings.items():
+        added = torch.zeros(n)
+        if name == "1bit":
+            native.onebit_decode(wire.ctypes.data, added.data_ptr(), n, unit, True, 1, isa)
+        else:
+            native.qsgd_decode(wire.ctypes.data, added.data_ptr(), n, int(name[4:]), unit, "sign", True, 1, isa)
+        decode(wire.ctypes.data, values.data_ptr(), n)
+        assert torch.equal(values, added), name
+        assert (room[:begin] == 5).all() and (room[begin + n :] == 5).all()
+
+
+@every_isa
 def test_denormal_numbers_are_what_they_are_where_torch_flushes_them(isa: str) -> None:
     x = torch.tensor([1e-39, -3e-40, 2e-45, 1e-38] * 32)
     expected = qsgd(x, 8, 64, "max", "sign", 1, 2, isa=isa)
