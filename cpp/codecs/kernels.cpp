@@ -44,7 +44,7 @@ void onebit_encode(const float *x, float *residual, size_t n, size_t unit, uint8
 }
 
 void onebit_decode(const uint8_t *means, const uint8_t *words, size_t n, size_t unit, float *y, bool add, bool last) {
-    const bool past = last && !add && unit % LANES == 0 && goes_past(y, n);
+    const bool past = last && !add && goes_past(y, n, unit);
     for (size_t begin = 0; begin < n; begin += unit, means += 2 * sizeof(float)) {
         const size_t size = smaller(unit, n - begin);
         float *values = y + begin;

@@ -55,10 +55,12 @@ inline std::int32_t highest(const I &a) {
 
 inline F magnitude(const F &a) { return as_float(bits(a) & all(std::int32_t{0x7FFFFFFF})); }
 
-// Whether so many values from `p` on are better written past the caches, by `store_past`: more than a core's own cache holds, from where a
-// line of it begins. What is not written so is first read into a cache, which takes as long again. `written_past` ends it.
+// Whether n values from `p` on, in units of so many, are better written past the caches, by `store_past`: more than a core's own cache holds,
+// each sixteen of them a line of it. What is not written so is first read into a cache, which takes as long again. `written_past` ends it.
 constexpr std::size_t PAST = std::size_t{1} << 18;
-inline bool goes_past(const float *p, std::size_t n) { return n >= PAST && reinterpret_cast<std::uintptr_t>(p) % 64 == 0; }
+inline bool goes_past(const float *p, std::size_t n, std::size_t unit) {
+    return n >= PAST && unit % LANES == 0 && reinterpret_cast<std::uintptr_t>(p) % 64 == 0;
+}
 inline void written_past() {
 #if defined(__AVX2__)
     _mm_sfence();

@@ -7,7 +7,7 @@ Where they never do, the best of the plans that ran is taken, as they ran.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
 from qsync_fx.allocator.judging.judge import Judge, judged
-from qsync_fx.allocator.problem import DeviceClass, Plans
+from qsync_fx.allocator.problem import Plans
 from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.predictor.memory import anchored_bytes, step_memory
 from qsync_fx.profiling.anchors import anchors
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction
@@ -90,11 +89,12 @@ class Rounds:
             known: of all classes, corrected.
             before, after: the profiles of the classes that ran, before and since.
         """
-        trials = tuple(_trial(self.answer, name, before[name], after[name]) for name in after)
+        ran = _as_it_ran(self.answer, self.answer.plans, after)
+        trials = tuple(_trial(self.answer, name, before[name], after[name], ran) for name in after)
         self._trials.append(trials)
         self._tried.append(self.answer.plans)
         self._ran.append({name: _alone(profile) for name, profile in after.items()})
-        if all(trial.agrees for trial in trials) and not _held_too_much(self.answer, after):
+        if all(trial.agrees for trial in trials) and not _held_too_much(ran, after):
             self._take(self.answer, after)
             return
         again = self._solve(known)
@@ -147,33 +147,25 @@ def settled(
     return rounds.answer
 
 
-def _held_too_much(answer: Answer, ran: Mapping[str, Profile]) -> bool:
-    """Whether a plan held more than it may when it ran, though it took the time that was foreseen."""
-    found = _as_it_ran(answer, answer.plans, ran)
-    return any(f"memory {name}" in found.judged.exceeds(found.problem) for name in ran)
+def _held_too_much(ran: Answer, names: Iterable[str]) -> bool:
+    """Whether a plan held more than it may when it ran on these classes, whatever time it took."""
+    exceeded = ran.judged.exceeds(ran.problem)
+    return any(f"memory {name}" in exceeded for name in names)
 
 
-def _trial(answer: Answer, name: str, before: Profile, after: Profile) -> Trial:
+def _trial(answer: Answer, name: str, before: Profile, after: Profile, ran: Answer) -> Trial:
+    """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
+    foreseen, held = (one.judged.classes[name].peak_bytes for one in (answer, ran))
     return Trial(
         name,
         Judge(answer.problem, answer.plans).computing(name) / slowdown,
         run.passes + optimizer,
         run.spread,
         len(before.interpolated(answer.plan(name))),
-        _more_bytes(answer.problem.classes[name], after),
+        0 if foreseen is None or held is None else held - foreseen,
     )
-
-
-def _more_bytes(part: DeviceClass, after: Profile) -> int:
-    """Returns by how much more the last plan that ran held than was foreseen, with what was known of others by then."""
-    if part.training is None or not after.runs[-1].peak_bytes:
-        return 0
-    ran = anchors(after)[-1]
-    pure = step_memory(ran.states, part.training)
-    known = anchored_bytes(ran.states, part.anchors, part.training, pure) if part.anchors else pure.step_bytes
-    return ran.error(part.training) + pure.step_bytes - known
 
 
 def _alone(profile: Profile) -> Profile:

@@ -102,9 +102,9 @@ class Taken:
         runs = stretch.runs
         for order, (sender, message) in enumerate(good):
             near = memory.taken_to(message[stretch.coded], self.values[0]) if runs else message
+            last = order + 1 == len(good) and self.over == 1
             for run in runs:
                 add = order > 0 or (bool(self.onto) and self.onto[run.place])
-                last = order + 1 == len(good) and self.over == 1
                 try:
                     codec, values = bucket.pieces[run.place].codec, self.values[run.place][run.values]
                     codec.decode(near[stretch.within(run)], values, add, last)

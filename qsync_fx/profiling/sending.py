@@ -25,7 +25,7 @@ from qsync_fx.predictor.schedule import Schedule
 from qsync_fx.profiling.measuring.busy import busy as beside_products
 from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives
 from qsync_fx.profiling.measuring.steps import Training
-from qsync_fx.profiling.measuring.together import Together, together
+from qsync_fx.profiling.measuring.together import Together, Unsent, together
 from qsync_fx.profiling.profile import Collective, Profile
 
 MOST: Final = 4.0
@@ -49,17 +49,16 @@ def linked(
     if not links:
         return []
     alone = replace(links[0], buffers=buffers_seconds(module))
+
+    def measured(plan: Plan) -> Together:
+        return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)
+
     # Two on all ranks, also on one that has a single format: they train together.
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     steps: list[tuple[Plan, Together]] = []
     why = ""
     try:
-        for plan in plans:
-
-            def compiled_as(wrapped: nn.Module, training: Training, plan: Plan = plan) -> Any:
-                return compiled(wrapped, training, plan)
-
-            steps.append((plan, together(module, compiled_as, training)))
+        steps = [(plan, measured(plan)) for plan in plans]
     except QSyncError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
@@ -86,10 +85,13 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     known = [(CostMapper(profile.graph, profile.times(), plan).schedule(), seen) for plan, seen in steps]
+    devices = [_as_slowest(schedule, seen.slowest, alone.ranks) for schedule, seen in known]
 
     def foreseen(busy: float) -> float:
         network = Network(all_reduce=table, ranks=alone.ranks, busy=busy)
-        return sum(_step(schedule, seen, network) for schedule, seen in known)
+        return sum(
+            _step(schedule, seen, slowest, network) for (schedule, seen), slowest in zip(known, devices, strict=True)
+        )
 
     slowdown = sum(seen.own.left for _, seen in known) / sum(schedule.seconds for schedule, _ in known)
     copied = max(0.0, sum(seen.own.copied - seen.own.left for _, seen in known)) / slowdown
@@ -98,12 +100,16 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
     return replace(alone, slowdown=slowdown, copies=copies, busy=busy)
 
 
-def _step(schedule: Schedule, seen: Together, network: Network) -> float:
-    """Returns the seconds of a step of ranks that compute and copy as long as the slowest did that sent nothing."""
-    slowdown = seen.slowest.left / schedule.seconds
-    copies = max(0.0, seen.slowest.copied - seen.slowest.left) / (2 * _nbytes(schedule) * slowdown)
-    device = Device(network.ranks or 1, copies=copies, slowdown=slowdown)
-    cluster = Cluster({"rank": device}, network, Buckets(seen.bucket_bytes, seen.bucket_bytes))
+def _as_slowest(schedule: Schedule, seen: Unsent, count: int) -> Device:
+    """Returns devices that compute and copy as long as the slowest rank did that sent nothing."""
+    slowdown = seen.left / schedule.seconds
+    copies = max(0.0, seen.copied - seen.left) / (2 * _nbytes(schedule) * slowdown)
+    return Device(count, copies=copies, slowdown=slowdown)
+
+
+def _step(schedule: Schedule, seen: Together, slowest: Device, network: Network) -> float:
+    """Returns the seconds of a step of such devices, in buckets as they were."""
+    cluster = Cluster({"rank": slowest}, network, Buckets(seen.bucket_bytes, seen.bucket_bytes))
     return float(played({"rank": schedule}, cluster).step.seconds)
 
 
