@@ -26,6 +26,10 @@ from qsync_fx.allocator.problem import Plans, Problem
 
 _MOMENTS: Final = 8
 """How often at most what is certain is reckoned at more moments, as plans are found that hold too much at them."""
+_EXCLUDED: Final = 24
+"""How many plans at most are ruled out one by one, which hold too much though that is not certain of all that are like them."""
+_CLOSE: Final = 0.02
+"""The gap from which down plans are: of a wider one too many are between the best and the bound."""
 _OWN: Final = 3
 """Up to how many times the gap that may be left a program's own may be what lacks."""
 _BEYOND: Final = 0.05
@@ -112,16 +116,23 @@ class Search(Learned):
             if name not in self._certain and memory is not None:
                 self._certain[name] = Certain(part, memory.expected)
             new |= self._certain[name].add(held.places(part.graph))
-        if not (self._above() or new):
+        if not (self._above() or new or self._within(_CLOSE)):
             return self.proved
-        for _ in range(_MOMENTS):
+        moments, plans = _MOMENTS, _EXCLUDED
+        while moments and plans:
             found = self._found(self.judge.plans, prices, self._certain, self._asked)
             if found.plans is None:
                 break
             self.proved = max(found.bound, self.proved or 0.0)
-            self.look(self.problem.completed(found.plans), found.codecs)
+            judged = self.look(self.problem.completed(found.plans), found.codecs)
             self.learn()
-            if self.near or not self._above():
+            if self.near:
+                break
+            if self._above():
+                moments -= 1
+            elif self._within(_CLOSE) and self._exclude(judged.exceeds(self.problem)):
+                plans -= 1
+            else:
                 break
         return self.proved
 
@@ -151,6 +162,16 @@ class Search(Learned):
             assert memory is not None, "it is limited"
             found.append(certain.add_above(self.judge.states(name).names, self._asked.memory[name], memory.written))
         return any(found)
+
+    def _exclude(self, excess: Mapping[str, float]) -> bool:
+        """Rules out the judge's plans of classes that hold too much under them; returns whether there are any."""
+        without = dict(self._asked.without)
+        for name in self._certain:
+            plan = self.judge.plans[name]
+            if f"memory {name}" in excess and plan not in without.get(name, ()):
+                without[name] = [*without.get(name, ()), plan]
+        new, self._asked = without != self._asked.without, replace(self._asked, without=without)
+        return new
 
     def lean(self, rounds: int) -> bool:
         """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.
@@ -206,10 +227,14 @@ class Search(Learned):
     @property
     def near(self) -> bool:
         """Whether the best plan is proved to be as near to the best as was asked for."""
+        return self._within(self.gap)
+
+    def _within(self, gap: float) -> bool:
+        """Whether the best plan is proved to be so near to the best."""
         if self.best is None or self.proved is None:
             return False
         value = self.best[1].value(self.problem)
-        return value - self.proved <= self.gap * value
+        return value - self.proved <= gap * value
 
     def _found(
         self,

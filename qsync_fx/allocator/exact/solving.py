@@ -34,11 +34,13 @@ class Limits:
         seconds: of a step; None for any.
         memory: by class, bytes that a step may hold.
         variance: of the mean gradient; None for any.
+        without: by class, plans that it is known not to have room for, though a program may not tell.
     """
 
     seconds: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
     variance: float | None = None
+    without: Mapping[str, Sequence[Asked]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ def find(
         for other in others:
             program.row(other, most=_most_seconds(limits.seconds, unit))
     scale = _minimised(program, devices, sends, others, least, unit)
+    for device in devices:
+        for asked in limits.without.get(device.name, ()):
+            _excluded(program, device, asked)
     found = None
     if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
         groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
@@ -144,6 +149,12 @@ def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending,
         if size > 0:
             most = limits.variance / size * (1 + TOLERANCE / 2)
             program.row(total((THOUSANDTHS / size, variance)), most=THOUSANDTHS * most)
+
+
+def _excluded(program: Program, device: DeviceProgram, asked: Asked) -> None:
+    """Rules one plan out: not all of its choices may be made at once."""
+    choices = [{known[asked[operator]]: 1.0} for operator, known in device.formats.choices.items()]
+    program.row(total(*((1.0, choice) for choice in choices)), most=len(choices) - 1.0)
 
 
 def _variance(devices: Sequence[DeviceProgram], sends: Sending) -> dict[int, float]:

@@ -87,6 +87,24 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
     assert best >= examples(6) * 0.8
 
 
+@pytest.mark.parametrize("seed", range(examples(3)))
+def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
+    part = device(seed, SETS[0])
+    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    known = sorted(every(problem, "a"), key=lambda one: one[1].variance)
+    seconds = sorted(judged.seconds for _, judged in known)[len(known) // 2]
+    problem = replace(problem, seconds=seconds)
+    best = [judged.variance for _, judged in known if not judged.exceeds(problem)]
+    found = Search(problem, 1e-7, 60.0)
+    for variance in best[:4]:
+        program = found._found(problem.uniform())
+        assert program.plans is not None
+        assert found.look(program.plans).variance == pytest.approx(variance, rel=1e-6)
+        assert program.bound == pytest.approx(variance, rel=1e-6)
+        ruled_out = [*found.limits.without.get("a", ()), program.plans["a"]]
+        found.limits = replace(found.limits, without={"a": ruled_out})
+
+
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
 def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, ...], share: float) -> None:
