@@ -35,7 +35,7 @@ class NoteKind(StrEnum):
     BATCH = "trains with a batch in proportion to its speed"
     JOINS = "the device makes the run faster"
     DOES_NOT_HELP = "the device does not make the run faster"
-    BINDS = "a limit keeps the plan from being better; allow more, and it will be"
+    BINDS = "the plan comes near to a limit; allow more, and it may be better"
     RECKONED = "the linear program, which proves nothing here as it takes memory and neighbours from plans like the one found, says"
     KEEPS = "trains in its widest format alone, as the quickest class"
     WAITS = "waits for gradients, which codecs would make smaller; allow some, and it will be seen whether they pay"
@@ -46,6 +46,7 @@ class NoteKind(StrEnum):
     UNEVEN = "nodes have different numbers of ranks, so that codecs are foreseen between all ranks, and not between nodes alone"
     BY_HOST = "gradients in codecs go by way of the GPU's host, over gloo, which is what is foreseen of them"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
+    HAS_NOT = "left out, as these devices do not compute in it, or were not measured in it"
     UNSETTLED = (
         "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
     )

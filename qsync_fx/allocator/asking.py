@@ -47,13 +47,27 @@ class Wishes:
     codecs: Sequence[str] = ()
     margin: float | None = None
 
+    def check(self) -> None:
+        """Raises `PlanError` where there is no such objective, `OptionError` where something is wished for that it has no use for."""
+        if self.objective not in OBJECTIVES:
+            what = f"there is no objective {shown(str(self.objective))}"
+            raise PlanError(what, do=nearest(str(self.objective), OBJECTIVES))
+        if self.objective == "fastest" and self.target is not None:
+            do = "leave it out, or take the objective hybrid: the least variance within a time"
+            raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
+        if self.objective == "hybrid" and self.budget is not None:
+            do = "leave it out, or take the objective fastest: the least seconds within a variance"
+            raise OptionError("the plan of least variance has no variance to keep to", where="budget", do=do)
+        if self.objective == "recover" and self.budget is not None and self.target is not None:
+            do = "give the format of mixed precision as the budget, or what a step may take as the target"
+            raise OptionError("a budget and a target both say what a step may take", where="target", do=do)
+
 
 def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
     """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
-    if wishes.objective not in OBJECTIVES:
-        raise PlanError(
-            f"there is no objective {shown(str(wishes.objective))}", do=nearest(wishes.objective, OBJECTIVES)
-        )
+    wishes.check()
+    if wishes.precisions is not None:
+        check_precisions(known, wishes.precisions)
     notes: list[Note] = []
     limits = _limits(fleet, wishes.memory)
     classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
@@ -97,7 +111,9 @@ def _class(
 ) -> DeviceClass:
     profile = known[name]
     graph, found = graph_of(name, profile), _sensitivity(name, known, wishes.sensitivity)
-    formats = [precision(fmt).name for fmt in wishes.precisions] if wishes.precisions else _formats(profile, graph)
+    formats, lacking = _asked(name, profile, graph, wishes.precisions)
+    if lacking:
+        notes.append(Note(NoteKind.HAS_NOT, name, formats=tuple(lacking)))
     unknown = [fmt for fmt in formats if _unknown(graph, found, fmt)]
     if unknown and (wishes.precisions or len(unknown) == len(formats)):
         what = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, found, unknown[0]))}"
@@ -137,6 +153,33 @@ def _sensitivity(
         where="sensitivity",
         do="measure with sensitivity (the default of qsync_fx.measure), or give one: find_plan(..., sensitivity=qsync_fx.sensitivity(...))",
     )
+
+
+def _asked(
+    name: str, profile: Known, graph: ModelGraph, precisions: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    """Returns the formats that plans of a class may ask for, and those that the user allows and it has not."""
+    own = _formats(profile, graph)
+    if precisions is None:
+        return own, []
+    asked = [precision(fmt).name for fmt in precisions]
+    # A profile's graph may be made for more formats than its runs were in.
+    known = set(own) if isinstance(profile, DeviceTimes) else set(graph.formats)
+    if not (found := [fmt for fmt in asked if fmt in known]):
+        what = f"none of {', '.join(asked)} is a format that {shown(name)} has" if asked else "no format is allowed"
+        raise PlanError(what, where="precisions", do=f"allow one of {', '.join(own)}, or measure in others")
+    return found, [fmt for fmt in asked if fmt not in known]
+
+
+def check_precisions(known: Mapping[str, Known], precisions: Sequence[str]) -> None:
+    """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
+    lacking = [set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in known.items()]
+    for fmt in (precision(one).name for one in precisions):
+        if all(fmt in one for one in lacking):
+            have = dict.fromkeys(own for n, profile in known.items() for own in _formats(profile, graph_of(n, profile)))
+            who = "of none of the devices " + ", ".join(known) if len(known) > 1 else "that the device does not have"
+            what = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
+            raise PlanError(what, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
 
 
 def _formats(profile: Known, graph: ModelGraph) -> list[str]:

@@ -18,7 +18,8 @@ from qsync_fx.allocator.asking import Objective, Wishes, problem_of, target_of
 from qsync_fx.allocator.known import allocator_of
 from qsync_fx.allocator.looking import looked
 from qsync_fx.allocator.margins import margins, with_margin
-from qsync_fx.allocator.rounds import CORRECTIONS, TURNS, AtHand, settled
+from qsync_fx.allocator.rounds import CORRECTIONS, TURNS, AtHand, check_corrections, settled
+from qsync_fx.allocator.unfit import unfit
 from qsync_fx.codec import Path
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
@@ -90,14 +91,21 @@ def find_plan(
     fleet, known = known_devices(profile, cluster)
     wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
     chosen = allocator_of(allocator)
+    check_corrections(corrections)
 
     def solve(known: Mapping[str, Known]) -> Answer:
         problem, notes = problem_of(fleet, known, wishes)
         shares = margins(problem, known, wishes.margin)
         answer = with_margin(problem, shares, lambda slower: target_of(slower, wishes), chosen)
+        if not answer.fits:
+            raise unfit(problem, [answer.judged])
         return replace(answer, notes=(*notes, *answer.notes, *looked(answer)))
 
     if model is None:
+        for name, value in (("step", step), ("optimizer", optimizer), ("options", options)):
+            if value is not None:
+                do = "give the model too, and the plan is run with it; or leave this out"
+                raise OptionError("there is no model to run the plan with", where=name, do=do)
         return solve(known)
     if step is None:
         do = "give step(model, batch), which returns the loss, and batches"

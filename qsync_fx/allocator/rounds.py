@@ -66,6 +66,12 @@ class AtHand:
         )
 
 
+def check_corrections(limit: int) -> None:
+    """Raises `OptionError` where that is no number of rounds."""
+    if limit < 0:
+        raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
+
+
 class Rounds:
     """
     Attributes:
@@ -74,8 +80,7 @@ class Rounds:
     """
 
     def __init__(self, answer: Answer, solve: Solve, limit: int) -> None:
-        if limit < 0:
-            raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
+        check_corrections(limit)
         self.answer, self.more = answer, limit > 0
         self._solve, self._limit = solve, limit
         self._tried: list[Plans] = []

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.asking import Objective
+from qsync_fx.allocator.asking import Objective, Wishes
 from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
 from qsync_fx.devices import names
@@ -89,6 +89,7 @@ def find_plan(
         "margin": margin,
         "codecs": codecs,
     }
+    Wishes(objective, budget, target=target).check()
     if not several_ranks():
         if save is not None:
             CLUSTER_PLAN.check_writable(save)

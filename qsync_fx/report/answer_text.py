@@ -79,6 +79,7 @@ def _coding(answer: Answer) -> Iterator[str]:
 def _trials(answer: Answer) -> Iterator[str]:
     """What came out where plans were run, round by round."""
     count = len(answer.trials)
+    alone = " by itself" if answer.problem.cluster.ranks > 1 else ""
     for at, trials in enumerate(answer.trials, 1):
         for trial in trials:
             off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
@@ -87,7 +88,7 @@ def _trials(answer: Answer) -> Iterator[str]:
             held = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
             which = "this plan" if at == answer.ran else "another plan"
             yield (
-                f"{trial.device} ran {which} in round {at} of {count}: {duration(trial.foreseen)} foreseen, "
+                f"{trial.device} ran {which}{alone} in round {at} of {count}: {duration(trial.foreseen)} foreseen, "
                 f"{duration(trial.measured)} measured ({off:+.1%}){held}{unknown}"
             )
 
@@ -111,5 +112,19 @@ def _notes(answer: Answer) -> Iterator[str]:
 
 
 def _detail(note: Note) -> str:
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in note.numbers.items())
+    numbers = ", ".join(_number(note, name, value) for name, value in note.numbers.items())
     return " ".join(part for part in (note.operator, "/".join(note.formats), numbers) if part)
+
+
+def _number(note: Note, name: str, value: float) -> str:
+    """Returns a number of a note with its name, in its unit; a limit has that of what it limits."""
+    meant = next(iter(note.numbers)) if name in ("limit", "of a step of") else name
+    if name.startswith("seconds"):
+        return f"{duration(value)}{name.removeprefix('seconds')}"
+    if meant.startswith("seconds"):
+        return f"{name} {duration(value)}"
+    if meant.startswith("memory"):
+        return f"{name} {short(value, 'B')}"
+    if meant == "share":
+        return f"{value:.1%}"
+    return f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"

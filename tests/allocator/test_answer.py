@@ -50,7 +50,7 @@ def test_gaps() -> None:
 def test_what_print_shows() -> None:
     answer = an_answer()
     text = str(answer)
-    for part in ("fast", "slow", "1 s allowed", "uniform", "gap 50.00%", "0/linear int8/bf16 seconds 0.25", "2/linear"):
+    for part in ("fast", "slow", "1 s allowed", "uniform", "gap 50.00%", "0/linear int8/bf16 250 ms", "2/linear"):
         assert part in text, part
     assert f"{answer.judged.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
@@ -14,7 +15,7 @@ from predicted_models import graph_of
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, Sensitivity
+from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, QSyncError, Sensitivity
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
 from qsync_fx.allocator.exact.exact import Exact
 from qsync_fx.devices import get
@@ -25,6 +26,7 @@ from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.profile import Profile
+from qsync_fx.report.numbers import duration
 
 
 class Known:
@@ -178,6 +180,56 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ProfileError, match="no cluster"):
         qsync_fx.find_plan({"fast": MLP, "slow": OTHER})
     assert qsync_fx.find_plan(MLP, allocator=Exact()) == qsync_fx.find_plan(MLP)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "where"),
+    [
+        ({"objective": "fastest", "target": "int8"}, "target"),
+        ({"objective": "hybrid", "budget": 0.5}, "budget"),
+        ({"objective": "recover", "budget": "bf16", "target": 1.0}, "target"),
+        ({"corrections": -1}, "corrections"),
+        ({"step": lambda model, batch: model(batch)}, "step"),
+        ({"precisions": []}, "precisions"),
+        ({"allocator": "hessian"}, "allocator"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(wishes: dict[str, Any], where: str) -> None:
+    with pytest.raises(QSyncError) as caught:
+        qsync_fx.find_plan(MLP, **wishes)
+    assert caught.value.where == where
+
+
+def test_formats_are_allowed_to_those_that_have_them() -> None:
+    known = {
+        name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph)) for name in ("v100", "t4")
+    }
+    fleet = Cluster({"v100": Device(), "t4": Device()}, Network(1e9))
+    answer = qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp16", "int8"])
+    assert answer.problem.classes["v100"].formats == ("fp32", "fp16")
+    assert answer.problem.classes["t4"].formats == ("fp32", "fp16", "int8")
+    assert [(note.device, note.formats) for note in kinds(answer)[NoteKind.HAS_NOT]] == [("v100", ("int8",))]
+    with pytest.raises(PlanError, match="'fp8' is a format of none of the devices v100, t4"):
+        qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp8"])
+    with pytest.raises(PlanError, match="none of int8 is a format that 'v100' has"):
+        qsync_fx.find_plan(known, fleet, precisions=["int8"])
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "random", "full-precision"])
+def test_a_plan_beyond_its_memory_is_no_answer(allocator: str) -> None:
+    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    with pytest.raises(PlanError, match=r"no plan was found within the limits; the nearest has .* more than allowed"):
+        qsync_fx.find_plan(known, target=1.0, memory=1000, allocator=allocator)
+
+
+def test_numbers_of_notes_are_told_in_their_units() -> None:
+    known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
+    answer = qsync_fx.find_plan(known, target="fp16")
+    (bound,) = kinds(answer)[NoteKind.BINDS]
+    step, limit = (duration(bound.numbers[name]) for name in ("seconds", "limit"))
+    assert f"{NoteKind.BINDS}: {step}, limit {limit}" in str(answer)
+    note = kinds(answer)[NoteKind.NOT_FASTER][0]
+    assert f"{note.operator} {'/'.join(note.formats)} {duration(note.numbers['seconds more'])} more" in str(answer)
 
 
 @tiers.ALL

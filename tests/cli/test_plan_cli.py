@@ -100,6 +100,8 @@ def test_what_is_asked_of_it(files: Path, tmp_path: Path, capsys: pytest.Capture
     assert "without dynamic batches" in printed.err
     assert picture.read_text().startswith("<svg")
     assert formats(ClusterPlan.load(out).classes["b"]) == {"fp32"}
+    assert main(planned(files, "--pareto", "--points", "2")) == 0
+    assert "uniform fp32" in capsys.readouterr().out
     assert main(planned(files, *asked, "--points", "3", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert {step["format"] for step in found["explain"][0]} == {"fp16", "fp32"}

@@ -128,7 +128,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--json", action="store_true", help="all of it as one JSON object")
 
 
-def _picture(path: str) -> Path:
+def _picture(path: str) -> Path | str:
+    if not path:
+        return path  # a table alone
     from qsync_fx.report.front_picture import check_picture
 
     check_picture(path)

@@ -45,6 +45,7 @@ class Known:
 
 def read(arguments: argparse.Namespace) -> Known:
     """Returns what a command line says, and finds out what it does not; raises `QSyncError` where something is missing."""
+    from qsync_fx.allocator.asking import Wishes, check_precisions
     from qsync_fx.predictor.replay.cluster import Cluster
     from qsync_fx.predictor.sensitivity.value import Sensitivity
     from qsync_fx.profiling.profile import Profile
@@ -65,10 +66,14 @@ def read(arguments: argparse.Namespace) -> Known:
     trained = training.read(arguments, "a plan")
     profiles = {**_files(cluster, profiles), **profiles}
     profiles.update(_of_catalog(cluster, profiles, trained, arguments))
-    if not profiles:
-        profiles[""] = _measured(trained, arguments, given is None)
     found = Known(profiles, cluster, given, trained)
-    if given is None and any(profile.sensitivity is None for profile in profiles.values()):
+    # What follows takes minutes, and what is wrong is known before.
+    Wishes(objective(arguments, found), limit(arguments.budget), target=limit(arguments.target)).check()
+    if trained.precisions is not None and profiles:
+        check_precisions(profiles, trained.precisions)
+    if not profiles:
+        found = replace(found, profiles={"": _measured(trained, arguments, given is None)})
+    if given is None and any(profile.sensitivity is None for profile in found.profiles.values()):
         _fits(found, arguments)
         return replace(found, sensitivity=sensitivities(found, arguments.method))
     return found
