@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
-from qsync_fx.errors import OptionError
+from qsync_fx.errors import OptionError, nearest, shown
 
 if TYPE_CHECKING:
     from qsync_fx.communication.speeds.rates import Rates
@@ -70,6 +70,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    if arguments.ranks < 2:
+        raise OptionError(
+            "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
+        )
+    if arguments.plan is not None:
+        do = "name it with --precision; qsync replay takes a plan, with the codecs that it has"
+        raise OptionError("all operators are in one format here", where="--plan", do=do)
+    bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
+
     from qsync_fx.plan import Plan
     from qsync_fx.plan.gradient_codecs import CODECS
     from qsync_fx.predictor.mapper import CostMapper
@@ -78,16 +87,10 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.timeline.coding import rates
     from qsync_fx.timeline.paying import paying
 
-    if arguments.ranks < 2:
-        raise OptionError(
-            "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
-        )
-    if arguments.plan is not None:
-        do = "name it with --precision; qsync replay takes a plan, with the codecs that it has"
-        raise OptionError("all operators are in one format here", where="--plan", do=do)
-    fmt = arguments.precision or "fp32"
-    network = Network(_bytes_a_second(arguments.bandwidth, "--bandwidth"), arguments.latency)
-    inside = _inside(arguments)
+    for name in arguments.codec or ():
+        if name not in CODECS[1:]:
+            raise OptionError(f"nothing is foreseen of {shown(name)}", where="--codec", do=nearest(name, CODECS[1:]))
+    fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
     profile = _profile(arguments, fmt)
     # gloo sends gradients of the CPU around one ring.
     nodes = Nodes(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")

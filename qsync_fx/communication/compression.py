@@ -252,4 +252,6 @@ class Compression(Handle):
         (self._gatherer or self._hierarchy or self._reducer).reduce(bucket)
 
     def _checks(self, step: int) -> bool:
-        return self._check_every > 0 and step % self._check_every == 0
+        # AQGB's levels are chosen from the second step on: what they add is told before the next hundred steps are over.
+        first = self.controller is not None and step == 1
+        return self._check_every > 0 and (first or step % self._check_every == 0)

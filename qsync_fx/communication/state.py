@@ -133,7 +133,7 @@ class State:
         Raises:
             OptionError: it is no such thing, or that of another codec or model.
         """
-        if saved.get("format") != _FORMAT or saved.get("version") not in _READ:
+        if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or saved.get("version") not in _READ:
             raise OptionError("this is no state of a compression", do="give what handle.state_dict() returned")
         if saved["codec"] != self.codec:
             raise OptionError(

@@ -20,7 +20,7 @@ from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.duo.rates import Duo, way_named, weights_codec
 from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.statements import parallel_in
-from qsync_fx.errors import OptionError
+from qsync_fx.errors import OptionError, shown
 from qsync_fx.module_tree import unwrapped
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.gradient_codecs import nodes_noted
@@ -68,7 +68,6 @@ def checked(
     sharded: object,
     hierarchical: bool | int | None,
     least: int | None,
-    check_every: int,
     fsdp: bool,
 ) -> Asked:
     """Returns what is asked for; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
@@ -89,10 +88,6 @@ def checked(
         )
     if planned is not None and least is not None:
         raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
-    if check_every < 0:
-        raise OptionError(
-            f"check_every is a number of steps, not {check_every}", where="compress", do="give 0 for never"
-        )
     if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
         raise OptionError(
             f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
@@ -117,6 +112,21 @@ def checked(
         )
         return Asked(chosen)
     return Asked(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
+
+
+def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
+    """Returns the seed as codecs take it; raises `OptionError` where one of these is no such number."""
+    told = (
+        ("seed", seed, "a number of any size", "give a whole number", None),
+        ("least", least, "a number of values", "give 0 or more, or leave it out", 0),
+        ("check_every", check_every, "a number of steps", "give 0 for never", 0),
+    )
+    for name, value, what, do, smallest in told:
+        if name == "least" and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or (smallest is not None and value < smallest):
+            raise OptionError(f"{name} is {what}, not {shown(str(value))}", where=f"compress(..., {name}=...)", do=do)
+    return seed % 2**64
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:

@@ -106,10 +106,11 @@ def compress(
         PlanError: the plan cannot be read, or is one of another model.
         RankError: the ranks do not agree; on all of them.
     """
-    seed, rank = seed % 2**64, distributed.get_rank() if several_ranks() else 0
+    rank = distributed.get_rank() if several_ranks() else 0
     with told_to_all():
+        seed = asked.checked_numbers(seed, least, check_every)
         fsdp = sharding.is_sharded(model)
-        wanted = asked.checked(codec, optimizer, scaler, sharded, hierarchical, least, check_every, fsdp)
+        wanted = asked.checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
         chosen = wanted.way
         if fsdp:
             units, rows = asked.of_units(chosen), sharding.rows(model)

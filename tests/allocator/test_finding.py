@@ -137,7 +137,7 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
         Known("broken", 0, drawn_sensitivity(graph_of("broken"))), objective="fastest", budget="bf16"
     )
     assert qsync_fx.switch(compiled, given) is compiled
-    assert asked_of(fleet, None, None, False, None, None, 0, False).way == fleet.codecs
+    assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
     with pytest.raises(PlanError, match="no plan of a device"):
         qsync_fx.measure(nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet)
 

@@ -29,6 +29,8 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
 
 
 def test_what_bench_cannot_take_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "bench", "--codec", "duo4"]) == 2
+    assert "duo4 is DUO" in capsys.readouterr().err
     assert main(["comm", "bench", "--codec", "qsgd9"]) == 2
     assert "did you mean 'qsgd" in capsys.readouterr().err
     assert main(["comm", "bench", "--repeats", "0"]) == 2

@@ -216,8 +216,9 @@ def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: boo
             (world - 1) * sum(size * ratio for _, size, _, ratio in rank["entries"]), rel=0.03
         )
         assert rank["raw"] == (world - 1) * sum(size for _, size, _, _ in rank["entries"])
+        # The first step goes in FP32: what truncation adds is known from the second one, and not after a hundred.
         assert (rank["variance"] == 0) == (rate == 1e9)
-        assert rank["checks"] == 3
+        assert rank["checks"] == 2
         assert f"{len(decided)} decisions: " in rank["printed"]
         assert f"the link takes {rate / 1e6:.1f} MB/s" in rank["printed"]
         assert bool(rank["sent"]) == feedback

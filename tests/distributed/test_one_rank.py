@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.distributed import average_by_batch, check_replicas, guard
+from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
 from qsync_fx.distributed.agreeing.alive import gone, identity
 from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.agreeing.meeting import Meeting, compiles_told
@@ -168,6 +171,26 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(OptionError, match="takes a DistributedDataParallel, not Linear"):
         average_by_batch(nn.Linear(1, 1))
     assert issubclass(StoreLost, Exception)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"seed": "a"}, "seed is a number of any size, not 'a'"),
+        ({"least": -1}, "least is a number of values, not '-1'"),
+        ({"check_every": 1.5}, "check_every is a number of steps, not '1.5'"),
+        ({"check_every": -1}, "check_every is a number of steps, not '-1'"),
+    ],
+)
+def test_numbers_that_compress_cannot_take_are_refused(group: None, how: dict[str, Any], what: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(what)):
+        compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8", **how)
+
+
+def test_what_is_no_state_of_a_compression_is_refused(group: None) -> None:
+    handle = compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8")
+    with pytest.raises(OptionError, match="no state of a compression"):
+        handle.load_state_dict(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

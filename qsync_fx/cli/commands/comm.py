@@ -54,6 +54,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     import torch
 
     from qsync_fx.communication.codecs import NAMES, codec_named
+    from qsync_fx.communication.duo.rates import DUOS
     from qsync_fx.communication.speeds.speed import measured
     from qsync_fx.errors import OptionError
 
@@ -61,6 +62,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         if not getattr(arguments, name) > 0:
             raise OptionError(f"{name} is {getattr(arguments, name)}, and has to be above 0", where="qsync comm bench")
     torch.set_num_threads(arguments.threads)
+    for name in arguments.codec or ():
+        if name in DUOS:
+            do = f"train with it: compress(ddp, {name!r}, optimizer=optimizer); or time the codec that it sends in"
+            raise OptionError(
+                f"{name} is DUO, which looks ahead while a model trains, and no codec", where="--codec", do=do
+            )
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

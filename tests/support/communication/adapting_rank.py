@@ -58,7 +58,7 @@ def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """AQGB over real sockets by a clock of ours; each rank has another link."""
     codec = Adaptive(feedback=job["feedback"], segment=2**14)
     model = parallel()
-    handle, optimizer = compress(model, codec, check_every=2), sgd(model)
+    handle, optimizer = compress(model, codec, check_every=100), sgd(model)
     handle.controller.clock = Clock(gap=1.0, rate=job["rates"][rank])
     for parameter in model.parameters():
         # So that what came before is delivered, and decisions do not depend on threads.
