@@ -82,8 +82,14 @@ class Device:
 
     @property
     def target(self) -> str | None:
-        """What the option "target" has for it; None for a CPU, which needs none."""
-        return None if self.kind == "cpu" else self.path or self.name
+        """What the option "target" has for it: its name, or the path of a file that no name finds; None for a CPU, which needs none.
+
+        Profiles hold it, which others read on machines where the catalog lies elsewhere.
+        """
+        # Files are found by names above this module.
+        from qsync_fx.devices.known import name_of
+
+        return None if self.kind == "cpu" else name_of(self) or self.path or self.name
 
     def profile(
         self,

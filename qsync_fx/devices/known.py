@@ -42,6 +42,12 @@ def get(name: str | os.PathLike[str]) -> Device:
     return _read(*_identity(_path(name)))
 
 
+def name_of(device: Device) -> str | None:
+    """Returns the name that a device's file is found by; None where it takes its path, as another one has the name or none has."""
+    path = Path(device.path)
+    return path.stem if path.stem in names() and _path(path.stem) == path else None
+
+
 def is_path(name: str) -> bool:
     """Whether a text is the path of a file of TOML, and no name."""
     return name.endswith(".toml") or os.sep in name

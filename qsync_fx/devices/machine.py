@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 
 import qsync_fx
+from qsync_fx.devices.device import Device
 from qsync_fx.devices.processor import cpu
 from qsync_fx.errors import ProfileError
+
+_RECKONED = ", reckoned"
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,17 @@ class Machine:
         if differing:
             raise ProfileError(
                 f"it was measured on another machine: {'; '.join(differing)}",
-                do="measure here, or take it as it is with any_machine=True",
+                do="measure here, or take it as it is with any_machine=True (qsync replay: --any-machine)",
             )
+
+    @property
+    def reckoned(self) -> bool:
+        """Whether it is a device of the catalog, of which nothing was measured."""
+        return self.name.endswith(_RECKONED)
+
+    def stands_for(self, device: Device) -> bool:
+        """Whether what is of this machine was reckoned for a device of the catalog."""
+        return self.reckoned and self.name == of_catalog(device).name
 
 
 def this_machine(device: torch.device | str = "cpu") -> Machine:
@@ -62,6 +74,12 @@ def this_machine(device: torch.device | str = "cpu") -> Machine:
         torch.__version__,
         qsync_fx.__version__,
     )
+
+
+def of_catalog(device: Device) -> Machine:
+    """Returns the machine that a profile which is reckoned for a device of the catalog is of."""
+    kind = "cuda" if device.kind == "gpu" else "cpu"
+    return Machine(kind, f"{device.title}{_RECKONED}", [], 1, torch.__version__, qsync_fx.__version__)
 
 
 def here_for(machine: Machine) -> Machine:

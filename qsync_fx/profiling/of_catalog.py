@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import qsync_fx
 from qsync_fx.devices import Device
-from qsync_fx.devices.machine import Machine
+from qsync_fx.devices.machine import of_catalog as machine_of
 from qsync_fx.errors import OptionError
 from qsync_fx.precision import FORMATS, Precision, precisions as named
 from qsync_fx.predictor.mapper import States, scheduled, states
@@ -57,14 +56,7 @@ def of_catalog(
     plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(seen.explanation, formats).items()}
     updating = times.optimizer() if optimizer is not None else 0.0
     return Profile(
-        Machine(
-            "cuda" if device.kind == "gpu" else "cpu",
-            f"{device.title}, reckoned",
-            [],
-            1,
-            torch.__version__,
-            qsync_fx.__version__,
-        ),
+        machine_of(device),
         # The target is the machine, and no condition of its times.
         replace(seen.model, options=""),
         stored(graph),

@@ -199,6 +199,16 @@ class Profile:
 
         return interpolated(self, plan)
 
+    def __repr__(self) -> str:
+        """One line, as notebooks and debuggers show it."""
+        from qsync_fx.report.numbers import duration, many
+
+        run = self.runs[0]
+        return (
+            f"Profile({self.model}, {self.machine.name}, {', '.join(self.precisions)}, {many(len(run.operators), 'operator')}, "
+            f"{duration(run.passes)} in {run.label})"
+        )
+
     def __str__(self) -> str:
         from qsync_fx.report.profile_text import profile_text
 

@@ -19,7 +19,8 @@ from qsync_fx.report.text import plain, table_of
 if TYPE_CHECKING:
     from qsync_fx.timeline.timeline import OperatorSeconds, Timeline
 
-_SHOWN = 15
+SHOWN = 15
+"""How many operators a table has where nobody says it."""
 
 
 def timeline_text(timeline: Timeline, width: int | None = None) -> str:
@@ -27,7 +28,7 @@ def timeline_text(timeline: Timeline, width: int | None = None) -> str:
     return plain(timeline_table(timeline), width)
 
 
-def timeline_table(timeline: Timeline, shown: int = _SHOWN) -> RenderableType:
+def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
     """Returns a timeline for a rich console, with so many operators."""
     operators = timeline.by_operator()
     left = len(operators) - shown

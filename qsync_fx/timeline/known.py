@@ -13,11 +13,12 @@ from typing import Any, Protocol, cast
 
 from qsync_fx.codec import Path
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.devices import get
+from qsync_fx.devices import Device as DeviceOfCatalog, get
+from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.memory import Training
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.reckoned.times import DeviceTimes
+from qsync_fx.predictor.reckoned.times import ADAMW, DeviceTimes, explained_for, moved_bytes
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.times import Times
@@ -42,7 +43,7 @@ ALONE = "device"
 
 
 def known_devices(
-    profile: Given | Mapping[str, Given], cluster: Cluster | Path | None, plans: int = 1
+    profile: Given | Mapping[str, Given], cluster: Cluster | Path | None, plans: int = 1, any_machine: bool = True
 ) -> tuple[Cluster, dict[str, Known]]:
     """Returns the cluster, and what is known of each of its classes.
 
@@ -50,12 +51,15 @@ def known_devices(
         profile: of the device, or of each class by name; files that the cluster names need not be given.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
         plans: how many there are.
+        any_machine: whether the one profile of a device without a name may be of another machine. Those of a fleet are expected to be.
 
     Raises:
-        ProfileError: the cluster is none, or a profile is missing.
+        ProfileError: the cluster is none, or a profile is missing or refused.
     """
     fleet = read_cluster(cluster)
     profiles = {name: _read(given) for name, given in by_name(profile).items()}
+    if fleet is None and not any_machine and isinstance(profile, str | os.PathLike):
+        _check_here(profile, profiles[ALONE])
     if fleet is None:
         fleet = _alone(profiles, plans)
     profiles = for_all(profiles, fleet)
@@ -119,6 +123,18 @@ def _read(given: Given) -> Known:
     return cast(Known, Profile.load(given, any_machine=True)) if isinstance(given, str | os.PathLike) else given
 
 
+def _check_here(path: Path, profile: Known) -> None:
+    """Raises `ProfileError` where times of another machine would be taken for those of this one, as those that are reckoned never are."""
+    from qsync_fx.profiling.profile import PROFILE, Profile
+
+    if not isinstance(profile, Profile) or profile.machine.reckoned:
+        return
+    try:
+        profile.machine.check(here_for(profile.machine))
+    except ProfileError as error:
+        raise PROFILE.within(path, error) from None
+
+
 def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
     if len(profiles) == 1 and plans == 1:
         ((name, profile),) = profiles.items()
@@ -143,15 +159,49 @@ def of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
 
 def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known]:
     """Returns the profiles, and what the catalog says of devices that have none."""
-    reckoned: dict[str, Known] = {}
-    for name, device in fleet.devices.items():
-        if name not in profiles and device.device is not None:
-            if not profiles:
-                what = f"nothing says which model {shown(name)} trains"
-                raise ProfileError(what, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
-            first, known = next(iter(profiles.items()))
-            reckoned[name] = DeviceTimes(get(device.device), graph_of(first, known))
+    missing = {name: one.device for name, one in fleet.devices.items() if name not in profiles}
+    reckoned = {name: _reckoned(name, called, profiles) for name, called in missing.items() if called is not None}
     return {**profiles, **reckoned}
+
+
+def _reckoned(name: str, called: str, profiles: Mapping[str, Known]) -> Known:
+    """Returns what is known of a device by its name: the profile that was reckoned for it, so that equal devices take equally long however
+    each is given, or what the catalog makes of the model of another profile."""
+    if not profiles:
+        what = f"nothing says which model {shown(name)} trains"
+        raise ProfileError(what, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
+    device, graphs = get(called), {given: graph_of(given, profile) for given, profile in profiles.items()}
+    fitting = [profiles[given] for given, graph in graphs.items() if explained_for(graph, device)]
+    if fitting:
+        return next((one for one in fitting if _is_of(one, device)), None) or _made(fitting[0], device)
+    there = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
+    what = f"the model was explained for {there}, and formats run there that need not be those of {device}"
+    file = f"{device}.json"
+    do = (
+        f'make its profile, qsync_fx.devices.get("{called}").profile(model, step, batch).save("{file}") or qsync measure MODULE:CALLABLE '
+        f'--device {called} --output {file}, and give it: --profile {name}={file}, or profile = "{file}" for device in the cluster\'s file'
+    )
+    raise ProfileError(what, where=f"devices.{name}", do=do)
+
+
+def _is_of(profile: Known, device: DeviceOfCatalog) -> bool:
+    """Whether it was reckoned for a device. What a model was explained for tells GPUs apart that are called alike."""
+    if isinstance(profile, DeviceTimes):
+        return profile.device is device
+    machine = getattr(profile, "machine", None)
+    return isinstance(machine, Machine) and machine.stands_for(device)
+
+
+def _made(profile: Known, device: DeviceOfCatalog) -> DeviceTimes:
+    """Returns the times of a profile's model on a device, with the optimizer and the loss that the profile knows."""
+    if isinstance(profile, DeviceTimes):
+        return profile.on(device)
+    memory = getattr(profile, "optimizer_memory", None)
+    moved = ADAMW if memory is None else moved_bytes(memory)
+    without = getattr(profile, "optimizer", None) == ""
+    return DeviceTimes(
+        device, profile.graph, 0 if without else moved, memory, loss_memory=getattr(profile, "loss_memory", None)
+    )
 
 
 def _copying(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:

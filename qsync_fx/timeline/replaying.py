@@ -43,6 +43,7 @@ def replay(
     profile: Given | Mapping[str, Given],
     *,
     cluster: Cluster | Path | None = None,
+    any_machine: bool = False,
 ) -> Timeline:
     """Returns what a training step will look like.
 
@@ -50,16 +51,19 @@ def replay(
         plan: of the device, or of each class of devices by name, as find_plan returns it, too, or the path of its file; one plan for
             several classes is the plan of all. Where a plan for a cluster says in which codecs gradients go, the step is that of a training
             whose gradients are compressed so.
-        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that
-            it names are reckoned with the model of the first that is.
+        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that it names are as a
+            profile reckoned for the same device says, or reckoned with the model of one of a device on which the same formats run: for
+            other devices they are made first, by `qsync_fx.devices.get(...).profile(...)`.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
+        any_machine: whether the file of the profile of one device, without a name and a cluster, may be one that was measured on another
+            machine, or with other versions of torch or qsync_fx, as those of a fleet may. What is reckoned by the catalog always may.
 
     Raises:
-        ProfileError: the cluster is none, a plan or profile is missing, a time is not known.
+        ProfileError: the cluster is none, a plan or profile is missing, or refused, a time is not known.
         PlanError: a plan is none, or not one of the model.
     """
     plans, codecs = _plans(plan)
-    fleet, profiles = known_devices(profile, cluster, len(plans))
+    fleet, profiles = known_devices(profile, cluster, len(plans), any_machine)
     plans = for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}

@@ -124,6 +124,13 @@ class Timeline:
 
         save(self, path)
 
+    def __repr__(self) -> str:
+        """One line, as notebooks and debuggers show it."""
+        from qsync_fx.report.numbers import duration
+
+        devices = ", ".join(f"{device.count} {name}" for name, device in self.played.cluster.devices.items())
+        return f"Timeline({duration(self.seconds)} a step on {devices})"
+
     def __str__(self) -> str:
         from qsync_fx.report.timeline_text import timeline_text
 

@@ -93,9 +93,32 @@ def test_it_is_kept_where_torch_compile_finds_it(
     assert Profile.load(profile).precisions == ["fp32", "bf16"]
 
 
+def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plan = tmp_path / "t4.json", tmp_path / "plan.json"
+    asked = ["measure", "measured_nets:linear", "--device", "t4", "--precisions", "fp32,fp16"]
+    assert main([*asked, "--optimizer", "sgd", "--output", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert (
+        "NVIDIA T4, reckoned" in printed.out
+        and "optimizer SGD" in printed.out
+        and printed.err == f"qsync: wrote {out}\n"
+    )
+    profile = Profile.load(out, any_machine=True)
+    assert profile.graph.device == "t4" and profile.precisions == ["fp32", "fp16"] and profile.optimizer_memory
+    Plan.uniform("fp16").save(plan)
+    assert main(["replay", str(plan), "--profile", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["name"] == "t4"
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"] == "AdamW"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["linear", "--device", "t5"], "did you mean 't4'?"),
+        (["linear", "--device", "t4", "--precision", "int8"], "a profile is of several precisions"),
+        (["linear", "--device", "t4", "--rounds", "3"], "--rounds is of what is measured here"),
+        (["linear", "--device", "t4", "--cache", "--scaling", "row"], "--scaling, --cache are of what is measured"),
         (["linear", "--precision", "int8"], "a profile is of several precisions"),
         (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
         (["linear", "--precisions", "fp32", "--optimizer", "sdg"], "did you mean 'sgd'?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import traced_rank
 from torch import nn
 
 import qsync_fx
-from qsync_fx import ClusterPlan, Plan
+from qsync_fx import ClusterPlan, Plan, Profile
 from qsync_fx.cli import main
 
 
@@ -78,6 +79,30 @@ def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.Captur
     assert "0/linear" in capsys.readouterr().out
 
 
+def test_so_many_operators_as_are_asked_for(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]
+    assert main([*asked, "--json"]) == main([*asked, "--json", "--operators", "1"]) == 0
+    whole, cut = (json.loads(text) for text in capsys.readouterr().out.replace("}\n{", "}\0{").split("\0"))
+    assert whole["operators"][:1] == cut["operators"] and len(whole["operators"]) > 1
+    assert main([*asked, "--operators", "0"]) == 0
+    assert "4 more operators" in capsys.readouterr().out
+    for more in ([], ["--json"]):
+        assert main([*asked, "--operators", "-3", *more]) == 2
+        assert "-3 operators cannot be shown" in (printed := capsys.readouterr()).err and not printed.out
+
+
+def test_a_profile_of_another_machine_is_asked_for(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Profile.load(profiled / "t4.json", any_machine=True)
+    other = replace(found, machine=replace(found.machine, device="cpu", name="another one"))
+    other.save(profiled / "other.json")
+    asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/other.json"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert "measured on another machine" in said and "other.json" in said and "--any-machine" in said
+    assert main([*asked, "--any-machine"]) == 0
+    assert main([*asked[:-1], f"a={asked[-1]}"]) == 0
+
+
 def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plans = [f"a={profiled}/fp16.json", f"b={profiled}/fp32.json"]
     assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
@@ -104,6 +129,7 @@ def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest
         (["{plan}", "{plan}"], "there are several without a name"),
         (["a={plan}", "{plan}"], "some have a name and one has none"),
         (["{plan}", "--trace", "x.json"], "a trace is of the plan that ran"),
+        (["--trace", "x.json", "--any-machine"], "a trace is of the plan that ran"),
         (["--trace", "x.json", "--execution-trace", "y.json", "z.json"], "2 execution traces for 1 traces"),
         (["--trace", "{folder}/none.json"], "the trace cannot be read"),
         (["{folder}/none.json"], "the plan cannot be read"),

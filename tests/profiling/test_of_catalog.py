@@ -89,6 +89,23 @@ def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
     assert half.optimizer_seconds == 0
 
 
+def test_what_others_read_holds_no_path_of_this_machine(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (T4.target, profile.graph.device) == ("t4", "t4")
+    assert str(Path(T4.path).parent) not in profile.to_json()
+    own = tmp_path / "mine.toml"
+    own.write_text(Path(T4.path).read_text().replace('name = "t4"', 'name = "other"'))
+    assert get(own).target == str(own), "no name finds it"
+    monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
+    assert get(own).target == get("mine").target == "mine"
+    found = get("mine").profile(model(), step, BATCH, ["fp16"])
+    assert found.graph.device == "mine" and str(tmp_path) not in found.to_json()
+    # A file of the user's goes before the package's, whose name is no longer its own.
+    own.rename(tmp_path / "t4.toml")
+    assert get("t4").target == "t4" and T4.target == T4.path
+
+
 def test_a_cpu_of_the_catalog_needs_no_target() -> None:
     found = get("epyc-9004").profile(model(), step, BATCH)
     assert found.precisions == ["fp32", "bf16", "int8"]

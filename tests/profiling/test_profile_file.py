@@ -65,6 +65,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "net.json") == profile
 
 
+def test_a_notebook_shows_one_line() -> None:
+    said = repr(taken())
+    assert said.startswith("Profile(Net of ") and "operators, " in said and said.endswith(" ms in fp32)")
+    assert len(said) < 150 and "\n" not in said
+
+
 def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(tmp_path: Path) -> None:
     tree: Any = PROFILE.plain(taken())
     del tree["loss_memory"]

@@ -49,6 +49,10 @@ def timeline(schedules: Mapping[str, Schedule] | None = None, cluster: Cluster =
     return Timeline(played(schedules or {"fast": FAST, "slow": SLOW}, cluster, **more))
 
 
+def test_a_notebook_shows_one_line() -> None:
+    assert repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms a step on 3 fast, 1 slow)"
+
+
 def test_one_device_does_what_its_schedule_says() -> None:
     alone = timeline({"here": FAST}, Cluster({"here": Device()}))
     assert alone.seconds == pytest.approx(FAST.seconds)

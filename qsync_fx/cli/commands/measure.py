@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qsync_fx.cli import model, output, training
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from qsync_fx.profiling.profile import Profile
 
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
@@ -15,14 +19,19 @@ compiled code to its operators. What comes out foresees any other plan. As to th
 loss, {training.LOSS}.
 
 The model is compiled once a plan, which takes seconds to minutes each. With
---output a measurement that was interrupted goes on from there."""
+--output a measurement that was interrupted goes on from there.
+
+With --device nothing is measured: the profile is what the catalog says of a
+device that is not at hand, such as those of a cluster. The step runs here, to see
+what it gives the model."""
 
 _EXAMPLES = """\
 examples:
   qsync measure bert:small --output cpu.json
   qsync measure bert:small --precisions fp32,bf16 --optimizer sgd
   qsync measure bert:small --plan plan.json --output cpu.json   measures the plan itself, too
-  qsync measure bert:small --plan plan.json --profile cpu.json  the plan alone, which corrects cpu.json"""
+  qsync measure bert:small --plan plan.json --profile cpu.json  the plan alone, which corrects cpu.json
+  qsync measure bert:small --device t4 --output t4.json         a T4, by the catalog"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +41,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "formats with commas between them; by default what the device computes itself",
     )
     training.add_optimizer(measured)
+    measured.add_argument(
+        "--device",
+        metavar="NAME",
+        help="of the catalog, or the path of a file of one: its profile is reckoned, and nothing measured; see docs/howto-device.md",
+    )
     measured.add_argument(
         "--profile",
         metavar="FILE",
@@ -56,9 +70,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _measure(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiling.measurement import ROUNDS, measure
-    from qsync_fx.profiling.profile import PROFILE
-    from qsync_fx.report.profile_text import profile_table
 
+    if arguments.device is not None:
+        _of_catalog(arguments)
+        return
     trained = training.read(arguments, "a profile")
     given = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
@@ -83,6 +98,33 @@ def _measure(arguments: argparse.Namespace) -> None:
         output.wrote(path)
     if arguments.cache:
         output.wrote(profile.save())
+    _tell(profile, arguments)
+
+
+def _of_catalog(arguments: argparse.Namespace) -> None:
+    """Reckons a profile; what says how one is measured is refused, since it would change nothing."""
+    from qsync_fx.devices import get
+
+    measuring = {model.flag(name): value for name, value in model.given(arguments).items() if name != "precision"}
+    measuring |= {
+        f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "rounds", "cache")
+    }
+    if said := [name for name, value in measuring.items() if value is not None]:
+        what = f"a device of the catalog is reckoned, and {', '.join(said)} {'is' if len(said) == 1 else 'are'} of what is measured here"
+        raise OptionError(what, where="--device", do="leave one or the other out")
+    device = get(arguments.device)
+    trained = training.read(arguments, "a profile")
+    optimizer = training.optimizer(arguments.optimizer, trained.module)
+    profile = device.profile(trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
+    if arguments.output is not None:
+        output.wrote(profile.save(arguments.output))
+    _tell(profile, arguments)
+
+
+def _tell(profile: Profile, arguments: argparse.Namespace) -> None:
+    from qsync_fx.profiling.profile import PROFILE
+    from qsync_fx.report.profile_text import profile_table
+
     if arguments.json:
         output.as_json(PROFILE.plain(profile))
     else:

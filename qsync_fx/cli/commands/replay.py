@@ -25,17 +25,23 @@ rank, or one of each class of devices together with a cluster."""
 
 _EXAMPLES = """\
 examples:
-  qsync replay plan.json --profile t4.json
+  qsync replay plan.json --profile cpu.json            a step on this machine
+  qsync replay plan.json --profile t4.json --any-machine   one that was measured elsewhere
   qsync replay v100=a.json t4=b.json --cluster cluster.toml --perfetto out.json
-  qsync replay plan.json --cluster cluster.toml       profiles that the cluster names
-  qsync replay --trace rank0.json rank1.json          a run as it was, without waiting in collectives
-  qsync replay plan.json --profile t4.json --json | jq .seconds"""
+  qsync replay plan.json --cluster cluster.toml        profiles that the cluster names
+  qsync replay --trace rank0.json rank1.json           a run as it was, without waiting in collectives
+  qsync replay plan.json --profile cpu.json --json | jq .seconds"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="*", metavar="PLAN", help="plan file, or NAME=FILE for a class of devices")
     parser.add_argument(
         "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
+    )
+    parser.add_argument(
+        "--any-machine",
+        action="store_true",
+        help="the profile of one device may be one that was measured on another machine, as those of a cluster may",
     )
     parser.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
     traced = parser.add_argument_group("traces in place of plans and profiles")
@@ -45,7 +51,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     printed = parser.add_argument_group("what to print and write")
     printed.add_argument(
-        "--operators", metavar="N", type=int, default=15, help="how many operators to show; %(default)s"
+        "--operators",
+        metavar="N",
+        type=int,
+        help="how many operators to show, the longest first; 15, and all with --json",
     )
     printed.add_argument("--json", action="store_true", help="the step, devices and operators as one JSON object")
     printed.add_argument(
@@ -54,13 +63,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
+    shown = arguments.operators
+    if shown is not None and shown < 0:
+        raise OptionError(f"{shown} operators cannot be shown", where="--operators", do="give 0 or more")
     timeline = _of_traces(arguments) if arguments.trace else _of_plans(arguments)
     if arguments.json:
-        output.as_json(as_json(timeline))
+        output.as_json(as_json(timeline, shown))
     else:
-        from qsync_fx.report.timeline_text import timeline_table
+        from qsync_fx.report.timeline_text import SHOWN, timeline_table
 
-        output.show(timeline_table(timeline, arguments.operators))
+        output.show(timeline_table(timeline, SHOWN if shown is None else shown))
     if arguments.perfetto:
         timeline.save_perfetto(arguments.perfetto)
         output.wrote(arguments.perfetto)
@@ -72,13 +84,18 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
-    return replay(plans.get("", plans), profiles.get("", profiles), cluster=arguments.cluster)
+    return replay(
+        plans.get("", plans),
+        profiles.get("", profiles),
+        cluster=arguments.cluster,
+        any_machine=arguments.any_machine,
+    )
 
 
 def _of_traces(arguments: argparse.Namespace) -> Timeline:
     from qsync_fx.timeline.replaying import replay_traces
 
-    if arguments.plan or arguments.profile:
+    if arguments.plan or arguments.profile or arguments.any_machine:
         raise OptionError("a trace is of the plan that ran", where="--trace", do="leave plans and profiles out")
     traces = named(arguments.trace, "--trace", "rank {}")
     executions = arguments.execution_trace
@@ -88,8 +105,8 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
     return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=arguments.cluster)
 
 
-def as_json(timeline: Timeline) -> Mapping[str, Any]:
-    """Returns what the tables say, and more, as JSON takes it."""
+def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
+    """Returns what the tables say, and more, as JSON takes it, with so many operators; all where nothing is said."""
     cluster = timeline.played.cluster
     return {
         "seconds": timeline.seconds,
@@ -131,7 +148,7 @@ def as_json(timeline: Timeline) -> Mapping[str, Any]:
                 "casts": one.casts,
                 "other": one.other,
             }
-            for one in timeline.by_operator()
+            for one in timeline.by_operator()[:shown]
         ],
     }
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from itertools import permutations
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from qsync_fx.devices import Device, get, row_at
+from qsync_fx.devices import Device, row_at
 from qsync_fx.devices.counted import ANY
-from qsync_fx.devices.known import is_path
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.graph.algebra import Size, Work
 from qsync_fx.graph.costs.casts import cast_cost
 from qsync_fx.graph.reads import State
 from qsync_fx.precision import FP32, Precision, precision
+from qsync_fx.predictor.memory.training import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.value import ModelGraph, Operator, Read, StateNames
 from qsync_fx.predictor.reckoned.sides import Product, Window, convolution, product
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
@@ -37,17 +38,25 @@ class DeviceTimes:
     Args:
         device: of the catalog.
         graph: the model, with numbers for its sizes.
-        optimizer_bytes: what the optimizer reads and writes for each trained parameter.
+        optimizer_bytes: what the optimizer reads and writes for each trained parameter; 0 for none, which takes no time.
+        optimizer_memory: what it keeps and takes; None where that is not known.
+        loss_memory: what the loss takes behind the model; None where that is not known.
 
     Raises:
         ProfileError: the model was explained for another device, where other formats run.
     """
 
-    def __init__(self, device: Device, graph: ModelGraph, optimizer_bytes: float = ADAMW) -> None:
-        if not _explained_for(graph.device, device):
-            what = (
-                f"the model was explained for {graph.device}, and formats run there that need not be those of {device}"
-            )
+    def __init__(
+        self,
+        device: Device,
+        graph: ModelGraph,
+        optimizer_bytes: float = ADAMW,
+        optimizer_memory: OptimizerMemory | None = None,
+        loss_memory: LossMemory | None = None,
+    ) -> None:
+        if not explained_for(graph, device):
+            there = PurePath(graph.device).stem
+            what = f"the model was explained for {there}, and formats run there that need not be those of {device}"
             do = (
                 f'explain it with options={{"target": "{device}"}}'
                 if device.kind == "gpu"
@@ -55,14 +64,19 @@ class DeviceTimes:
             )
             raise ProfileError(what, where=f"device {device}", do=do)
         self.device, self.graph = device, graph
+        self.optimizer_memory, self.loss_memory = optimizer_memory, loss_memory
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
         self._casts: dict[tuple[str, str, int, bool], Seconds] = {}
         self._sides: dict[str, Product | Window | None] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
-        """Returns the times of another model, or of the same one with other sizes."""
-        return DeviceTimes(self.device, graph, self._optimizer_bytes)
+        """Returns the times of another model, or of the same one with other sizes, by which what its loss takes is another."""
+        return DeviceTimes(self.device, graph, self._optimizer_bytes, self.optimizer_memory)
+
+    def on(self, device: Device) -> DeviceTimes:
+        """Returns the times of the same model on another device."""
+        return DeviceTimes(device, self.graph, self._optimizer_bytes, self.optimizer_memory, self.loss_memory)
 
     def operator(self, operator: str, state: State, around: Sequence[State | None] = ()) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
@@ -99,7 +113,9 @@ class DeviceTimes:
         return Seconds(0.0, 0.0, interpolated=True)
 
     def optimizer(self) -> float:
-        """Returns the seconds in which all trained parameters are read and written with what the optimizer keeps of them."""
+        """Returns the seconds in which all trained parameters are read and written with what the optimizer keeps of them; 0 for none."""
+        if not self._optimizer_bytes:
+            return 0.0
         trained = sum(parameter.numel for parameter in self.graph.parameters if parameter.trained)
         return self.device.memory_seconds(trained * self._optimizer_bytes)
 
@@ -182,10 +198,16 @@ class DeviceTimes:
         return self.graph.values[read.value].source == "parameter"
 
 
-def _explained_for(name: str, device: Device) -> bool:
-    if name == device.kind == "cpu":
+def moved_bytes(optimizer: OptimizerMemory) -> float:
+    """Returns the bytes that an optimizer moves for a parameter in FP32: all is read, and all but the gradient written."""
+    return 4 * (3 + 2 * optimizer.state)
+
+
+def explained_for(graph: ModelGraph, device: Device) -> bool:
+    """Whether a model was explained where the same formats run as on a device: on it, or on one of its kind that was at hand."""
+    if graph.device == device.kind == "cpu":
         return True
-    return device.kind == "gpu" and (name in ("cuda", device.name) or (is_path(name) and get(name) is device))
+    return device.kind == "gpu" and graph.device in ("cuda", device.name, device.target, device.path)
 
 
 def _shape(text: str) -> tuple[int, ...] | None:

@@ -1,0 +1,124 @@
+"""What is known of a fleet's devices: one by its name is one whose profile is given. For one device alone, files of others are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan, Profile, ProfileError
+from qsync_fx.devices.machine import this_machine
+from qsync_fx.predictor.memory import MOMENTUM
+from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.timeline.known import known_devices
+
+FORMATS = ("fp32", "fp16")
+LINKS = "[network]\nbandwidth = 1e9\nlatency = 3e-5\n"
+
+
+def step(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def reckoned(device: str, momentum: float | None = 0.9) -> Profile:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+    optimizer = None if momentum is None else torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    return qsync_fx.devices.get(device).profile(model, step, torch.randn(64, 512), FORMATS, optimizer)
+
+
+@pytest.fixture(scope="module")
+def t4() -> Profile:
+    return reckoned("t4")
+
+
+@pytest.fixture(scope="module")
+def here() -> Profile:
+    """One that stands for what was measured on this processor."""
+    return replace(reckoned("epyc-9004"), machine=this_machine())
+
+
+def fleet(folder: Path, *tables: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text("\n".join([*tables, LINKS]))
+    return path
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_device_by_its_name_is_the_one_whose_profile_is_given(momentum: float | None, tmp_path: Path) -> None:
+    given = reckoned("t4", momentum)
+    cluster = fleet(tmp_path, "[devices.given]", "[devices.named]\ndevice = 't4'")
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"given": given}, cluster=cluster)
+    operators: dict[str, list[Any]] = {"given": [], "named": []}
+    for one in timeline.by_operator():
+        operators[one.device].append(replace(one, device=""))
+    assert operators["given"] == operators["named"]
+    assert timeline.peak_bytes["given"] == timeline.peak_bytes["named"] > 0
+    assert max(timeline.waiting.values()) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_model_is_that_of_a_device_on_which_the_same_formats_run(
+    here: Profile, t4: Profile, tmp_path: Path
+) -> None:
+    cluster = fleet(tmp_path, "[devices.here]", "[devices.given]", "[devices.named]\ndevice = 't4'")
+    timeline = qsync_fx.replay(Plan.uniform("fp32"), {"here": here, "given": t4}, cluster=cluster)
+    assert timeline.peak_bytes["given"] == timeline.peak_bytes["named"]
+
+
+def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of_the_one_there_is(
+    here: Profile, tmp_path: Path
+) -> None:
+    cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 'epyc-9004'")
+    _, known = known_devices({"here": here}, cluster)
+    named = known["named"]
+    assert isinstance(named, DeviceTimes)
+    assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
+    # Here it is a profile of the same device in disguise: casts are apart in one, and both take as long.
+    assert named.optimizer() == here.optimizer_seconds
+    timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": here}, cluster=cluster)
+    assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0
+    takes = {name: alone.computed for name, alone in timeline.played.devices.items()}
+    assert takes["named"] == pytest.approx(takes["here"])
+    _, known = known_devices({"here": replace(here, optimizer="")}, cluster)
+    assert isinstance(found := known["named"], DeviceTimes) and found.optimizer() == 0
+
+
+def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so_that_it_can_be_done(
+    here: Profile, tmp_path: Path
+) -> None:
+    cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 't4'")
+    with pytest.raises(ProfileError, match="the model was explained for cpu") as caught:
+        qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
+    said = str(caught.value)
+    assert caught.value.where == "devices.named"
+    assert 'qsync_fx.devices.get("t4").profile(model, step, batch).save("t4.json")' in said
+    assert "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in said and "--profile named=t4.json" in said
+    assert "target" not in said and "catalog" not in said
+
+
+def test_a_file_of_another_machine_is_not_taken_for_one_of_this(here: Profile, tmp_path: Path) -> None:
+    own, other = tmp_path / "own.json", tmp_path / "other.json"
+    here.save(own)
+    replace(here, machine=replace(here.machine, name="a faster one")).save(other)
+    plan = Plan.uniform("fp32")
+    seconds = qsync_fx.replay(plan, own).seconds
+    with pytest.raises(ProfileError, match="a faster one") as caught:
+        qsync_fx.replay(plan, str(other))
+    assert "other.json" in (caught.value.where or "") and "any_machine=True" in (caught.value.do or "")
+    assert qsync_fx.replay(plan, other, any_machine=True).seconds == seconds
+    # What has a name is of a fleet, and what was loaded has been asked for.
+    assert qsync_fx.replay(plan, {"there": other}).seconds == seconds
+    assert qsync_fx.replay(plan, other, cluster=fleet(tmp_path, "[devices.there]")).seconds == seconds
+    assert qsync_fx.replay(plan, Profile.load(other, any_machine=True)).seconds == seconds
+    assert known_devices(other, None)[1].keys() == {"cpu"}, "find_plan looks for a plan ahead of time"
+
+
+def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Path) -> None:
+    t4.save(tmp_path / "t4.json")
+    assert qsync_fx.replay(Plan.uniform("fp16"), tmp_path / "t4.json").seconds > 0
