@@ -214,6 +214,15 @@ class Answer:
 
         return answer_text(self, width)
 
+    def __repr__(self) -> str:
+        """One line, as notebooks and debuggers show it."""
+        from qsync_fx.report.numbers import duration
+
+        gap = "no bound" if self.gap is None else f"gap {self.gap:.2%}"
+        devices = ", ".join(f"{device.count} {name}" for name, device in self.problem.cluster.devices.items())
+        step, variance = duration(self.judged.seconds), f"{self.judged.variance:.4g}"
+        return f"Answer({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
+
     def __str__(self) -> str:
         return self.text()
 

@@ -47,6 +47,12 @@ def test_gaps() -> None:
     assert not replace(answer, problem=replace(answer.problem, seconds=1e-9)).fits
 
 
+def test_a_notebook_shows_one_line() -> None:
+    line = repr(an_answer())
+    assert line.startswith("Answer(uniform, 23.16 ms a step on ") and "gap 50.00%" in line and "\n" not in line
+    assert len(line) < 120
+
+
 def test_what_print_shows() -> None:
     answer = an_answer()
     text = str(answer)

@@ -1,0 +1,152 @@
+"""Whether the planner is right about loopback: steps of two ranks with gradients in each codec, foreseen from their profiles and real.
+
+Over loopback a link is not what a step waits for. Both ranks measure a profile at once, links included. Then the same model is trained in
+FP32 with gradients as DistributedDataParallel sends them and in each codec (`compress`), in turns. What `qsync comm predict` says, from the
+profiles alone, is `foreseen_ms`; `chosen` is the way that it says is quickest, and `regret` by how much, of the quickest one, the chosen
+way's steps are really longer. `floor` is how far the same way's steps are apart between odd and even rounds, in the median.
+
+Two ranks take two cores for themselves: what else runs falls on the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx import Plan, Profile
+from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.cluster_parts import Device
+from qsync_fx.profiling.runs import faster_half
+from qsync_fx.timeline.coding import rates
+from qsync_fx.timeline.known import known_devices
+from qsync_fx.timeline.paying import NONE, best, paying
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.predictor.ddp_accuracy import Called, timed
+from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
+from benchmarks.support.harness import Row, arguments, finish, selected
+
+RANKS = 2
+CODECS = ("fp16", "qsgd8", "qsgd4", "1bit*")
+FORMAT = "fp32"
+
+
+def main() -> None:
+    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
+        rank(int(sys.argv[2]), json.loads(sys.argv[3]))
+        return
+    options = arguments(
+        __doc__,
+        only={"help": "one case: bert, resnet, vgg"},
+        rounds={"type": int, "default": 15, "help": "turns (%(default)s)"},
+    )
+    rows: list[Row] = []
+    for name in selected(options, QUICK if options.quick else CASES):
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"case": name, "quick": options.quick, "rounds": 2 if options.quick else options.rounds}
+            told = json.dumps({**job, "folder": folder})
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            running = [
+                subprocess.Popen([sys.executable, __file__, "--rank", str(own), told], env=environment)
+                for own in range(RANKS)
+            ]
+            if any(process.wait() for process in running):
+                raise SystemExit(f"{name}: a rank failed")
+            rows += judged(name, Path(folder))
+    finish(options, rows, cases=True)
+
+
+def rank(own: int, job: dict[str, Any]) -> None:
+    """What each process does: measures, trains in all ways in turns, and writes what it saw."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = Path(job["folder"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=own, world_size=RANKS)
+    case = (QUICK if job["quick"] else CASES)[job["case"]]()
+    model = Called(case.model)
+    profile = qsync_fx.measure(
+        model, case.step, [case.batch], [FORMAT], optimizer=case.optimizer, sensitivity=None, progress=False
+    )
+    profile.save(folder / f"profile-{own}.json")
+    steps = {way: training(case, way) for way in (NONE, *CODECS)}
+    turns = {way: [] for way in steps}  # type: dict[str, list[float]]
+    for _ in range(job["rounds"]):
+        for way, step in steps.items():
+            turns[way].append(timed(step))
+    (folder / f"rank-{own}.json").write_text(json.dumps(turns))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def training(case: Case, way: str) -> Callable[[], None]:
+    """Returns a step of a copy of the model whose gradients go in a codec, run until DDP has built its buckets anew."""
+    model = Called(copy.deepcopy(case.model))
+    parallel = DistributedDataParallel(model)
+    defaults = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
+    optimizer = type(case.optimizer)(parallel.parameters(), **defaults)
+    compiled = torch.compile(parallel, backend="qsync", options={"plan": Plan.uniform(FORMAT)}, dynamic=False)  # type: ignore[dict-item]
+    if way != NONE:
+        qsync_fx.distributed.compress(parallel, way, check_every=0)
+
+    def step() -> None:
+        case.step(compiled, case.batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def judged(name: str, folder: Path) -> list[Row]:
+    """Returns what was foreseen of each way and what it took."""
+    profiles = {f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True) for own in range(RANKS)}
+    fleet, known = known_devices(profiles, Cluster({one: Device() for one in profiles}))
+    plan = Plan.uniform(FORMAT)
+    schedules = {one: CostMapper(found.graph, found.times(), plan).schedule() for one, found in profiles.items()}
+    without, found = paying(schedules, fleet, CODECS, rates(fleet, known))
+    seen = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
+    took = {way: seconds(seen, way) for way in seen[0]}
+    halves = [{way: seconds(seen, way, first) for way in took} for first in (0, 1)]
+    floor = statistics.median(abs(halves[0][way] / halves[1][way] - 1) for way in took)
+    chosen, quickest = best(without, found).codec, min(took, key=lambda way: took[way])
+    rows: list[Row] = [
+        {
+            "case": name,
+            "gradients": one.codec,
+            "step_ms": 1e3 * took[one.codec],
+            "foreseen_ms": 1e3 * one.seconds,
+            "error_%": 100 * (one.seconds / took[one.codec] - 1),
+            "faster": took[NONE] / took[one.codec],
+            "foreseen_faster": without.seconds / one.seconds,
+            "hidden": one.hidden,
+        }
+        for one in (without, *found)
+    ]
+    verdict = {"chosen": chosen, "quickest": quickest, "regret": took[chosen] / took[quickest] - 1, "floor": floor}
+    return [*rows, {"case": name, "gradients": "verdict", **verdict}]
+
+
+def seconds(seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None) -> float:
+    """Returns the seconds of a step of both ranks, of odd or even rounds where `first` is given."""
+    both = [statistics.mean(turn) for turn in zip(*(rank[way] for rank in seen), strict=True)]
+    return faster_half(both if first is None else both[first::2])
+
+
+if __name__ == "__main__":
+    main()
