@@ -99,7 +99,7 @@ def test_one_file_a_pass() -> None:
 
 
 LAYERS = (
-    "errors files codec installed plan rounding precision ops devices resolve this_process options plan_in_force "
+    "errors files codec installed plan rounding precision ops devices resolve this_process option_texts options plan_in_force "
     "autocast_policy module_tree graph cached coverage",
     "predictor",
     "passes",

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx.errors import OptionError, PlanError, QSyncError
+from qsync_fx.option_texts import LISTS, SWITCHES
 from qsync_fx.options import _CHOICES, DOCUMENTED, Options
 from qsync_fx.plan import Plan
 from qsync_fx.precision import FORMATS
@@ -115,6 +116,8 @@ def test_equal_options_for_equal_mappings() -> None:
 def test_every_option_is_documented() -> None:
     fields = {field.name: field for field in dataclasses.fields(Options)}
     assert list(DOCUMENTED) == list(fields)
+    assert {name for name, field in fields.items() if field.default is False} == SWITCHES
+    assert {name for name, field in fields.items() if field.default == ()} == LISTS
     for name, choices in _CHOICES.items():
         for choice in choices:
             assert f'"{choice}"' in DOCUMENTED[name], "the text of an option names each value that it takes"

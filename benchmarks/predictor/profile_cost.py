@@ -23,7 +23,12 @@ from benchmarks.support.harness import Row, arguments, finish
 
 PRECISIONS = ("fp32", "bf16", "int8")
 BATCHES = 50
-_FORESEEN = re.compile(r"steps, about ([\d.]+) minutes.*?(?:, ([\d.]+) to ([\d.]+) minutes.*)?$", re.MULTILINE)
+_TIME = r"([\d.]+ (?:s|minutes|hours))"
+_FORESEEN = re.compile(
+    rf"steps, about {_TIME} where torch's caches hold what is compiled, {_TIME} where not(?:;.*?, {_TIME} to {_TIME},.*)?$",
+    re.MULTILINE,
+)
+_MINUTES = {"s": 1 / 60, "minutes": 1.0, "hours": 60.0}
 
 
 def main() -> None:
@@ -43,10 +48,15 @@ def main() -> None:
         done = subprocess.run(command, check=True, text=True, capture_output=True)
         found = _FORESEEN.search(done.stderr)
         assert found is not None, done.stderr
-        least, most = (round(float(found[1]) + float(beside or 0.0), 1) for beside in found.group(2, 3))
-        said = {} if how else {"foreseen_minutes": [least, most]}
+        known, new, *beside = (_minutes(words) for words in found.groups())
+        said = {"foreseen_minutes": [round(new, 1)] if how else [round(known + more, 1) for more in beside]}
         rows.append({"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said})
     finish(options, rows)
+
+
+def _minutes(words: str | None) -> float:
+    number, unit = (words or "0 s").split()
+    return float(number) * _MINUTES[unit]
 
 
 def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:

@@ -1,6 +1,6 @@
 """What commands that take a model have in common: the arguments that name it, and the options of the backend.
 
-Invariant: every such command takes the same ones. An option is an argument because `qsync_fx.options.DOCUMENTED` has it, in its words;
+Invariant: every such command takes the same ones. An option is an argument because `qsync_fx.option_texts.DOCUMENTED` has it, in its words;
 those that say how a model runs are left out, for no command trains one, and the target where a command has a device by other arguments.
 """
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli.command import literal
+from qsync_fx.cli.reference import findable
+from qsync_fx.option_texts import DOCUMENTED, LISTS, SWITCHES
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,7 @@ def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = F
     reference = parser.add_argument_group("the model", _REFERENCE)
     how: dict[str, Any] = {} if needed else {"nargs": "?"}
     text = "what returns (model, args) or (model, args, kwargs)"
-    reference.add_argument(name, metavar="MODULE:CALLABLE", help=text, **how)
+    reference.add_argument(name, metavar="MODULE:CALLABLE", type=findable, help=text, **how)
     parser.set_defaults(mode=None)
     if looks:
         mode = reference.add_mutually_exclusive_group()
@@ -91,9 +93,6 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
     """Returns what argparse has to know of each option."""
-    from qsync_fx.options import DOCUMENTED, Options
-
-    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
     found: dict[str, dict[str, Any]] = {}
     for name, text in DOCUMENTED.items():
         if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
@@ -102,9 +101,9 @@ def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
         metavar = {"metavar": _METAVARS.get(name, "HOW")}
         if name in _EITHER:
             found[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
-        elif defaults[name] is False:
+        elif name in SWITCHES:
             found[name] = {"action": "store_true", "default": None, "help": help_text}
-        elif defaults[name] == ():
+        elif name in LISTS:
             found[name] = {"action": "append", "help": help_text} | metavar
         else:
             found[name] = {"help": help_text} | metavar

@@ -7,6 +7,7 @@ raises itself goes through untouched.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -21,6 +22,20 @@ _WHAT_TO_RETURN = "return (model, args) or (model, args, kwargs), args a tuple a
 Referred = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
+def findable(reference: str) -> str:
+    """Returns a reference whose module may be there; made for `add_argument(type=...)`, so that it is known before torch is imported.
+
+    Raises:
+        OptionError: it names no module and callable, or one that is nowhere.
+    """
+    module, _ = _parts(reference)
+    top = module.partition(".")[0]
+    _look_here_first()
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise _missing(top, reference)
+    return reference
+
+
 def load(reference: str) -> Referred:
     """Returns what the function at `reference` returns, a model and what to call it with.
 
@@ -30,32 +45,45 @@ def load(reference: str) -> Referred:
     Raises:
         OptionError: there is no such module or callable, it takes arguments, or returns something else.
     """
+    module, name = _parts(reference)
+    factory = _attribute(_module(module, reference), name, reference)
+    _check_call(factory, reference)
+    return _checked(factory(), reference)
+
+
+def _parts(reference: str) -> tuple[str, str]:
     module, colon, name = reference.partition(":")
     if "/" in module or module.endswith(".py"):
         dotted = module.removesuffix(".py").replace("/", ".").strip(".")
         raise OptionError(f"{shown(module)} is a path, not a module", do=f'write "{dotted}:{name or "CALLABLE"}"')
     if not colon or "" in (*module.split("."), *name.split(".")):
         raise OptionError(f"{shown(reference)} does not name a model", do=_HOW_TO_WRITE_IT)
-    factory = _attribute(_module(module, reference), name, reference)
-    _check_call(factory, reference)
-    return _checked(factory(), reference)
+    return module, name
 
 
 def _module(name: str, reference: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    _look_here_first()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A module that exists and imports one that does not is the user's to see in full.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise OptionError(
-            f"there is no module {shown(error.name)}",
-            where=reference,
-            do=f"run qsync in the folder that holds it (this is {here}), or install its package",
-        ) from None
+        raise _missing(error.name, reference) from None
+
+
+def _look_here_first() -> None:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _missing(module: str, reference: str) -> OptionError:
+    return OptionError(
+        f"there is no module {shown(module)}",
+        where=reference,
+        do=f"run qsync in the folder that holds it (this is {os.getcwd()}), or install its package",
+    )
 
 
 def _attribute(value: Any, path: str, reference: str) -> Any:

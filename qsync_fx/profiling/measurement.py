@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,18 +24,18 @@ from torch.optim import Optimizer
 from qsync_fx.codec import Path
 from qsync_fx.devices import support
 from qsync_fx.devices.machine import this_machine
-from qsync_fx.errors import OptionError, ProfileError
-from qsync_fx.module_tree import unwrapped
-from qsync_fx.options import Options
+from qsync_fx.errors import OptionError
 from qsync_fx.plan import Plan
 from qsync_fx.plan.reading import HoldsPlan, device_plans
 from qsync_fx.precision import FORMATS, Precision, encoding, precision, precisions as named
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.correcting import again, check_asked, check_same, corrected
-from qsync_fx.profiling.cost import costs, sensitivity_costs
+from qsync_fx.profiling.cost import Left, costs, sending_costs, sensitivity_costs
+from qsync_fx.profiling.given import GivenOptimizer, checked, optimizer_of
 from qsync_fx.profiling.measuring.attribution import attribute
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
+from qsync_fx.profiling.measuring.collectives import ranks
 from qsync_fx.profiling.measuring.compiled import Compiled, compiling
 from qsync_fx.profiling.measuring.kept import Files
 from qsync_fx.profiling.measuring.kernels import watching
@@ -65,7 +66,7 @@ def measure(
     batches: Iterable[Any],
     precisions: Sequence[str | Precision] | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     plan: Plan | HoldsPlan | Sequence[Plan | HoldsPlan] = (),
     profile: Profile | Path | None = None,
     rounds: int = ROUNDS,
@@ -84,7 +85,8 @@ def measure(
         step: what a training step computes: takes the model and a batch, returns the loss.
         batches: the first one is what every step that is timed gets.
         precisions: the formats to measure; by default those that the device computes itself.
-        optimizer: what updates the model; without one a profile tells of forward and backward passes alone.
+        optimizer: what updates the model, or makes that of a list of its parameters; without one a profile tells of forward and backward
+            passes alone.
         plan: is measured itself, too, or several are, also as find_plan returns them, which corrects what the profile says of it.
         profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, in
             turns with its first one, by which it is known how fast the machine is now, and what comes out is that profile, corrected. Its
@@ -106,7 +108,8 @@ def measure(
     """
     if path is not None:
         PROFILE.check_writable(path)
-    module = _checked(model, rounds, options or {})
+    module = checked(model, rounds, options or {})
+    updating = optimizer_of(module, optimizer)
     first, batches = first_batch(batches)
     asked = device_plans(plan)
     known = _known(profile, asked, precisions)
@@ -115,12 +118,12 @@ def measure(
     formats = _formats(precisions, device) if known is None else [precision(name) for name in known.graph.formats]
     gpu = Gpu(device) if device.type == "cuda" else None
     clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
-    training = Training(step, first, optimizer, lambda: _zero(module, optimizer), clock)
+    training = Training(step, first, updating, lambda: _zero(module, updating), clock)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
-    with untouched(module, optimizer), compiling() as compile_under:
+    with untouched(module, updating), compiling() as compile_under:
         seen = observed(module, training, options or {})
-        name = type(optimizer).__name__ if optimizer is not None else ""
+        name = type(updating).__name__ if updating is not None else ""
         if known is not None:
             check_same(known, machine, seen.model, name)
         plans = _plans(seen, formats, asked) if known is None else again(known, seen.explanation, _labelled(asked))
@@ -129,43 +132,54 @@ def measure(
         left = max(0, rounds - samples.rounds)
         if progress:
             beside = sensitivity_costs(seen, sensitivity if known is None else None, len(formats))
-            print(f"qsync: {costs(seen, len(plans), left)}{beside}", file=sys.stderr)
+            beside += sending_costs(seen, ranks() if known is None and all_reduce else 1)
+            print(f"qsync: {costs(seen, len(plans), left)}{beside}", file=sys.stderr, flush=True)
         with (
             watching(seen.model.digest) as files,
             shown_progress("measuring", len(plans) * (1 + left), progress) as advance,
         ):
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
+            ahead = Left(seen, len(plans), left)
             for label, (chosen, _) in plans.items():
+                begin = time.perf_counter()
                 asked_for = {**(options or {}), "plan": chosen}
                 compiled[label] = compile_under(module, asked_for, training)
                 if files.unknown:
                     with files.anew():
                         compiled[label] = compile_under(module, asked_for, training)
                 peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]), device)  # type: ignore[misc]
-                advance(f"compiled {label}")
+                ahead.compiled.append(time.perf_counter() - begin)
+                advance(f"compiled {label}", ahead.seconds)
             for _ in range(left):
                 taken = {}
                 for label in plans:
+                    begin = time.perf_counter()
                     taken[label] = _turn(compiled[label], training, files, gpu)
-                    advance(label)
+                    ahead.turned.append(time.perf_counter() - begin)
+                    advance(label, ahead.seconds)
                 for label, sample in taken.items():
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(optimizer))
+    measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(updating))
     if known is not None:
         measured = corrected(known, measured)
     if known is None:
         measured = replace(measured, codecs=coding_speeds(device))
     if known is None and sensitivity is not None:
-        how: dict[str, Any] = {"options": dict(options or {}), "partial": found_so_far, "within": SETTLED}
+        how: dict[str, Any] = {
+            "options": dict(options or {}),
+            "partial": found_so_far,
+            "within": SETTLED,
+            "shown": progress,
+        }
         (found,) = sensitivities(model, step, batches, [sensitivity], formats, **how)
         measured = replace(measured, sensitivity=found)
     if known is None and all_reduce:
         if callable(all_reduce):
             all_reduce()
-        with untouched(module, optimizer), compiling() as compile_under:
+        with untouched(module, updating), compiling() as compile_under:
 
             def compiled_as(wrapped: nn.Module, passes: Training, plan: Plan) -> Compiled:
                 return compile_under(wrapped, {**(options or {}), "plan": plan}, passes)
@@ -254,35 +268,6 @@ def _labelled(asked: Sequence[Plan]) -> dict[str, Plan]:
 def label_of(plan: Plan) -> str:
     """Returns what the run of a plan of the user's is called."""
     return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
-
-
-def _checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
-    if rounds < 1:
-        raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
-    given = Options.parse(options)
-    if given.where_faster:
-        raise OptionError(
-            "operators are measured in every format, which is how it is found where which one is faster",
-            where='option "where_faster"',
-            do="leave the option out; a plan that is found from the profile keeps what is as fast in a wider format",
-        )
-    if (inner := given.inner) != "inductor":
-        raise OptionError(
-            f"operators are timed in the code that Inductor writes, and {inner!r} writes none",
-            where='option "inner"',
-            do="leave the option out",
-        )
-    module = unwrapped(model)
-    devices = sorted({str(p.device) for p in module.parameters()})
-    if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
-        raise ProfileError(
-            "a model is measured on the CPU, or on one GPU",
-            where=f"parameters on {', '.join(devices) or 'no device'}",
-            do='move the model there, or take a device of the catalog: qsync_fx.devices.get("t4")',
-        )
-    return module
 
 
 def _formats(precisions: Sequence[str | Precision] | None, device: torch.device) -> list[Precision]:

@@ -19,6 +19,7 @@ from qsync_fx.explanation.replan import WRITTEN
 from qsync_fx.graph.values import describe
 from qsync_fx.options import Options
 from qsync_fx.predictor.memory import LossMemory
+from qsync_fx.profiling.measuring.first_step import checking
 from qsync_fx.profiling.measuring.losses import loss_in_step
 from qsync_fx.profiling.measuring.steps import StepSeconds, Training
 from qsync_fx.profiling.profile import Model
@@ -48,14 +49,15 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
     The second step is the one that is timed: the first one makes what all others find there.
 
     Raises:
-        ProfileError: the step does not train the model.
+        ProfileError: the step does not train the model: it does not call it, returns no loss or one that is no number, or differentiates
+            that itself.
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []
     before = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     behind = module.register_forward_hook(lambda _, args, result: results.append(_alone(result)))
     try:
-        training.run(module)
+        replace(training, step=checking(training.step, module)).run(module)
     finally:
         before.remove()
         behind.remove()

@@ -1,7 +1,7 @@
 """A profile of a model on a device that is not at hand: reckoned by the catalog, in place of one that `measure` took there.
 
-Invariant: a profile like any other, but that its machine is one of the catalog, and that what a step holds is what it keeps for its
-backward pass.
+Invariant: a profile like any other, but that its machine is one of the catalog, and that what a step holds is foreseen, not seen:
+without what its optimizer takes, where that one cannot be asked.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch.optim import Optimizer
 from qsync_fx.devices import Device
 from qsync_fx.devices.machine import of_catalog as machine_of
 from qsync_fx.errors import OptionError
+from qsync_fx.module_tree import unwrapped
 from qsync_fx.precision import FORMATS, Precision, precisions as named
 from qsync_fx.predictor.mapper import States, scheduled, states
+from qsync_fx.predictor.memory import OptimizerMemory, Training as Held, step_memory
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.model.file import stored
 from qsync_fx.predictor.reckoned import DeviceTimes
 from qsync_fx.predictor.schedule import Entry, Part
+from qsync_fx.profiling.given import GivenOptimizer, optimizer_of
 from qsync_fx.profiling.measuring.optimizers import known_memory
 from qsync_fx.profiling.measuring.steps import StepFunction, Training, clock_for
 from qsync_fx.profiling.observed import observed
@@ -40,31 +43,34 @@ def of_catalog(
     step: StepFunction,
     batch: Any,
     precisions: Sequence[str | Precision] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
 ) -> Profile:
     """Returns what a device would take; the step runs once, as written, to see what it gives the model, then its loss alone.
 
     See `Device.profile`.
     """
     formats = _formats(device, precisions)
-    training = Training(step, batch, optimizer, lambda: model.zero_grad(set_to_none=True), clock_for(1))
+    updating = optimizer_of(unwrapped(model), optimizer)
+    training = Training(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))
     # Whatever sizes the model was compiled for before, its times are those of this batch.
-    with untouched(model, optimizer), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         seen = observed(model, training, {"target": device.target})
     graph = model_graph(seen.explanation, [fmt.name for fmt in formats])
-    times = DeviceTimes(device, graph, _moved(optimizer))
+    times = DeviceTimes(device, graph, _moved(updating))
+    memory = known_memory(updating)
+    held = Held(memory or OptimizerMemory(), loss=seen.loss)
     plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(seen.explanation, formats).items()}
-    updating = times.optimizer() if optimizer is not None else 0.0
+    seconds = times.optimizer() if updating is not None else 0.0
     return Profile(
         machine_of(device),
         # The target is the machine, and no condition of its times.
         replace(seen.model, options=""),
         stored(graph),
         [fmt.name for fmt in formats],
-        [_run(label, found, times, updating) for label, found in plans.items()],
-        type(optimizer).__name__ if optimizer is not None else "",
+        [_run(label, found, times, seconds, held) for label, found in plans.items()],
+        type(updating).__name__ if updating is not None else "",
         _collectives(device),
-        optimizer_memory=known_memory(optimizer),
+        optimizer_memory=memory,
         loss_memory=seen.loss,
     )
 
@@ -78,7 +84,7 @@ def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> li
     return found
 
 
-def _run(label: str, found: States, times: DeviceTimes, optimizer: float) -> Run:
+def _run(label: str, found: States, times: DeviceTimes, optimizer: float, held: Held) -> Run:
     """Casts between plain formats are part of the operators' times, as they are where they are measured."""
     step = scheduled(found, times)
     forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
@@ -90,7 +96,7 @@ def _run(label: str, found: States, times: DeviceTimes, optimizer: float) -> Run
         for op, names in zip(found.graph.operators, found.names, strict=True)
     ]
     whole = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
-    return Run(label, [whole], int(sum(found.saved().values())), measured, quantized)
+    return Run(label, [whole], step_memory(found, held).step_bytes, measured, quantized)
 
 
 def _by_operator(entries: Sequence[Entry]) -> dict[str, float]:

@@ -31,6 +31,8 @@ from qsync_fx.profiling.profile import Collective, Profile
 MOST: Final = 4.0
 """Times as long as they travel that messages are taken to keep a device from computing, at most."""
 _NEAR: Final = 1e-3
+PLANS: Final = 2
+"""Under so many steps are measured, on all ranks, also on one that has a single format: they train together."""
 
 
 def linked(
@@ -53,8 +55,8 @@ def linked(
     def measured(plan: Plan) -> Together:
         return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)
 
-    # Two on all ranks, also on one that has a single format: they train together.
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
+    assert len(plans) == PLANS
     steps: list[tuple[Plan, Together]] = []
     why = ""
     try:

@@ -41,6 +41,15 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
+def roughly(seconds: float) -> str:
+    """Returns 42.3 as "42 s", 150 as "2.5 minutes", 5000 as "1.4 hours": what is foreseen, and nothing as "0 s"."""
+    if seconds < 59.5:
+        return f"{math.ceil(seconds) if seconds < 1 else round(seconds)} s"
+    if seconds < 3570:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours"
+
+
 def round_step(least: float) -> float:
     """Returns a distance for the ticks of an axis: 1, 2 or 5 times a power of ten, no less than `least`, which is above zero."""
     power = 10.0 ** math.floor(math.log10(least))

@@ -7,7 +7,7 @@ Those that take no time and keep nothing in any of them, as views do, are counte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +19,9 @@ from qsync_fx.report.text import plain, table_of
 if TYPE_CHECKING:
     from qsync_fx.profiling.profile import Profile
     from qsync_fx.profiling.runs import Measured, Run
+
+
+_PEAK: Final = "peak beyond state"
 
 
 def profile_text(profile: Profile, width: int | None = None) -> str:
@@ -85,7 +88,7 @@ def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
 
 
 def _runs(profile: Profile) -> Table:
-    table = _table("plan", ["forward ms", "backward ms", "outside ms", "spread", "peak"])
+    table = _table("plan", ["forward ms", "backward ms", "outside ms", "spread", _PEAK])
     for run in profile.runs:
         cells = (
             run.label,
@@ -113,6 +116,7 @@ def _notes(profile: Profile) -> list[str]:
     lines = [f"{profile.model}"]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
+    lines.append(f"{_PEAK}: without parameters, buffers, batch and the optimizer's state, which a replay counts in")
     if profile.loss_memory is None:
         lines.append(
             "loss: what it takes is not known; peaks count the gradients that it gives as held throughout the backward pass"

@@ -48,7 +48,19 @@ def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{name} {commands.load(name).help}" in listed for name in files)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["inspct"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["inspct"],
+        [],
+        ["measure", "json:loads", "--rounds", "x"],
+        ["measure", "nowhere:small"],
+        ["inspect", "a/path.py:small"],
+        ["plan", "--nothing"],
+        ["sensitivity", "--help"],
+    ],
+)
 def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom qsync_fx.cli import main\n"
@@ -87,7 +99,7 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
     model.add(parser)
-    line = "m:f --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --exact --root a.b"
+    line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --exact --root a.b"
     read = Options.parse(model.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
     assert read == Options(
         plan=Plan("int8"),
@@ -98,7 +110,7 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
         root="a.b",
         passes=("one", "two"),
     )
-    assert model.given(parser.parse_args(["m:f"])) == {}
+    assert model.given(parser.parse_args(["json:loads"])) == {}
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,14 @@ def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["measure", "missing:model", "--output"],
-        ["sensitivity", "missing:model", "--output"],
-        ["plan", "missing:model", "-o"],
-        ["plan", "missing:model", "--pareto"],
+        ["measure", "json:loads", "--output"],
+        ["sensitivity", "json:loads", "--output"],
+        ["plan", "json:loads", "-o"],
+        ["plan", "json:loads", "--pareto"],
         ["replay", "missing.json", "--perfetto"],
-        ["inspect", "missing:model", "--plan-out"],
-        ["inspect", "missing:model", "--dot"],
-        ["tune", "missing:model", "--record"],
+        ["inspect", "json:loads", "--plan-out"],
+        ["inspect", "json:loads", "--dot"],
+        ["tune", "json:loads", "--record"],
     ],
 )
 def test_what_cannot_be_written_is_told_before_any_work(

@@ -96,7 +96,7 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
     with pytest.raises(ProfileError, match="another model"):
         quick(layer(), Counted(), path=path, options={"rounding": "nearest"})
     with pytest.raises(ProfileError, match="another optimizer"):
-        quick(layer(), Counted(), path=path, optimizer=torch.optim.SGD(layer().parameters()))
+        quick(layer(), Counted(), path=path, optimizer=torch.optim.SGD)
     Path(f"{path}.partial").write_text(Path(f"{path}.partial").read_text()[:-40])
     with pytest.raises(ProfileError, match="ends in the middle"):
         quick(layer(), Counted(), path=path)
@@ -121,6 +121,32 @@ def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: P
         measure(layer(), Counted(), [], ["fp32"])
     with pytest.raises(ProfileError, match="on the CPU, or on one GPU"):
         quick(nn.Linear(2, 2, device="meta"), Counted())
+
+
+def test_a_step_that_differentiates_its_loss_is_told_that_it_is_not_to() -> None:
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def trains(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = Counted()(model, batch)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    weight = model.weight.clone()
+    with pytest.raises(ProfileError, match=r"the step calls backward\(\) itself") as caught:
+        quick(model, trains, optimizer=optimizer)
+    assert caught.value.where == "step" and "return the loss, without backward()" in (caught.value.do or "")
+    assert torch.equal(model.weight, weight) and model.weight.grad is None
+    quick(model, Counted(), optimizer=optimizer, rounds=1)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_loss_that_is_no_number_is_refused(number: str) -> None:
+    with pytest.raises(ProfileError, match=f"the loss is {number}") as caught:
+        quick(layer(), lambda model, batch: Counted()(model, batch) * float(number))
+    assert caught.value.where == "step"
 
 
 def test_it_says_beforehand_what_it_will_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError
@@ -16,6 +17,7 @@ from qsync_fx.explanation import explain
 from qsync_fx.predictor.mapper import scheduled, states
 from qsync_fx.predictor.model import model_graph
 from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.profile import Profile
 
 T4 = get("t4")
@@ -77,6 +79,18 @@ def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: P
     assert Profile.load(tmp_path / "t4.json", any_machine=True) == profile
     assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(profile)
     assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
+
+
+def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
+    """Beyond what is there before it, and thus as much less than a replay says as there is."""
+    net, state = model(), sum(p.numel() for p in model().parameters())
+    for run in profile.runs[:3]:
+        timeline = qsync_fx.replay(Plan.uniform(run.label), profile)
+        assert run.peak_bytes == timeline.peak_bytes["t4"] - 4 * 3 * state - 4 * BATCH.numel()
+    one = measure(net, step, [BATCH], ["fp32"], rounds=1, optimizer=torch.optim.AdamW, sensitivity=None, progress=False)
+    assert one.runs[0].peak_bytes == pytest.approx(profile.runs[0].peak_bytes, rel=0.02)
+    for found in (one, profile):
+        assert str(found).count("peak beyond state") == 2, "heads a column, and is explained"
 
 
 def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:

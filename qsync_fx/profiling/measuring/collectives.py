@@ -26,10 +26,15 @@ _LATE = 0.005
 
 def collectives() -> list[Collective]:
     """Measures all-reduces of FP32 values on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if (count := ranks()) == 1:
         return []
     table = rising([(2**power, _steadily(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)])
-    return [Collective(str(distributed.get_backend()), distributed.get_world_size(), table)]
+    return [Collective(str(distributed.get_backend()), count, table)]
+
+
+def ranks() -> int:
+    """Returns how many ranks torch.distributed has; 1 where it is not up."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:

@@ -48,6 +48,14 @@ def checked_loss(loss: object, where: str) -> Tensor:
     return loss
 
 
+def finite(loss: Tensor, where: str) -> Tensor:
+    """Returns a loss; raises `ProfileError` where it is NaN or infinite."""
+    if not bool(loss.detach().isfinite()):
+        what = f"the loss is {float(loss.detach())}"
+        raise ProfileError(what, where=where, do="give a model and batches that train in FP32")
+    return loss
+
+
 class Watching(Protocol):
     """What times lines while a step runs, and is told which pass it is in."""
 

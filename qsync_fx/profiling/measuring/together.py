@@ -39,6 +39,12 @@ _WAYS: Final = ((False, False), (True, False), (True, True))
 """Whether gradients are copied into buckets, and whether these are sent."""
 
 
+def planned_seconds(seconds: float) -> float:
+    """Returns how long `together` takes over steps of which one takes so many seconds, without compiling and sending."""
+    row, rounds = _rounds(seconds)
+    return len(_WAYS) * (_WARM + row * rounds) * seconds
+
+
 @dataclass(frozen=True)
 class Unsent:
     """Seconds of steps whose gradients are not sent.
@@ -143,8 +149,13 @@ def _many(seconds: float) -> tuple[int, int]:
     """Returns how many steps in a row, and how often, for a rank's steps that take so long; the same on all ranks."""
     slowest = torch.tensor(seconds)
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    row = max(1, round(_ROW / float(slowest)))
-    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_WAYS) * float(slowest)))))
+    return _rounds(float(slowest))
+
+
+def _rounds(seconds: float) -> tuple[int, int]:
+    """Returns how many steps of so many seconds in a row, and how often."""
+    row = max(1, round(_ROW / seconds))
+    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_WAYS) * seconds))))
 
 
 def _leaving_buffers() -> dict[str, Any]:

@@ -25,7 +25,8 @@ from qsync_fx.module_tree import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, Precision, precisions
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
-from qsync_fx.profiling.measuring.steps import StepFunction, checked_loss
+from qsync_fx.profiling.measuring.first_step import left_to_us
+from qsync_fx.profiling.measuring.steps import StepFunction, checked_loss, finite
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.coding import of_gradients
@@ -73,7 +74,8 @@ def sensitivity(
             and all steps see the same parameters. Parameters are put back at the end.
         options: of the backend: how values are rounded and scaled.
         seed: of all that is drawn.
-        say: is told what it will cost, and how far it is; by default a terminal's standard error is.
+        say: is told what it will cost, and how far it is; by default standard error is, with a bar on a terminal, else a line now and
+            then.
         path: where it is written. What is found is kept beside it after each step, in a file that ends with ".partial", until all is, so
             that what was interrupted goes on from there when it is called again, with the same weights and batches.
 
@@ -107,9 +109,10 @@ def several(
     say: Say | None = None,
     partial: Path | None = None,
     within: float = 0.0,
+    shown: bool = True,
 ) -> list[Sensitivity]:
     """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
-    once all methods have settled `within` a share."""
+    once all methods have settled `within` a share. Where nobody is to be told, it is `shown` on standard error, or not."""
     known = {name: method_called(name) for name in methods}
     made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
     root = unwrapped(model)
@@ -127,7 +130,9 @@ def several(
     attention = (
         sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in known.values()) else contextlib.nullcontext()
     )
-    with undisturbed(root), attention, progress(f"sensitivity of {type(root).__name__}", steps) as done:
+    tell: Say = say or (_on_a_terminal if shown else lambda _: None)
+    bar = progress(f"sensitivity of {type(root).__name__}", steps, shown and say is None)
+    with undisturbed(root), attention, bar as done:
         looking = _Looking(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
@@ -142,16 +147,17 @@ def several(
                         passes = entry.passes(many, len(names))
                         most = f"{'at most ' if within else ''}{steps - kept.steps} steps"
                         cost = f"{name}: {most} of about {passes} passes, {many} operators in {', '.join(names)}"
-                        (say or _on_a_terminal)(cost)
+                        tell(cost)
                 if at < kept.steps:
                     looking.through(now)
                 else:
                     kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
                 if trainer is not None:
                     _train(trainer, now())
-            done(f"step {at + 1}")
+            left = kept.seconds_left(steps, at + 1)
+            done(f"step {at + 1}", left)
             if say is not None:
-                say(f"step {at + 1} of {steps}, about {kept.seconds_left(steps, at + 1):.0f} s left")
+                say(f"step {at + 1} of {steps}, about {left:.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [
         _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], looking.coding)
@@ -192,7 +198,7 @@ class _Looking:
             def now() -> Step:
                 if not self._known:
                     again(0)
-                    with self.captured.running(as_it_is):
+                    with self.captured.running(as_it_is), left_to_us(f"step {at + 1}"):
                         exact = gradients_of(loss(), self.captured.model)
                     self.learn()
                     self.coding = of_gradients(exact)
@@ -246,11 +252,7 @@ def _names(given: Sequence[str | Precision] | None, model: nn.Module) -> list[st
 
 def _checked(given: object, at: int) -> Tensor:
     where = f"step {at + 1}"
-    loss = checked_loss(given, where)
-    if not bool(loss.detach().isfinite()):
-        what = f"the loss is {float(loss.detach())}"
-        raise ProfileError(what, where=where, do="give a model and batches that train in FP32")
-    return loss
+    return finite(checked_loss(given, where), where)
 
 
 def _train(optimizer: torch.optim.Optimizer, step: Step) -> None:

@@ -15,6 +15,11 @@ import qsync_fx
 from qsync_fx.errors import ProfileError
 
 
+def _differentiated(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
 @pytest.mark.parametrize("make", [list, lambda: iter(())])
 def test_without_a_batch_there_is_nothing_to_see(make: Callable[[], Any]) -> None:
     with pytest.raises(ProfileError, match="no batches"):
@@ -28,6 +33,7 @@ def test_without_a_batch_there_is_nothing_to_see(make: Callable[[], Any]) -> Non
         (lambda model, batch: 3.0, "a float, which is no loss"),
         (lambda model, batch: step(model, batch).detach(), "depends on no parameter"),
         (lambda model, batch: step(model, batch) * torch.nan, "the loss is nan"),
+        (lambda model, batch: _differentiated(step(model, batch)), r"calls backward\(\) itself"),
         (lambda model, batch: next(model.parameters()).sum(), "Dynamo compiled no part"),
     ],
 )
@@ -81,3 +87,12 @@ def test_it_says_what_it_costs_and_how_far_it_is() -> None:
     qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append)
     assert said[0].startswith("exact: 2 steps of about ") and "5 operators in int8" in said[0]
     assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
+
+
+def test_who_is_told_is_told_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(qsync_fx.profiling.progress, "_EVERY", 0.0)
+    how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), say=lambda _: None, **how)
+    assert capsys.readouterr().err == ""
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), **how)
+    assert capsys.readouterr().err.startswith("qsync: sensitivity of Sequential: 1 of 1 after ")
