@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Allocator, Answer
 from qsync_fx.allocator.asking import Objective, Wishes, problem_of, target_of
@@ -25,6 +24,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.memory_size import Memory
 from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.profiling.given import GivenOptimizer
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.timeline.known import Given, Known, known_devices
 
@@ -46,7 +46,7 @@ def find_plan(
     model: nn.Module | None = None,
     step: StepFunction | None = None,
     batches: Iterable[Any] = (),
-    optimizer: Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     options: Mapping[str, object] | None = None,
     corrections: int = CORRECTIONS,
     rounds: int = TURNS,

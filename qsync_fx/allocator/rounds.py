@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
-from torch.optim import Optimizer
 
 from qsync_fx.allocator.answer import Answer, Note, NoteKind, Trial
 from qsync_fx.allocator.judging.judge import Judge, judged
@@ -20,6 +19,7 @@ from qsync_fx.allocator.problem import Plans
 from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.profiling.anchors import anchors
+from qsync_fx.profiling.given import GivenOptimizer
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction
 from qsync_fx.profiling.profile import Profile
@@ -46,7 +46,7 @@ class AtHand:
     model: nn.Module
     step: StepFunction
     batch: Any
-    optimizer: Optimizer | None = None
+    optimizer: GivenOptimizer | None = None
     options: Mapping[str, object] | None = None
     turns: int = TURNS
     progress: bool = True

@@ -25,6 +25,7 @@ from qsync_fx.precision import FP32, Precision, encoding, precision
 if TYPE_CHECKING:
     import torch
 
+    from qsync_fx.profiling.given import GivenOptimizer
     from qsync_fx.profiling.profile import Profile
 
 PRODUCTS: tuple[Product, ...] = get_args(Product)
@@ -97,7 +98,7 @@ class Device:
         step: Callable[[Any, Any], Any],
         batch: object,
         precisions: Sequence[str | Precision] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: GivenOptimizer | None = None,
     ) -> Profile:
         """Returns a profile of a model on this device, in place of one that is measured there.
 
@@ -106,7 +107,7 @@ class Device:
                 the model.
             batch: what it is given.
             precisions: the formats that plans may ask for; by default those that the device has units for.
-            optimizer: what will update the model, if its time counts.
+            optimizer: what will update the model, or makes that of its parameters, if its time and memory count.
         """
         # What explains a model stands above this module.
         found: Profile = importlib.import_module("qsync_fx.profiling.of_catalog").of_catalog(

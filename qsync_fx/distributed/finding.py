@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from qsync_fx.allocator.asking import Objective, Wishes
 from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
@@ -28,6 +27,7 @@ from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.precision import Precision
 from qsync_fx.predictor.replay.memory_size import Memory
+from qsync_fx.profiling.given import GivenOptimizer
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.profiling.profile import PROFILE, Profile
@@ -39,7 +39,7 @@ def find_plan(
     step: StepFunction,
     batches: Iterable[Any],
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: GivenOptimizer | None = None,
     device_class: str | None = None,
     objective: Objective = "hybrid",
     budget: str | float | None = None,
