@@ -31,13 +31,15 @@ from qsync_fx.profiling.statistics.measured import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.support.harness import Row, arguments, finish, write_json
+from benchmarks.support.harness import Row, arguments, show, write_json
 
 Batch = tuple[Tensor, Tensor]
+DRAWN = ("exact", "injected", "paper", "monte_carlo")
+"""Of whose numbers each operator's are kept."""
 STEPS = {"bf16": 24, "int8": 12}
 """Where rounding is to nearest a step shows one draw of each error."""
-FLOOR, MORE = 0.95, 4
-"""What half of the steps does not tell of the others to this is looked at in so many times the steps."""
+FLOOR, MORE = 0.95, (4, 8, 16)
+"""What half of the steps does not tell of the others to this is looked at in so many times the steps, as far as that takes."""
 METHODS = ("exact", "injected", "depth", "paper", "fisher", "random", "monte_carlo")
 
 
@@ -205,7 +207,14 @@ def network(name: str, precision: str, steps: int) -> Row:
         **{method: a.spearman for method, a in held.items()},
         **{f"{method}/truth": held[method].ratio for method in ("exact", "injected", "depth", "paper")},
         **{f"{one.method} s": one.seconds for one in found if one.method in ("exact", "injected", "monte_carlo")},
+        "each": {one.method: rounded(one, precision) for one in found if one.method in DRAWN},
     }
+
+
+def rounded(found: Sensitivity, precision: str) -> list[float | None]:
+    """Returns what each operator adds, for `indicator_scatter.py`."""
+    values = [found.variance[name].get(precision) for name in found.operators]
+    return [None if value is None else float(f"{value:.4g}") for value in values]
 
 
 # Formulas.
@@ -276,13 +285,14 @@ def main() -> None:
         for precision in ("int8",) if options.quick else STEPS:
             steps = 2 if options.quick else STEPS[precision]
             row = network(name, precision, steps)
-            if not options.quick and float(row["floor"]) < FLOOR:
-                row = network(name, precision, MORE * steps)
+            for more in () if options.quick else MORE:
+                if float(row["floor"]) < FLOOR:
+                    row = network(name, precision, more * steps)
             rows.append({key: None if value != value else value for key, value in row.items()})
             if options.json:
                 write_json(options.json, rows, options.quick)  # it takes long: what there is is kept
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    finish(options, rows)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "each"}, flush=True)
+    show([{key: value for key, value in row.items() if key != "each"} for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""What indicators say of single operators against Monte Carlo, as a picture: one panel a method, one point an operator in a format.
+
+On the line both are equal. What is drawn was measured by `sensitivity.py`, whose rows it reads.
+
+Invariant: both axes of all panels are the same powers of ten.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.paper.support.curves import COLORS
+
+TRUTH, METHODS = "monte_carlo", ("exact", "injected", "paper")
+SIDE, LEFT, TOP, BOTTOM, GAP = 250, 62, 34, 44, 18
+TICKS = 4
+
+Point = tuple[float, float]
+
+
+def points(rows: Sequence[Mapping[str, Any]], method: str) -> dict[str, list[Point]]:
+    """Returns (truth, what the method says) of each operator, as powers of ten, by the format; what is 0 has none."""
+    found: dict[str, list[Point]] = {}
+    for row in rows:
+        if (each := row.get("each")) is None:
+            continue
+        for real, said in zip(each[TRUTH], each[method], strict=True):
+            if real and said:
+                found.setdefault(row["precision"], []).append((math.log10(real), math.log10(said)))
+    return found
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the panels, as SVG."""
+    known = {method: points(rows, method) for method in METHODS}
+    every = [value for by in known.values() for many in by.values() for point in many for value in point]
+    low, high = math.floor(min(every)), math.ceil(max(every))
+    wide, tall = LEFT + len(METHODS) * (SIDE + GAP), TOP + SIDE + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        "<title>What indicators say of operators against Monte Carlo</title>",
+        f'<rect width="{wide}" height="{tall}" fill="white"/>',
+        f'<text transform="translate(14 {TOP + SIDE / 2}) rotate(-90)" text-anchor="middle">variance, as said</text>',
+    ]
+    for at, (method, by) in enumerate(known.items()):
+        parts += [
+            f'<g transform="translate({LEFT + at * (SIDE + GAP)} {TOP})">',
+            *_panel(method, by, low, high, at == 0),
+            "</g>",
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(method: str, by: Mapping[str, Sequence[Point]], low: int, high: int, first: bool) -> Iterator[str]:
+    def place(value: float) -> float:
+        return SIDE * (value - low) / (high - low)
+
+    yield f'<text x="0" y="-12" font-weight="bold">{html.escape(method)}</text>'
+    yield f'<rect width="{SIDE}" height="{SIDE}" fill="none" stroke="#ddd"/>'
+    yield f'<line x1="0" y1="{SIDE}" x2="{SIDE}" y2="0" stroke="#bbb"/>'
+    step = max(1, math.ceil((high - low) / TICKS))
+    for power in range(low, high + 1, step):
+        yield f'<text x="{place(power):.1f}" y="{SIDE + 16}" text-anchor="middle">1e{power}</text>'
+        if first:
+            yield f'<text x="-6" y="{SIDE - place(power) + 4:.1f}" text-anchor="end">1e{power}</text>'
+    yield f'<text x="{SIDE / 2}" y="{SIDE + 36}" text-anchor="middle">variance, Monte Carlo</text>'
+    for at, (fmt, many) in enumerate(sorted(by.items())):
+        color = COLORS[at]
+        yield f'<text x="8" y="{16 + 16 * at}" fill="{color}">{html.escape(fmt)}</text>'
+        for real, said in many:
+            yield f'<circle cx="{place(real):.1f}" cy="{SIDE - place(said):.1f}" r="2.4" fill="{color}" fill-opacity="0.6"/>'
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="what sensitivity.py has written")
+    parser.add_argument("--picture", type=Path, required=True, help="the file to write, of SVG")
+    options = parser.parse_args()
+    options.picture.write_text(picture(json.loads(options.json.read_text())["rows"]))
+
+
+if __name__ == "__main__":
+    main()
