@@ -23,7 +23,7 @@ import qsync_fx
 import qsync_fx.passes
 from qsync_fx.backend.cuda.run import quantizing
 from qsync_fx.backend.inductor import fusing, gradients, keep_less as keeping, relu
-from qsync_fx.devices import cpu_multiplies_integers
+from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
 from qsync_fx.precision import precision
@@ -177,6 +177,13 @@ def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def _units(device: torch.device) -> str:
+    """Returns what multiplies integers, which tracing asks: a cache on disk may be shared by CPUs, or paths, with different units."""
+    if device.type != "cpu":
+        return ""
+    return "integers " * cpu_multiplies_integers() + "native integers" * native_integer_unit()
+
+
 @contextmanager
 def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     """Holds what tracing into a rewritten graph depends on.
@@ -190,9 +197,7 @@ def tracing(device: torch.device, kernels: str) -> Iterator[None]:
     """
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     settings: Any = torch.compiler.config
-    # A cache on disk may be shared by machines whose CPUs have different units.
-    integers = "integers" if device.type == "cpu" and cpu_multiplies_integers() else ""
-    tag = f"{settings.cache_key_tag} {kernels} {integers} {_ours()}".strip()
+    tag = f"{settings.cache_key_tag} {kernels} {_units(device)} {_ours()}".strip()
     cuda.allow_fp16_bf16_reduction_math_sdp(device.type == "cpu" or before)
     try:
         with settings.patch(cache_key_tag=tag):
