@@ -108,7 +108,7 @@ class Observed(CatchErrorsWrapper):
         _note(entries, result, new)
         settle_packed(entries, log)
         if result.guarded_code is None:
-            tell_of_a_limit(frame.f_code, self.qsync_options, new["unimplemented"])
+            tell_of_a_limit(frame.f_code, self.qsync_options, new["unimplemented"], entries)
             tell_of_failures(failed, frame.f_code, self.qsync_options)
         return result
 

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -156,11 +157,17 @@ def warn_at_the_limit(here: Place) -> None:
     if here.code is None or not _last_version():
         return
     text = (
-        f"this is version {limit} of {here.code.co_qualname}, and Dynamo keeps {limit} of a function: another one would run without the "
-        "plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; TORCH_LOGS=recompiles tells "
-        "why each was made."
+        f"this is version {limit} of {_name(here.code, here.module)}, and Dynamo keeps {limit} of a function: another one would run "
+        "without the plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
+        "TORCH_LOGS=recompiles tells why each was made."
     )
     warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
+
+
+def _name(code: CodeType, module: nn.Module | None) -> str:
+    """The name of a function; of one that Dynamo puts around a module of torch's own, that of the module's forward."""
+    around = module is not None and code.co_filename.startswith(str(Path(torch._dynamo.__file__).parent))
+    return f"{type(module).__name__}.forward" if around else code.co_qualname
 
 
 def _last_version() -> bool:

@@ -136,6 +136,20 @@ def test_the_limit_of_versions() -> None:
     assert qsync_fx.applied(model).operators, "what was compiled before runs on"
 
 
+@pytest.mark.parametrize(("root", "named"), [(None, "Linear.forward"), ("body", "Linear.forward of body (Linear)")])
+def test_the_limit_names_the_module_where_torch_puts_a_function_around_it(root: str | None, named: str) -> None:
+    layer = nn.Linear(16, 16)
+    fast = compiled(layer, precision="bf16", **({} if root is None else {"root": root}))
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+        with pytest.warns(UserWarning, match=r"version 1 of Linear\.forward"):
+            fast(torch.randn(4, 16))
+        with pytest.raises(PlanError, match="recompile_limit") as raised:
+            fast(torch.randn(5, 16))
+    assert f"for {named} and makes no more" in raised.value.what
+    assert raised.value.where is not None and raised.value.where.startswith(f"{named}, ")
+    assert "external_utils" not in str(raised.value) and "wrap_inline" not in str(raised.value)
+
+
 def test_dynamo_switched_off() -> None:
     model = Plain()
     fast = compiled(model, precision="bf16")
