@@ -1,0 +1,50 @@
+"""AMX's kernel gives the scalar path's bits, on machines that have no AMX: its instructions for tiles are written out in plain C++.
+
+All else of it, the packing above all, is compiled as it is for a processor that has them, and runs by AVX-512.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qsync_fx import _C
+
+REPOSITORY = Path(__file__).parents[3]
+SUPPORT = REPOSITORY / "tests/support/native"
+GEMM = REPOSITORY / "cpp/gemm"
+FLAGS = "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-trapping-math -DQSYNC_X86 -DQSYNC_AMX".split()
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -Wno-maybe-uninitialized".split()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compares random products of both paths."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile it")
+    if "avx512" not in _C.available_isas():
+        pytest.skip("its packing runs by AVX-512, which this processor has not")
+    folder = tmp_path_factory.mktemp("amx")
+    kernel, made = folder / "amx.o", folder / "amx_against_scalar"
+    how = [compiler, *FLAGS, f"-I{REPOSITORY / 'cpp'}"]
+    subprocess.run([*how, *AVX512, "-c", SUPPORT / "emulated_amx.cpp", "-o", kernel], check=True)
+    sources = [SUPPORT / "amx_against_scalar.cpp", *(GEMM / f"{name}.cpp" for name in ("gemm", "windows", "workspace"))]
+    scalar = [*how, "-DQSYNC_MULTIPLIER=scalar_multiplier", GEMM / "pairs.cpp"]
+    subprocess.run([*scalar, *sources, kernel, "-o", made], check=True)
+    return made
+
+
+def test_products_of_all_sizes_layouts_and_outputs_are_the_scalar_ones(program: Path) -> None:
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout == f"{40 * 3 * 3 * 3} products, 0 differ\n"
+
+
+def test_a_tile_is_not_used_before_it_is_configured(program: Path) -> None:
+    """That the emulation sees it is what makes the products above a test of when tiles are configured."""
+    done = subprocess.run([program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, "a tile is used that is not configured\n")
