@@ -29,7 +29,10 @@ std::vector<std::string> available_isas() {
     return names;
 }
 
-const Path *find(const std::string &name) {
+// By its name, in capitals or not, as other libraries' variables are written.
+const Path *find(std::string name) {
+    for (char &letter : name)
+        if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
     for (const auto &path : qsync::available_paths())
         if (path.name == name) return &path;
     return nullptr;

@@ -13,6 +13,7 @@ from torch import fx
 from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
 from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
+from qsync_fx.devices import native_integer_unit
 from qsync_fx.graph import Context
 from qsync_fx.graph.nodes import arguments, map_arguments
 from qsync_fx.ops import row_for
@@ -76,6 +77,8 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         if places is None or channels is None or summed is None:
             return None
         return on_cpu.too_small(places, channels, summed, fmt)
+    if not native_integer_unit():
+        return "the native module's path has no unit for int8, so that convolutions in it are computed in bf16"
     if transposed or groups != 1 or weight.dim() != 4:
         return "the CPU's kernel is for convolutions in two dimensions, neither transposed nor in groups"
     return conv_on_cpu.too_small(weight.shape, stride)

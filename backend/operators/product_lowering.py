@@ -55,6 +55,8 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     rows, channels, summed = (
         extent(found.sizes[letter] for letter in letters) for letters in (found.own(0), found.own(1), found.summed)
     )
+    if fmt.scaled and (why := on_cpu.without_unit(context.device)) is not None:
+        return why
     if rows is None or channels is None or summed is None:
         return None
     return on_cpu.too_small(rows, channels, summed, fmt)

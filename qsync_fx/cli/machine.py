@@ -17,7 +17,7 @@ import qsync_fx.backend.cuda.run.device  # noqa: F401  what `support` says of CU
 from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda.libraries import cache, sass
 from qsync_fx.backend.cuda.tools import toolchain
-from qsync_fx.devices import Support, support
+from qsync_fx.devices import Support, support, wrong_path
 from qsync_fx.devices.huge_pages import HugePages, huge_pages
 from qsync_fx.devices.processor import Cpu, cpu
 from qsync_fx.errors import QSyncError
@@ -26,7 +26,7 @@ from qsync_fx.precision import FORMATS, Precision
 
 @dataclass(frozen=True)
 class Quantizer:
-    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `reason` saying why.
+    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `wrong` saying why.
 
     `refused` are paths that are there, and are not used since they give other results than the scalar one.
     """
@@ -34,7 +34,7 @@ class Quantizer:
     path: str | None
     available: tuple[str, ...]
     openmp: bool
-    reason: str = ""
+    wrong: QSyncError | None = None
     refused: tuple[str, ...] = ()
 
 
@@ -80,6 +80,7 @@ class Report:
 
     Attributes:
         cuda: what torch was built for; None for a CPU build.
+        threads: that kernels on the CPU use, of those that the process may.
         nvcc, host, cutlass: what CUDA kernels are compiled with, or why it cannot be used.
         nvrtc: what compiles for sm_70 (V100), which nvcc of CUDA 13 does not, or why there is nothing.
         disassembler: what looks for the right instructions in compiled kernels; None where nothing does.
@@ -91,6 +92,7 @@ class Report:
     python: str
     cuda: str | None
     cpu: Cpu
+    threads: int
     huge_pages: HugePages
     quantizer: Quantizer
     gpus: tuple[Gpu, ...]
@@ -113,6 +115,7 @@ def look() -> Report:
         python=platform.python_version(),
         cuda=torch.version.cuda,
         cpu=cpu(),
+        threads=torch.get_num_threads(),
         huge_pages=huge_pages(),
         quantizer=_quantizer(),
         gpus=gpus,
@@ -130,10 +133,9 @@ def look() -> Report:
 
 def _quantizer() -> Quantizer:
     available = tuple(_C.available_isas())
-    try:
-        return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()))
-    except QSyncError as error:
-        return Quantizer(None, available, _C.openmp, str(error))
+    if (wrong := wrong_path()) is not None:
+        return Quantizer(None, available, _C.openmp, wrong)
+    return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()))
 
 
 def _gpus() -> tuple[Gpu, ...]:

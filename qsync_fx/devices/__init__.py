@@ -6,7 +6,7 @@ the catalog (`device`), or of a file of the user's (`known`, `reading`), with th
 
 from qsync_fx.devices.counted import Kernels, standing_for, target_of
 from qsync_fx.devices.device import Device
-from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit
+from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit, wrong_path
 from qsync_fx.devices.known import get, names
 from qsync_fx.devices.offers import Support, compiles, default_precision, forget, offer, row_at, row_on, support
 from qsync_fx.devices.targets import TARGETS, check_target, targeted
@@ -31,4 +31,5 @@ __all__ = [
     "support",
     "target_of",
     "targeted",
+    "wrong_path",
 ]

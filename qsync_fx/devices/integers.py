@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -30,9 +29,19 @@ def cpu_multiplies_integers() -> bool:
 
 
 @functools.cache
+def wrong_path() -> OptionError | None:
+    """Returns why the native module computes nothing here: QSYNC_CPU_ISA is wrong; None where it is not.
+
+    It is raised where something is computed; whoever looks a machine over is to see the rest of it.
+    """
+    try:
+        _C.isa()
+    except OptionError as error:
+        return error
+    return None
+
+
+@functools.cache
 def native_integer_unit() -> bool:
     """Whether the native module multiplies INT8 by a unit for it (AMX, VNNI), and not by arithmetic that floats are as fast in."""
-    # A wrong QSYNC_CPU_ISA is said where something is computed; whoever looks a machine over is to see the rest of it.
-    with contextlib.suppress(OptionError):
-        return _C.isa() in ("amx", "avx512_vnni")
-    return False
+    return wrong_path() is None and _C.isa() in ("amx", "avx512_vnni")

@@ -16,7 +16,8 @@ import torch
 
 from qsync_fx.devices.brain_floats import native_bf16_unit
 from qsync_fx.devices.counted import Kernels, Offer, capability
-from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit
+from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit, wrong_path
+from qsync_fx.devices.processor import cpu
 from qsync_fx.errors import DeviceError
 from qsync_fx.precision import FP32, Precision, encoding, precision
 
@@ -139,18 +140,35 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
             precision("bf16"),
             "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
         )
-    if encoding(fmt).name == "int8" and not (native_integer_unit() or cpu_multiplies_integers()):
-        return Support(
-            "simulated", fmt, "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32"
-        )
     if encoding(fmt).name == "int8":
+        return _integers(fmt)
+    return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
+
+
+def _integers(fmt: Precision) -> Support:
+    if (wrong := wrong_path()) is not None:
+        return Support("simulated", fmt, f"{wrong.where} is wrong, and whatever computes in {fmt} fails: {wrong.what}")
+    if native_integer_unit():
         return Support(
             "native",
             fmt,
             "this CPU has a unit for INT8; convolutions use it where their channels are many, "
             "others run exactly in BF16",
         )
-    return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
+    if not cpu_multiplies_integers():
+        return Support(
+            "simulated", fmt, "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32"
+        )
+    # That sums are exact says nothing of a unit: what has none may be exact, too.
+    if {"vnni", "amx"}.intersection(cpu().features):
+        return Support(
+            "native",
+            fmt,
+            "oneDNN has a unit for INT8 and the native module's path has none; convolutions run exactly in BF16",
+        )
+    return Support(
+        "simulated", fmt, "no unit for INT8 is known of this CPU: oneDNN multiplies exact values without one"
+    )
 
 
 def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:

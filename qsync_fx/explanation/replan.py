@@ -34,6 +34,7 @@ class Replanned:
 
     Attributes:
         operators: each with its note under this plan.
+        written: the graph as the model wrote it, before anything is decided.
         timing: of the passes that have run.
         costing: what operators cost in each of their states.
     """
@@ -42,10 +43,10 @@ class Replanned:
         from qsync_fx.backend import operators
 
         self.costing = costing
-        self._written = explained.graphs[WRITTEN]
+        self.written = explained.graphs[WRITTEN]
         self._plan = plan
-        self._options = dataclasses.replace(self._written.context.options, plan=plan, precision=None)
-        self.context = self._under(self._written.context)
+        self._options = dataclasses.replace(self.written.context.options, plan=plan, precision=None)
+        self.context = self._under(self.written.context)
         self.timing, self._kept = Timing(), Snapshots()
         passes = pipeline(self._options, operators.lowerings(), self.context.training)
         names = [step.name for step in passes]
@@ -63,7 +64,7 @@ class Replanned:
         if any(isinstance(step, GraphPass) for step in passes):
             # A user's pass may do more than decide.
             return self._costed(run(self._copy(), passes, (self.timing,), after=self._before))
-        with _borrowed(self._written, self._under) as graph:
+        with _borrowed(self.written, self._under) as graph:
             # Nothing is rewritten, so there is no rule to break that held before.
             return self._costed(run(graph, passes, (self.timing,), verified=False, after=self._before))
 
@@ -72,8 +73,8 @@ class Replanned:
         return [Operator(op.graph, op.node, dataclasses.replace(op.note, cost=cost)) for op, cost in found]
 
     def _copy(self) -> PrecisionGraph:
-        graph = copied(self._written)
-        graph.written = self._written
+        graph = copied(self.written)
+        graph.written = self.written
         for part in graph.walk():
             part.context = self._under(part.context)
         return graph

@@ -129,6 +129,7 @@ def _notes(explanation: Explanation) -> list[str]:
     if explanation.graphs:
         context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
+        lines += _as_fast_wider(explanation)
         lines += [part_line(context.plan)] if DEVICE_CLASS in context.plan.notes else []
         lines.append(f"{_device(context)}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
     for name, done in explanation.rewritten.items():
@@ -167,6 +168,19 @@ def _simulated(explanation: Explanation) -> list[tuple[str, str]]:
             if how.how != "native":
                 found[str(fmt)] = f"{how.how}, {how.reason}"
     return list(found.items())
+
+
+def _as_fast_wider(explanation: Explanation) -> list[str]:
+    from qsync_fx.explanation.as_fast_wider import as_fast_wider
+
+    found = {op_id: why for part in explanation.graphs for op_id, why in as_fast_wider(part).items()}
+    if not found:
+        return []
+    some, why = next(iter(found.items()))
+    such = ": " if len(found) == 1 else ", such as "
+    count = "1 operator is" if len(found) == 1 else f"{len(found)} operators are"
+    way = 'the option "where_faster" leaves what is so in a wider one'
+    return [f"{count} in a format that is not faster here{such}{some} ({why}); {way}"]
 
 
 def _first_line(text: str) -> str:

@@ -136,10 +136,12 @@ def test_what_is_shown_is_data_not_markup() -> None:
     assert "the headers are [bold]missing[/]" in text
 
 
-def test_a_wrong_path_is_reported_not_raised() -> None:
-    code = "from qsync_fx.cli.machine import *; print(look().quantizer.reason)"
-    environment = os.environ | {"QSYNC_CPU_ISA": "quantum"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert "QSYNC_CPU_ISA" in done.stdout, done.stderr
+def test_a_wrong_path_is_told_after_all_else_where_it_is_judged_and_in_the_status() -> None:
+    environment = os.environ | {"QSYNC_CPU_ISA": "quantum", "COLUMNS": "400", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "qsync_fx.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "no path 'quantum'" in done.stderr and "QSYNC_CPU_ISA" in done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("int8 "))
+    assert "QSYNC_CPU_ISA is wrong" in row and "native" not in row.replace("native module", "")
+    assert "threads for this process, kernels use 1" in done.stdout, "OMP_NUM_THREADS is what they go by"

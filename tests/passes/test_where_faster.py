@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from qsync_fx.backend.cuda.choose.select import known, way
 from qsync_fx.backend.cuda.run.device import assumed
 from qsync_fx.backend.cuda.tune.table import Environment, Table
 from qsync_fx.backend.cuda.tune.tuning import Choice
+from qsync_fx.backend.operators import convolution_lowering
 from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu
 from qsync_fx.backend.operators.multiplying.collect import problems_of
 from qsync_fx.devices import offers
+from qsync_fx.devices.processor import Cpu
 from qsync_fx.errors import OptionError, PlanWarning
 from qsync_fx.plan import Plan
 
@@ -40,21 +44,39 @@ class Net(nn.Module):
         return self.grouped(self.step(self.wide(self.thin(images)))), self.middle(large), self.small(large), alike
 
 
-def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, tuple[str, str]]:
-    """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or without."""
-    for name in ("native_integer_unit", "cpu_multiplies_integers", "native_bf16_unit"):
-        monkeypatch.setattr(offers, name, lambda: unit)
+@contextmanager
+def counting_as(native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and one for BF16, or without."""
+    for where in (offers, on_cpu, convolution_lowering):
+        monkeypatch.setattr(where, "native_integer_unit", lambda: native)
+    monkeypatch.setattr(offers, "cpu_multiplies_integers", lambda: by_onednn)
+    monkeypatch.setattr(offers, "native_bf16_unit", lambda: bf16)
+    monkeypatch.setattr(offers, "cpu", lambda: Cpu("", ("vnni",) * by_onednn, None, 1))
     offers.forget()
     try:
-        inputs = torch.randn(8, 3, 32, 32), torch.randn(ROWS, 1024)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PlanWarning)
-            explained = qsync_fx.explain(Net(), *inputs, options=options)
+        yield
     finally:
         monkeypatch.undo()
         offers.forget()
-    layers = [op for op in explained.operators if op.kind == "adjustable" and op.id.module]
+
+
+def explained(**options: Any) -> qsync_fx.explanation.Explanation:
+    inputs = torch.randn(8, 3, 32, 32), torch.randn(ROWS, 1024)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        return qsync_fx.explain(Net(), *inputs, options=options)
+
+
+def layers_of(explanation: qsync_fx.explanation.Explanation) -> dict[str, tuple[str, str]]:
+    """The precision and the reason of each layer."""
+    layers = [op for op in explanation.operators if op.kind == "adjustable" and op.id.module]
     return {op.id.module: (str(op.precision), op.reason) for op in layers}
+
+
+def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, tuple[str, str]]:
+    """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or without."""
+    with counting_as(unit, unit, unit, monkeypatch):
+        return layers_of(explained(**options))
 
 
 def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +99,53 @@ def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         layers = found(False, monkeypatch, precision=precision, where_faster=True)
         assert {fmt for fmt, _ in layers.values()} == {"fp32"}, precision
         assert all("so it runs in fp32" in reason for _, reason in layers.values())
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_grad"])
+def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path of the native module without a unit, as QSYNC_CPU_ISA=avx2 asks for, where oneDNN has one."""
+    with counting_as(False, True, True, monkeypatch):
+        layers, text = layers_of(explained(precision=precision, where_faster=True)), str(explained(precision=precision))
+    assert {fmt for fmt, _ in layers.values()} == {"bf16", "fp32"} and layers["large"][0] == layers["wide"][0] == "bf16"
+    assert "the native module's path has no unit for int8" in layers["large"][1]
+    assert "so that convolutions in it are computed in bf16" in layers["wide"][1]
+    assert (
+        "7 operators are in a format that is not faster here, such as large/linear (the native module's path has no unit"
+        in text
+    )
+    # Without a unit for BF16 what is wider is FP32, which oneDNN's unit is faster than.
+    with counting_as(False, True, False, monkeypatch):
+        layers = layers_of(explained(precision=precision, where_faster=True))
+    assert {name for name, (fmt, _) in layers.items() if fmt == precision} == {"large"}
+    assert {fmt for name, (fmt, _) in layers.items() if name != "large"} == {"fp32"}
+
+
+def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = (
+        f"5 operators are in a format that is not faster here, such as thin/conv2d (3 channels are too few for int8 to pay, from "
+        f'{conv_on_cpu.CHANNELS} on it does); the option "where_faster" leaves what is so in a wider one'
+    )
+    with counting_as(True, True, True, monkeypatch):
+        asked = explained(precision="int8")
+        assert line in str(asked).splitlines()
+        assert line in str(asked.replanned(Plan("int8"))).splitlines()
+        for options in ({"where_faster": True}, {"exact": True}):
+            assert "not faster here" not in str(explained(precision="int8", **options))
+        for none in (explained(), explained(precision="fp32"), asked.replanned(Plan("fp32", patterns=[("*", "int8")]))):
+            assert "not faster here" not in str(none)
+        plan = Plan("int8", patterns=[("*", "fp32")], operators={"small/linear": "int8"})
+        assert "not faster here" not in str(explained(plan=plan)), "what a plan names is obeyed"
+        one = str(
+            explained(plan=Plan("int8", patterns=[(name, "fp32") for name in ("thin", "step", "grouped", "small")]))
+        )
+    assert (
+        "1 operator is in a format that is not faster here: middle/linear (512 x 16 x 1024 is too small for int8 to pay);"
+        in one
+    )
+    model = nn.Linear(8, 8).bfloat16()
+    with torch.no_grad():
+        held = qsync_fx.explain(model, torch.randn(2, 8).bfloat16(), options={"precision": "bf16"})
+    assert "not faster here" not in str(held), "what the model holds stays"
 
 
 def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,11 @@ _ABOUT = "Says what this machine offers (torch, CPU, CUDA, compilers, CUTLASS) a
 def _doctor(arguments: argparse.Namespace) -> None:
     from qsync_fx.cli import machine
 
-    output.show(render(machine.look()))
+    report = machine.look()
+    output.show(render(report))
+    # All else is shown first: whoever looks for a mistake is to see the rest.
+    if report.quantizer.wrong is not None:
+        raise report.quantizer.wrong
 
 
 def render(report: machine.Report) -> RenderableType:
@@ -46,7 +50,8 @@ def _machine(report: machine.Report) -> Table:
     cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
     line("qsync_fx", report.qsync_fx)
     line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
-    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{report.cpu.threads} threads for this process")
+    threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
+    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
     line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
     if report.huge_pages.policy:
         line("huge pages", str(report.huge_pages))
@@ -73,8 +78,8 @@ def _machine(report: machine.Report) -> Table:
 
 
 def _quantizer_text(quantizer: machine.Quantizer) -> str:
-    if quantizer.path is None:
-        return quantizer.reason
+    if quantizer.wrong is not None:
+        return str(quantizer.wrong)
     threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
     wrong = "".join(f"; {path} gives wrong results on this processor and is not used" for path in quantizer.refused)
     return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}{wrong}"

@@ -1,0 +1,54 @@
+"""What is said of INT8 on a CPU: that there is a unit only where one multiplies, and a wrong setting where it is judged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qsync_fx import _C
+from qsync_fx.devices import offers, support, wrong_path
+from qsync_fx.devices.processor import Cpu
+from qsync_fx.errors import OptionError
+from qsync_fx.precision import precision
+
+
+@pytest.mark.parametrize(
+    ("native", "exact", "features", "how", "reason"),
+    [
+        (True, True, ("vnni",), "native", "this CPU has a unit for INT8"),
+        (False, True, ("vnni",), "native", "oneDNN has a unit for INT8 and the native module's path has none"),
+        (False, True, (), "simulated", "no unit for INT8 is known of this CPU"),
+        (False, False, (), "simulated", "it has no VNNI"),
+    ],
+)
+def test_exact_sums_are_no_unit(
+    native: bool, exact: bool, features: tuple[str, ...], how: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "native_integer_unit", lambda: native)
+    monkeypatch.setattr(offers, "cpu_multiplies_integers", lambda: exact)
+    monkeypatch.setattr(offers, "cpu", lambda: Cpu("", features, None, 1))
+    for name in ("int8", "int8_grad"):
+        found = support.__wrapped__(torch.device("cpu"), precision(name))
+        assert found.how == how and found.runs_as.name == name and reason in found.reason
+
+
+def test_a_wrong_setting_is_said_where_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = OptionError("there is no path 'quantum'", where="environment variable QSYNC_CPU_ISA")
+    monkeypatch.setattr(offers, "wrong_path", lambda: wrong)
+    found = support.__wrapped__(torch.device("cpu"), precision("int8"))
+    assert found.how != "native"
+    assert "QSYNC_CPU_ISA is wrong" in found.reason and "no path 'quantum'" in found.reason
+    assert wrong_path() is None
+
+
+def test_paths_are_known_in_capitals() -> None:
+    asked = os.environ | {"QSYNC_CPU_ISA": _C.available_isas()[-1].upper()}
+    code = "from qsync_fx import _C; print(_C.isa())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=asked, timeout=60, check=False
+    )
+    assert done.stdout.strip() == _C.available_isas()[-1], done.stderr
