@@ -14,7 +14,8 @@ from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.communication.speeds.foreseen import coded, small
 from qsync_fx.communication.speeds.rates import Rates
 from qsync_fx.errors import ProfileError, nearest, shown
-from qsync_fx.predictor.replay.fleet import Bucket, Coded, travel
+from qsync_fx.predictor.replay.cluster import Cluster
+from qsync_fx.predictor.replay.fleet import Bucket, Coded, beside_computing, travel
 from qsync_fx.predictor.schedule import Parameter
 
 if TYPE_CHECKING:
@@ -42,15 +43,17 @@ class Options:
     """What each choice makes of each bucket.
 
     Attributes:
-        alone: seconds of each bucket as DistributedDataParallel sends it.
-        coded, seconds, variance: by bucket and codec, what travels, how long that takes, and what it adds to the variance of the mean
-            gradient; empty where there is nothing to choose.
+        alone, alone_beside: seconds of each bucket as DistributedDataParallel sends it, and those that devices compute later for it.
+        coded, seconds, beside, variance: by bucket and codec, what travels, the same two of it, and what it adds to the variance of the
+            mean gradient; empty where there is nothing to choose.
         parameters: those of each bucket, and which of them are coded.
     """
 
     alone: tuple[float, ...]
+    alone_beside: tuple[float, ...]
     coded: tuple[Mapping[str, Coded], ...] = ()
     seconds: tuple[Mapping[str, float], ...] = ()
+    beside: tuple[Mapping[str, float], ...] = ()
     variance: tuple[Mapping[str, float], ...] = ()
     parameters: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
@@ -69,6 +72,12 @@ class Options:
         if codecs == self.plain:
             return list(self.alone)
         return [by[codec] for by, codec in zip(self.seconds, codecs, strict=True)]
+
+    def computed_later(self, codecs: Codecs) -> list[float]:
+        """Returns the seconds that devices compute later for each bucket under a choice."""
+        if codecs == self.plain:
+            return list(self.alone_beside)
+        return [by[codec] for by, codec in zip(self.beside, codecs, strict=True)]
 
     def added(self, codecs: Codecs) -> float:
         """Returns what a choice adds to the variance of the mean gradient."""
@@ -97,13 +106,14 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
         ProfileError: what a codec adds is not known, how fast it codes is not, or it codes by shapes.
     """
     cluster, coding = problem.cluster, problem.coding
-    alone = tuple(travel(cluster, buckets).tolist())
+    alone, alone_beside = _taken(cluster, buckets)
     if coding is None or not buckets:
-        return Options(alone)
+        return Options(alone, alone_beside)
     known = {parameter.path: parameter for parameter in parameters}
     left = small(parameters)
     tables: list[dict[str, Coded]] = []
     seconds: list[dict[str, float]] = []
+    beside: list[dict[str, float]] = []
     variance: list[dict[str, float]] = []
     inside: list[tuple[str, ...]] = []
     for bucket in buckets:
@@ -116,9 +126,18 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
         }
         tables.append(table)
         sent = [Bucket(bucket.parameters, bucket.nbytes, one.nbytes, one) for one in table.values()]
-        seconds.append(dict(zip(table, travel(cluster, sent).tolist(), strict=True)))
+        for into, found in zip((seconds, beside), _taken(cluster, sent), strict=True):
+            into.append(dict(zip(table, found, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
-    return Options(alone, tuple(tables), tuple(seconds), tuple(variance), tuple(inside))
+    return Options(
+        alone, alone_beside, tuple(tables), tuple(seconds), tuple(beside), tuple(variance), parameters=tuple(inside)
+    )
+
+
+def _taken(cluster: Cluster, buckets: Sequence[Bucket]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the seconds that buckets take to be sent, and those that devices compute later for them."""
+    seconds = travel(cluster, buckets)
+    return tuple(seconds.tolist()), tuple(beside_computing(cluster, buckets, seconds))
 
 
 def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:

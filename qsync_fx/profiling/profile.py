@@ -73,6 +73,7 @@ class Collective:
         ranks: how many took part.
         seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
         busy: what of these a rank that computes beside it computes later for; more than 1 where both slow one another down.
+        coding: the same of the seconds in which codecs write and read; None where that was not measured.
         slowdown: how much longer than the profile says this rank's steps take while others train beside it, and nothing is sent.
         copies: seconds that DistributedDataParallel takes on this device to copy a byte of gradients into its bucket, and again out of it;
             by the profile's pace; None where no steps say it, and in files of before it was asked.
@@ -86,6 +87,7 @@ class Collective:
     slowdown: float = 1.0
     copies: float | None = None
     buffers: float = 0.0
+    coding: float | None = None
 
 
 @dataclass(frozen=True)

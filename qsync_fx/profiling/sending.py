@@ -22,7 +22,7 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
-from qsync_fx.profiling.measuring.busy import busy as beside_products
+from qsync_fx.profiling.measuring.busy import busy as beside_products, coding
 from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives
 from qsync_fx.profiling.measuring.steps import Training
 from qsync_fx.profiling.measuring.together import Together, Unsent, together
@@ -50,7 +50,8 @@ def linked(
     links = collectives()
     if not links:
         return []
-    alone = replace(links[0], buffers=buffers_seconds(module))
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    alone = replace(links[0], buffers=buffers_seconds(module), coding=coding() if on_cpu else None)
 
     def measured(plan: Plan) -> Together:
         return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)

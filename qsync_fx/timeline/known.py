@@ -228,7 +228,7 @@ def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
     if (measured := next(filter(None, found.values()), None)) is None or not unknown or fleet.ranks == 1:
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
-    network = Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy)
+    network = Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding)
     beside = {name: 1.0 if one is None else one.slowdown for name, one in found.items()}
     devices = {
         name: replace(device, slowdown=device.slowdown * beside[name], delay=device.delay + measured.buffers)

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from torch import distributed, nn
 
 import qsync_fx
-from qsync_fx.profiling.measuring.busy import busy
+from qsync_fx.profiling.measuring.busy import busy, coding
 from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives, rising
 
 
@@ -31,7 +31,7 @@ def rank(at: int, file: str, out: str) -> None:
     norm.running_mean.fill_(at)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
     assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds), buffers]))
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds), coding(), buffers]))
     assert (found.backend, found.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -41,10 +41,10 @@ def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
     mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
     texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
     assert texts[0] == texts[1]
-    measured, of_a_core, (norm, none) = json.loads(texts[0])
+    measured, of_a_core, of_coding, (norm, none) = json.loads(texts[0])
     assert norm > 0 and none == 0
     assert len(measured) == 9 and all(seconds > 0 for _, seconds in measured)
-    assert 0 <= of_a_core <= 1
+    assert 0 <= of_a_core <= 1 and 0 <= of_coding <= 1
 
 
 class Told(nn.Sequential):

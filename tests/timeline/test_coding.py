@@ -20,7 +20,7 @@ from qsync_fx.communication.wire.messages import HEADER
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device, Network
-from qsync_fx.predictor.replay.fleet import Bucket, travel
+from qsync_fx.predictor.replay.fleet import Bucket, beside_computing, travel
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiling.measuring.coding_speed import coding_speeds
@@ -65,6 +65,22 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
         whole = 2 * ((ranks - 1) * alpha + (ranks - 1) / ranks * found.nbytes / bandwidth)
         expected = alpha + found.nbytes / bandwidth if ranks == 2 else whole
         assert travel == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("busy", "coding", "taken"), [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)]
+)
+def test_what_codes_computes_later_whatever_travels_meanwhile(busy: float, coding: float | None, taken: float) -> None:
+    how = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
+    buckets = [Bucket(("a",), 40_000, how.nbytes, how), Bucket(("b",), 4_000, 4_000)]
+    for slowdown in (1.0, 2.0):
+        fleet = Cluster({"all": Device(2, slowdown=slowdown)}, Network(1e8, 1e-5, busy=busy, coding=coding))
+        seconds = travel(fleet, buckets)
+        first, plain = beside_computing(fleet, buckets, seconds)
+        assert first == pytest.approx(busy * (float(seconds[0]) - how.seconds) + taken * how.seconds / slowdown)
+        assert plain == pytest.approx(busy * float(seconds[1]))
+    alone = Cluster({"all": Device(1)})
+    assert beside_computing(alone, buckets, [1.0, 1.0]) == [0.0, 0.0]
 
 
 def test_a_large_bucket_travels_while_it_is_coded() -> None:

@@ -23,7 +23,7 @@ from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.exact.terms.prices import Priced
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
-from qsync_fx.predictor.replay.fleet import after, before_sending, beside_computing
+from qsync_fx.predictor.replay.fleet import after, before_sending
 
 THOUSANDTHS = 1000.0
 
@@ -106,8 +106,10 @@ def device_program(
     unit: float,
     held: Holds | None,
     travel: Sequence[Expression],
+    later: Sequence[Expression],
 ) -> DeviceProgram:
-    """Adds a class of devices to a program; `travel` says how long each bucket travels, in thousandths of the unit."""
+    """Adds a class of devices to a program; `travel` says how long each bucket travels, in thousandths of the unit, and `later` how much
+    later a device as fast as its profile says computes for it."""
     part, sends = problem.classes[name], stretches(problem, judge, name)
     formats = Formats(program, part, problem.tied)
     forward: dict[int, float] = {}
@@ -125,10 +127,11 @@ def device_program(
     outside = prices.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit
-    beside = sends.slowdown * beside_computing(problem.cluster)
     parts: list[Expression] = []
     for number, (stretch, extra) in enumerate(zip(backward, sends.extra, strict=True)):
-        ahead: list[tuple[float, Expression]] = [(beside - 1.0, travel[number - 1])] if number else []
+        ahead: list[tuple[float, Expression]] = []
+        if number:
+            ahead = [(sends.slowdown, later[number - 1]), (-1.0, travel[number - 1])]
         if number == 0:
             ahead = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
         parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))

@@ -18,7 +18,6 @@ from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, Progra
 from qsync_fx.allocator.judging.judge import Judge
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.predictor.replay.fleet import beside_computing
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,14 @@ class Sending:
     """
     Attributes:
         travel: by bucket, seconds in thousandths of the unit.
+        beside: the same of what devices, as fast as their profiles say, compute later for it.
         variance: that codecs add to that of the mean gradient.
         choices: by bucket, the variable of each codec; empty where there is nothing to choose.
         coded: the variable that says whether any bucket is coded; None where there is nothing to choose.
     """
 
     travel: Sequence[Expression]
+    beside: Sequence[Expression]
     variance: Expression
     choices: Sequence[Mapping[str, int]] = ()
     coded: int | None = None
@@ -56,23 +57,27 @@ def sending(program: Program, options: Options, unit: float) -> Sending:
     """Adds what there is to choose of codecs to a program."""
     scale = THOUSANDTHS / unit
     if not options.open:
-        return Sending([{CONSTANT: scale * seconds} for seconds in options.alone], {})
+        known = [[{CONSTANT: scale * seconds} for seconds in one] for one in (options.alone, options.alone_beside)]
+        return Sending(known[0], known[1], {})
     any_coded = program.variable(whole=True)
     choices: list[dict[str, int]] = []
     travel: list[Expression] = []
+    beside: list[Expression] = []
     variance: dict[int, float] = {}
-    for alone, seconds, adds in zip(options.alone, options.seconds, options.variance, strict=True):
+    each = zip(options.alone, options.alone_beside, options.seconds, options.beside, options.variance, strict=True)
+    for alone, alone_beside, seconds, later, adds in each:
         by = {codec: program.variable(whole=True) for codec in seconds}
         program.row(dict.fromkeys(by.values(), 1.0), least=1.0, most=1.0)
         narrow = {codec: variable for codec, variable in by.items() if codec != PLAIN.name}
         program.row({**dict.fromkeys(narrow.values(), 1.0), any_coded: -1.0}, most=0.0)
-        exchanged = seconds[PLAIN.name]
-        terms = {variable: scale * (seconds[codec] - exchanged) for codec, variable in narrow.items()}
-        travel.append({CONSTANT: scale * alone, any_coded: scale * (exchanged - alone), **terms})
+        for into, plain, coded in ((travel, alone, seconds), (beside, alone_beside, later)):
+            exchanged = coded[PLAIN.name]
+            terms = {variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()}
+            into.append({CONSTANT: scale * plain, any_coded: scale * (exchanged - plain), **terms})
         variance |= {variable: adds[codec] for codec, variable in narrow.items()}
         choices.append(by)
     program.row({**dict.fromkeys(variance, -1.0), any_coded: 1.0}, most=0.0)
-    return Sending(travel, variance, choices, any_coded)
+    return Sending(travel, beside, variance, choices, any_coded)
 
 
 def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterator[Expression]:
@@ -83,10 +88,10 @@ def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterato
             continue
         fleet = judge.timeline.played
         device = fleet.devices[name]
-        beside = problem.cluster.devices[name].slowdown * beside_computing(problem.cluster)
+        slowdown = problem.cluster.devices[name].slowdown
         # What the device does beside buckets that travel follows their codecs; all else is the same under all of them.
-        known = beside * np.cumsum([0.0, *judge.transfer])
+        known = slowdown * np.cumsum([0.0, *judge.computed_later])
         ends = np.append(device.ready, device.computed) - known + fleet.after(name)
         for at, end in enumerate(ends.tolist()):
-            sent = [(beside, one) for one in found.travel[:at]] if beside else []
+            sent = [(slowdown, one) for one in found.beside[:at]]
             yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, one) for one in found.travel[at:]))

@@ -87,7 +87,7 @@ def find(
     memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
     sends = sending(program, judge.options, unit)
     devices = [
-        device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel)
+        device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel, sends.beside)
         for name in names
     ]
     others = list(kept(problem, judge, sends, unit))

@@ -164,6 +164,11 @@ class Judge:
         """The seconds that each bucket travels, coding included."""
         return self.options.travel(self.codecs)
 
+    @property
+    def computed_later(self) -> Sequence[float]:
+        """The seconds that devices, as fast as their profiles say, compute later for each bucket."""
+        return self.options.computed_later(self.codecs)
+
     def computing(self, name: str) -> float:
         """Returns the seconds that a device of a class computes in a step; followed change by change, so quick to ask."""
         return self._mapper(name).seconds * self.problem.cluster.devices[name].slowdown

@@ -56,6 +56,8 @@ class Network:
         ranks: how many ranks took part in these; all devices of the cluster where None.
         busy: what of the time that a bucket travels alone a device computes later for it: 1 where the cores that compute send and sum,
             too, 0 where others do, and more where both slow one another down. As much is measured where all-reduces are.
+        coding: the same of the time in which codecs write and read a bucket; where None as much as `busy`, up to all of it: cores that
+            have to send have to code.
         slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
     """
 
@@ -64,6 +66,7 @@ class Network:
     all_reduce: list[tuple[float, float]] = field(default_factory=list)
     ranks: int | None = None
     busy: float = 0.0
+    coding: float | None = None
     slows_compute: float = 0.0
     slows_transfer: float = 0.0
 
@@ -127,6 +130,7 @@ _ZERO_IS_FINE: Final = (
     "delay",
     "launch",
     "busy",
+    "coding",
     "slows_compute",
     "slows_transfer",
     "fixed",

@@ -132,7 +132,7 @@ def played(
         raise ProfileError(what, where="compression", do="give one for each bucket, or None")
     buckets = tuple(_bucket(parameters, which, one) for which, one in zip(indices, how, strict=True))
     taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    beside = _entries(dict(enumerate((beside_computing(cluster) * taken).tolist())))
+    beside = _entries(dict(enumerate(beside_computing(cluster, buckets, taken))))
     devices = {
         name: local(
             schedules[name],
@@ -153,14 +153,18 @@ def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
         taken[plain] = cluster.all_reduce.seconds([buckets[at].travelling for at in plain], cluster.ranks)
-    coded = [(at, bucket, bucket.coded) for at, bucket in enumerate(buckets) if bucket.coded is not None]
-    if coded:
-        levels = cluster.exchange
-        for at, bucket, how in coded:
-            (within,) = levels.inside.seconds([how.inside], levels.size)
-            (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
-            taken[at] = how.with_travel(float(between), float(within))
+    for at, bucket in enumerate(buckets):
+        if bucket.coded is not None:
+            taken[at] = bucket.coded.with_travel(*_links(cluster, bucket, bucket.coded))
     return taken
+
+
+def _links(cluster: Cluster, bucket: Bucket, how: Coded) -> tuple[float, float]:
+    """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these."""
+    levels = cluster.exchange
+    (within,) = levels.inside.seconds([how.inside], levels.size)
+    (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
+    return float(between), float(within)
 
 
 def sent(cluster: Cluster, bucket: Bucket) -> tuple[float, float]:
@@ -202,9 +206,27 @@ def before_sending(device: Device, how: Compression | Coded | None, nbytes: int)
     return compressing + _copied(device, nbytes)
 
 
-def beside_computing(cluster: Cluster) -> float:
-    """Returns what of the time that a bucket travels each device, as fast as its profile says, computes later for it."""
-    return 0.0 if cluster.network is None else cluster.network.busy
+def beside_computing(cluster: Cluster, buckets: Sequence[Bucket], taken: Sequence[float] | Array) -> list[float]:
+    """Returns the seconds that each device, as fast as its profile says, computes later for each bucket: of those that it travels what
+    sending keeps a core for, and of those in which it is coded what that does, which goes on while another part of it travels.
+
+    Args:
+        taken: seconds of each bucket, coding included.
+    """
+    network = cluster.network
+    if network is None:
+        return [0.0] * len(buckets)
+    coding = min(1.0, network.busy) if network.coding is None else network.coding
+    # Seconds of coding are those of the slowest devices, and each is slowed down again as a device.
+    coding /= max(device.slowdown for device in cluster.devices.values())
+
+    def later(bucket: Bucket, seconds: float) -> float:
+        how = bucket.coded
+        if how is None:
+            return network.busy * seconds
+        return network.busy * sum(_links(cluster, bucket, how)) + coding * how.coding
+
+    return [later(bucket, float(seconds)) for bucket, seconds in zip(buckets, taken, strict=True)]
 
 
 def _copied(device: Device, nbytes: int) -> float:

@@ -1,4 +1,4 @@
-"""What all-reduces take of a rank that computes beside them.
+"""What all-reduces, and codecs, take of a rank that computes beside them.
 
 Invariant: all ranks measure together, send as much, and know the same number.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import distributed
+
+from qsync_fx.communication.codecs import codec_named
+from qsync_fx.communication.codecs.codec import Draw
 
 _TRAVEL: Final = 0.02
 """Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""
@@ -26,6 +30,9 @@ _REPEATS: Final = 21
 """Each is a small difference of two long times: their median is within a tenth where single ones are half of it off."""
 _WARM: Final = 16
 """Products of which it is seen how long one takes."""
+_CODEC: Final = "qsgd8"
+"""What is written beside products: all codecs keep a core as busy."""
+_VALUES: Final = 2**20
 _SIZE: Final = 256
 """Of the products that a rank computes: they lie in a core's cache, so that cores are what is shared."""
 
@@ -52,6 +59,40 @@ def busy(table: Sequence[tuple[int, float]]) -> float:
         distributed.barrier()
         beside = _computed(every * len(messages), messages)
         found.append((beside - alone) / travel)
+    mean = torch.tensor(statistics.median(found))
+    distributed.all_reduce(mean)
+    return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))
+
+
+def coding() -> float:
+    """Returns what of the seconds in which a thread writes gradients in a codec a rank computes later, between 0 and 1; the same on all
+    ranks, which call it together.
+
+    0 where another core does it, 1 where there is none: a rank of two threads that may use one core, or all ranks of a machine together.
+    """
+    codec = codec_named(_CODEC)
+    values = torch.randn(_VALUES)
+    wire = torch.empty(codec.nbytes(_VALUES), dtype=torch.uint8)
+
+    def write(many: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(many):
+            codec.encode(values, wire, Draw(0, 0))
+        return time.perf_counter() - begin
+
+    each = write(_REPEATS) / _REPEATS
+    turns = round(_BESIDE * _TRAVEL / _computed(_WARM) * _WARM)
+    many = max(1, round(_TRAVEL / each))
+    found = []
+    for _ in range(_REPEATS // 2):
+        distributed.barrier()
+        coded, alone = write(many), _computed(turns)
+        distributed.barrier()
+        other = threading.Thread(target=write, args=(many,))
+        other.start()
+        beside = _computed(turns)
+        other.join()
+        found.append((beside - alone) / coded)
     mean = torch.tensor(statistics.median(found))
     distributed.all_reduce(mean)
     return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))

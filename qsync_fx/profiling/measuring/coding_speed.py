@@ -16,7 +16,8 @@ from qsync_fx.profiling.measuring.queued import clock_of
 from qsync_fx.profiling.measuring.steps import clock_for
 from qsync_fx.profiling.profile import CodecSpeed
 
-_VALUES = 2**21
+_VALUES = 2**23
+"""More than a bucket of DistributedDataParallel holds, which lies in memory, and not in a cache."""
 _REPEATS = 5
 
 

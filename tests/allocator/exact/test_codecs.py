@@ -50,7 +50,8 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     seconds = Judge(problem, problem.uniform()).seconds
     bandwidth = sum(numels) / seconds * draw.uniform(0.4, 4)
     coding = Coding(CODECS, of_copy(bandwidth * draw.choice([1, 10, 100]), "drawn"))
-    network = Network(bandwidth, seconds * 1e-3)
+    takes = {"busy": draw.choice([0.0, 0.7]), "coding": draw.choice([None, 0.4])}
+    network = Network(bandwidth, seconds * 1e-3, **takes)  # type: ignore[arg-type]
     return replace(problem, cluster=replace(cluster, network=network), coding=coding)
 
 

@@ -48,8 +48,9 @@ def solved(
     name = problem.open[0]
     judge = Judge(problem, problem.completed({name: asked}))
     program = Program()
-    travel = sending(program, judge.options, 1.0).travel
-    device = device_program(program, problem, judge, name, Prices(problem.classes[name]), 1.0, held, travel)
+    sends = sending(program, judge.options, 1.0)
+    known = Prices(problem.classes[name]), 1.0, held, sends.travel, sends.beside
+    device = device_program(program, problem, judge, name, *known)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
         program.row({variable: 1.0, step: -1.0}, most=-device.after)

@@ -114,6 +114,7 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
         ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nbandwidth = 3", "both a bandwidth and all_reduce", "network"),
         ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nranks = 1", "all_reduce of fewer than 2 ranks", "network"),
         ("[devices.a]\n[network]\nbusy = -0.5", "has the busy -0.5, which must be at least 0", "network"),
+        ("[devices.a]\n[network]\ncoding = -0.5", "has the coding -0.5, which must be at least 0", "network"),
         ("[devices.a]\n[buckets]\nbytes = 0", "has the bytes 0", "buckets"),
         ("[devices.a]\n[compression]\nratio = 0", "has the ratio 0", "compression"),
         ("[devices.a]\n[nodes]\nranks = 0", "has the ranks 0, which must be above 0", "nodes"),
