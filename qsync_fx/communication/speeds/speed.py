@@ -51,16 +51,23 @@ def measured(
     repeats: int = 15,
     clock: Clock = time.process_time,
     device: torch.device | str = "cpu",
+    stretch: int | None = None,
 ) -> list[Speed]:
-    """Returns the speed of each codec on so many values, with as many threads as torch has; on a GPU the clock waits for it."""
+    """Returns the speed of each codec on so many values, with as many threads as torch has; on a GPU the clock waits for it.
+
+    Args:
+        stretch: how many of them are coded at once, as messages are; all where None.
+    """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     target = torch.zeros_like(source)
-    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock) for codec in codecs]
+    most = values if stretch is None else stretch
+    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock, most) for codec in codecs]
 
 
-def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock) -> Speed:
-    wire = memory.host(codec.nbytes(source.numel()), source.device)
-    residual = torch.zeros_like(source) if codec.residual else None
+def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+    pieces = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
+    wires = [memory.host(codec.nbytes(piece.numel()), source.device) for piece, _ in pieces]
+    residuals = torch.split(torch.zeros_like(source), most) if codec.residual else [None] * len(pieces)
     size = source.numel() * source.element_size()
 
     def copy() -> None:
@@ -70,16 +77,21 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
             target.copy_(source)
 
     def encode() -> None:
-        near = memory.beside(wire, source)
-        codec.encode(source, near, Draw(1, 2), residual)
-        if near is not wire:
-            wire.copy_(near)
+        for (piece, _), wire, residual in zip(pieces, wires, residuals, strict=True):
+            near = memory.beside(wire, piece)
+            codec.encode(piece, near, Draw(1, 2), residual)
+            if near is not wire:
+                wire.copy_(near)
+
+    def decode(**how: bool) -> None:
+        for (_, into), wire in zip(pieces, wires, strict=True):
+            codec.decode(memory.taken_to(wire, into), into, **how)
 
     calls: dict[str, Callable[[], object]] = {
         "copy": copy,
         "encode": encode,
-        "decode": lambda: codec.decode(memory.taken_to(wire, target), target, add=True),
-        "read": lambda: codec.decode(memory.taken_to(wire, target), target, last=True),
+        "decode": lambda: decode(add=True),
+        "read": lambda: decode(last=True),
     }
     for call in calls.values():
         call()
@@ -93,7 +105,7 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
 
     return Speed(
         name,
-        8 * wire.numel() / source.numel(),
+        8 * sum(wire.numel() for wire in wires) / source.numel(),
         speed("encode"),
         speed("decode"),
         speed("read"),

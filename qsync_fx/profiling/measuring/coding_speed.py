@@ -12,12 +12,13 @@ import torch
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.speeds.speed import measured
+from qsync_fx.communication.wire.stretches import VALUES
 from qsync_fx.profiling.measuring.queued import clock_of
 from qsync_fx.profiling.measuring.steps import clock_for
 from qsync_fx.profiling.profile import CodecSpeed
 
 _VALUES = 2**23
-"""More than a bucket of DistributedDataParallel holds, which lies in memory, and not in a cache."""
+"""More than a bucket of DistributedDataParallel holds, which lies in memory, and not in a cache. It is coded stretch by stretch."""
 _REPEATS = 5
 
 
@@ -32,5 +33,5 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     named = [codec_named(name) for name in NAMES]
     codecs = [codec for codec in named if codec.fitted((3, 5)) == codec and not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
-    found = measured(codecs, _VALUES, _REPEATS, clock, device)
+    found = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
     return tuple(CodecSpeed(one.codec, one.encode, one.decode) for one in found)
