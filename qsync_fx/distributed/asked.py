@@ -116,17 +116,18 @@ def checked(
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
     """Returns the seed as codecs take it; raises `OptionError` where one of these is no such number."""
-    told = (
-        ("seed", seed, "a number of any size", "give a whole number", None),
-        ("least", least, "a number of values", "give 0 or more, or leave it out", 0),
-        ("check_every", check_every, "a number of steps", "give 0 for never", 0),
-    )
-    for name, value, what, do, smallest in told:
-        if name == "least" and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or (smallest is not None and value < smallest):
-            raise OptionError(f"{name} is {what}, not {shown(str(value))}", where=f"compress(..., {name}=...)", do=do)
+    _number("seed", seed, "a whole number", "give one of any size", None)
+    if least is not None:
+        _number("least", least, "a number of values", "give 0 or more, or leave it out", 0)
+    _number("check_every", check_every, "a number of steps", "give 0 for never", 0)
     return seed % 2**64
+
+
+def _number(name: str, value: object, what: str, do: str, smallest: int | None) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and (smallest is None or value >= smallest):
+        return
+    told = shown(value) if isinstance(value, str) else value
+    raise OptionError(f"{name} is {what}, not {told}", where=f"compress(..., {name}=...)", do=do)
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:

@@ -117,7 +117,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
 def test_a_plan_says_between_what_its_codecs_go() -> None:
     def asked(notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8") -> Asked:
         plan = ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"weight": codec} if codec else {})
-        return checked(plan, None, None, False, hierarchical, None, 0, fsdp=False)
+        return checked(plan, None, None, False, hierarchical, None, fsdp=False)
 
     for size, row in ((1, False), (4, False), (4, True), (12, True)):
         assert nodes_noted(between_nodes(size, row)) == (size, row)

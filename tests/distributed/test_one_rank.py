@@ -176,10 +176,10 @@ def test_what_cannot_be_is_said() -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"seed": "a"}, "seed is a number of any size, not 'a'"),
-        ({"least": -1}, "least is a number of values, not '-1'"),
-        ({"check_every": 1.5}, "check_every is a number of steps, not '1.5'"),
-        ({"check_every": -1}, "check_every is a number of steps, not '-1'"),
+        ({"seed": "a"}, "seed is a whole number, not 'a'"),
+        ({"least": -1}, "least is a number of values, not -1"),
+        ({"check_every": 1.5}, "check_every is a number of steps, not 1.5"),
+        ({"check_every": -1}, "check_every is a number of steps, not -1"),
     ],
 )
 def test_numbers_that_compress_cannot_take_are_refused(group: None, how: dict[str, Any], what: str) -> None:
