@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +23,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx import Plan, Profile
+from qsync_fx import Plan
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device
+from qsync_fx.profiling.profile import PROFILE
 from qsync_fx.profiling.runs import faster_half
 from qsync_fx.timeline.coding import rates
 from qsync_fx.timeline.known import known_devices
@@ -37,6 +35,7 @@ from qsync_fx.timeline.paying import NONE, best, paying
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.communication.ranks import found_by
 from benchmarks.predictor.ddp_accuracy import Called, timed
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
 from benchmarks.support.harness import Row, arguments, finish, selected
@@ -48,7 +47,7 @@ FORMAT = "fp32"
 
 def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        rank(int(sys.argv[2]), json.loads(sys.argv[3]))
+        rank(json.loads(sys.argv[2]))
         return
     options = arguments(
         __doc__,
@@ -57,38 +56,31 @@ def main() -> None:
     )
     rows: list[Row] = []
     for name in selected(options, QUICK if options.quick else CASES):
-        with tempfile.TemporaryDirectory() as folder:
-            job = {"case": name, "quick": options.quick, "rounds": 2 if options.quick else options.rounds}
-            told = json.dumps({**job, "folder": folder})
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            running = [
-                subprocess.Popen([sys.executable, __file__, "--rank", str(own), told], env=environment)
-                for own in range(RANKS)
-            ]
-            if any(process.wait() for process in running):
-                raise SystemExit(f"{name}: a rank failed")
-            rows += judged(name, Path(folder))
+        job = {"case": name, "quick": options.quick, "rounds": 2 if options.quick else options.rounds}
+        rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
     finish(options, rows, cases=True)
 
 
-def rank(own: int, job: dict[str, Any]) -> None:
-    """What each process does: measures, trains in all ways in turns, and writes what it saw."""
+def rank(job: dict[str, Any]) -> None:
+    """What each process does: measures, trains in all ways in turns, and tells the first one what it saw."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    folder = Path(job["folder"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=own, world_size=RANKS)
+    dist.init_process_group("gloo")
     case = (QUICK if job["quick"] else CASES)[job["case"]]()
     model = Called(case.model)
     profile = qsync_fx.measure(
         model, case.step, [case.batch], [FORMAT], optimizer=case.optimizer, sensitivity=None, progress=False
     )
-    profile.save(folder / f"profile-{own}.json")
     steps = {way: training(case, way) for way in (NONE, *CODECS)}
-    turns = {way: [] for way in steps}  # type: dict[str, list[float]]
+    turns: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(job["rounds"]):
         for way, step in steps.items():
             turns[way].append(timed(step))
-    (folder / f"rank-{own}.json").write_text(json.dumps(turns))
+    first = dist.get_rank() == 0
+    found: list[Any] = [None] * RANKS
+    dist.gather_object({"profile": profile.to_json(), "turns": turns}, found if first else None)
+    if first:
+        Path(job["path"]).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,16 +105,16 @@ def training(case: Case, way: str) -> Callable[[], None]:
     return step
 
 
-def judged(name: str, folder: Path) -> list[Row]:
+def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Returns what was foreseen of each way and what it took."""
-    profiles = {f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True) for own in range(RANKS)}
+    profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
     fleet, known = known_devices(profiles, Cluster({one: Device() for one in profiles}))
     plan = Plan.uniform(FORMAT)
     schedules = {one: CostMapper(found.graph, found.times(), plan).schedule() for one, found in profiles.items()}
     without, found = paying(schedules, fleet, CODECS, rates(fleet, known))
-    seen = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
-    took = {way: seconds(seen, way) for way in seen[0]}
-    halves = [{way: seconds(seen, way, first) for way in took} for first in (0, 1)]
+    turns = [one["turns"] for one in seen]
+    took = {way: seconds(turns, way) for way in turns[0]}
+    halves = [{way: seconds(turns, way, first) for way in took} for first in (0, 1)]
     floor = statistics.median(abs(halves[0][way] / halves[1][way] - 1) for way in took)
     chosen, quickest = best(without, found).codec, min(took, key=lambda way: took[way])
     rows: list[Row] = [
