@@ -20,6 +20,7 @@ ELSEWHERE = {
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
+    "indicator_scatter": "draws what sensitivity has written: tests/predictor/sensitivity/test_how_well.py",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
 }
@@ -35,6 +36,7 @@ MORE_OF_A_KIND = {
     "fig6": "fleets",
     "gradient_codecs": "cpu_kernels",
     "hierarchical_links": "compressed_links",
+    "loopback": "compressed_links",
     "quantize": "cpu_kernels",
     "slow_links": "compressed_links",
     "table3": "replay_accuracy",

@@ -39,7 +39,8 @@ def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp
             continue
         if name != "aqgb":  # which levels it has chosen depends on the machine
             assert (found["weights"] == first["plain"]) == (name in ("fp32", "aqgb32") and world == 2)
-        assert found["checks"] == 3
+        # AQGB's first step goes in FP32: its second one is looked at, too.
+        assert found["checks"] == 3 + (name == "aqgb")
         assert found["buckets"] > 6
         heads = 36 * found["buckets"] * (world - 1) * (1 if world == 2 and name != "aqgb" else 2)
         small = 40 * 6 * 9 * world if name.startswith(("1bit", "qsgd", "aqgb")) else 0

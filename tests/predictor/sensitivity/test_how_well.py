@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -43,3 +46,18 @@ def test_the_page_tells_how_well_methods_do_as_the_benchmark_found_it() -> None:
         page.write_text(text[: told.start()] + "\n".join(lines[1:]) + "\n" + text[told.end() :])
     else:
         assert told[0].splitlines() == lines[1:]
+
+
+def test_the_picture_is_that_of_what_the_benchmark_found(tmp_path: Path) -> None:
+    drawn = tmp_path / "indicators.svg"
+    script, rows = (
+        ROOT / "benchmarks" / "predictor" / "indicator_scatter.py",
+        ROOT / "benchmarks" / "results" / "sensitivity.json",
+    )
+    command = [sys.executable, str(script), "--json", str(rows), "--picture", str(drawn)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert drawn.read_text() == (ROOT / "docs" / "indicators.svg").read_text()
+    points = ElementTree.fromstring(drawn.read_text()).findall(".//{http://www.w3.org/2000/svg}circle")
+    assert len(points) <= 3 * sum(row["operators"] for row in ROWS) and len(points) > 2 * sum(
+        row["operators"] for row in ROWS
+    )
