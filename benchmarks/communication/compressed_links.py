@@ -23,7 +23,7 @@ from qsync_fx.communication.speeds.reduction_speed import HALF, PLAIN, Reduction
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by
+from benchmarks.communication.ranks import found_by, told
 from benchmarks.support.harness import Row, arguments, finish
 
 SIZE = 26e6
@@ -37,8 +37,8 @@ TORCH = {PLAIN: 4, HALF: 2}
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        rank(json.loads(sys.argv[2]))
+    if (job := told()) is not None:
+        rank(job)
         return
     options = arguments(
         __doc__,

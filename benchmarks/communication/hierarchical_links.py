@@ -32,7 +32,7 @@ from qsync_fx.predictor.schedule import Parameter
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by
+from benchmarks.communication.ranks import found_by, told
 from benchmarks.support.harness import Row, arguments, finish
 
 RATES = ("1gbit", "100mbit")
@@ -42,8 +42,8 @@ CODECS = ("qsgd8", "qsgd4", "1bit*", "fp16")
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        rank(json.loads(sys.argv[2]))
+    if (job := told()) is not None:
+        rank(job)
         return
     options = arguments(__doc__, repeats={"type": int, "default": 15, "help": "turns (%(default)s)"})
     torch.set_num_threads(1)

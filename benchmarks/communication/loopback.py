@@ -10,11 +10,11 @@ Two ranks take two cores for themselves: what else runs falls on the numbers.
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from qsync_fx.timeline.paying import NONE, best, paying
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.communication.ranks import found_by
-from benchmarks.predictor.ddp_accuracy import Called, timed
+from benchmarks.communication.ranks import found_by, told
+from benchmarks.predictor.ddp_accuracy import Called, timed, training as planned
 from benchmarks.predictor.replay_accuracy import CASES, QUICK, Case
 from benchmarks.support.harness import Row, arguments, finish, selected
 
@@ -46,8 +46,8 @@ FORMAT = "fp32"
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        rank(json.loads(sys.argv[2]))
+    if (job := told()) is not None:
+        rank(job)
         return
     options = arguments(
         __doc__,
@@ -67,9 +67,9 @@ def rank(job: dict[str, Any]) -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     case = (QUICK if job["quick"] else CASES)[job["case"]]()
-    model = Called(case.model)
+    case = replace(case, model=Called(case.model))
     profile = qsync_fx.measure(
-        model, case.step, [case.batch], [FORMAT], optimizer=case.optimizer, sensitivity=None, progress=False
+        case.model, case.step, [case.batch], [FORMAT], optimizer=case.optimizer, sensitivity=None, progress=False
     )
     steps = {way: training(case, way) for way in (NONE, *CODECS)}
     turns: dict[str, list[float]] = {way: [] for way in steps}
@@ -86,23 +86,13 @@ def rank(job: dict[str, Any]) -> None:
 
 
 def training(case: Case, way: str) -> Callable[[], None]:
-    """Returns a step of a copy of the model whose gradients go in a codec, run until DDP has built its buckets anew."""
-    model = Called(copy.deepcopy(case.model))
-    parallel = DistributedDataParallel(model)
-    defaults = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
-    optimizer = type(case.optimizer)(parallel.parameters(), **defaults)
-    compiled = torch.compile(parallel, backend="qsync", options={"plan": Plan.uniform(FORMAT)}, dynamic=False)  # type: ignore[dict-item]
-    if way != NONE:
-        qsync_fx.distributed.compress(parallel, way, check_every=0)
+    """Returns a step of a copy of the model whose gradients go in a codec."""
 
-    def step() -> None:
-        case.step(compiled, case.batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+    def sends(wrapped: DistributedDataParallel) -> None:
+        if way != NONE:
+            qsync_fx.distributed.compress(wrapped, way, check_every=0)
 
-    for _ in range(3):
-        step()
-    return step
+    return planned(case, Plan.uniform(FORMAT), bucket_mib=None, sends=sends)
 
 
 def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -27,7 +27,7 @@ from qsync_fx.files import write_text
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.communication import links
-from benchmarks.communication.ranks import found_by
+from benchmarks.communication.ranks import found_by, told
 from benchmarks.paper.support.curves import picture
 from benchmarks.paper.support.experiment import OPTIONS
 from benchmarks.paper.support.images import QUICK, Images, Size, evaluated
@@ -44,8 +44,8 @@ SHORT = 0.005
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        rank(json.loads(sys.argv[2]))
+    if (job := told()) is not None:
+        rank(job)
         return
     options = arguments(
         __doc__,

@@ -165,10 +165,24 @@ def sending() -> float:
     return statistics.median(found)
 
 
-def training(case: Case, plan: Plan, parallel: bool = True) -> Callable[[], None]:
-    """Returns a step of a copy of the model under a plan, compiled and run until DDP, if it is parallel, has built its buckets anew."""
+def training(
+    case: Case,
+    plan: Plan,
+    parallel: bool = True,
+    bucket_mib: float | None = BUCKET_MIB,
+    sends: Callable[[DistributedDataParallel], object] = lambda wrapped: None,
+) -> Callable[[], None]:
+    """Returns a step of a copy of the model under a plan, compiled and run until DDP, if it is parallel, has built its buckets anew.
+
+    Args:
+        bucket_mib: of DDP's buckets; its own where None.
+        sends: says how gradients are sent, where not as DDP does.
+    """
     model = copy.deepcopy(case.model)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB) if parallel else model
+    wrapped: nn.Module = model
+    if parallel:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
+        sends(wrapped)
     kind = type(case.optimizer)
     keywords = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
     optimizer = kind(model.parameters(), **keywords)

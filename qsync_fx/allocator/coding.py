@@ -69,15 +69,11 @@ class Options:
 
     def travel(self, codecs: Codecs) -> list[float]:
         """Returns the seconds of each bucket under a choice."""
-        if codecs == self.plain:
-            return list(self.alone)
-        return [by[codec] for by, codec in zip(self.seconds, codecs, strict=True)]
+        return self._under(codecs, self.alone, self.seconds)
 
     def computed_later(self, codecs: Codecs) -> list[float]:
         """Returns the seconds that devices compute later for each bucket under a choice."""
-        if codecs == self.plain:
-            return list(self.alone_beside)
-        return [by[codec] for by, codec in zip(self.beside, codecs, strict=True)]
+        return self._under(codecs, self.alone_beside, self.beside)
 
     def added(self, codecs: Codecs) -> float:
         """Returns what a choice adds to the variance of the mean gradient."""
@@ -88,6 +84,12 @@ class Options:
         if codecs == self.plain:
             return None
         return [by[codec] for by, codec in zip(self.coded, codecs, strict=True)]
+
+    def _under(self, codecs: Codecs, alone: Sequence[float], coded: Sequence[Mapping[str, float]]) -> list[float]:
+        """Returns what each bucket has under a choice, of what it has alone and in each codec."""
+        if codecs == self.plain:
+            return list(alone)
+        return [by[codec] for by, codec in zip(coded, codecs, strict=True)]
 
     def by_parameter(self, codecs: Codecs) -> dict[str, str]:
         """Returns a choice as plans hold it: the codec of each parameter that is coded."""

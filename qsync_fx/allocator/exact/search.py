@@ -165,13 +165,14 @@ class Search(Learned):
 
     def _exclude(self, excess: Mapping[str, float]) -> bool:
         """Rules out the judge's plans of classes that hold too much under them; returns whether there are any."""
-        without = dict(self._asked.without)
-        for name in self._certain:
-            plan = self.judge.plans[name]
-            if f"memory {name}" in excess and plan not in without.get(name, ()):
-                without[name] = [*without.get(name, ()), plan]
-        new, self._asked = without != self._asked.without, replace(self._asked, without=without)
-        return new
+        before, plans = self._asked.without, self.judge.plans
+        new = {
+            name: [*before.get(name, ()), plans[name]]
+            for name in self._certain
+            if f"memory {name}" in excess and plans[name] not in before.get(name, ())
+        }
+        self._asked = replace(self._asked, without={**before, **new})
+        return bool(new)
 
     def lean(self, rounds: int) -> bool:
         """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.

@@ -242,7 +242,14 @@ class Judge:
         if self._timeline is None:
             peaks = {name: memory.expected_bytes for name, memory in self._memories.items()}
             how = self.options.compression(self.codecs)
-            fleet = played(self.schedules(), self.problem.cluster, how, indices=self.buckets, transfer=self.transfer)
+            fleet = played(
+                self.schedules(),
+                self.problem.cluster,
+                how,
+                indices=self.buckets,
+                transfer=self.transfer,
+                later=self.computed_later,
+            )
             self._timeline = Timeline(fleet, peaks)
         return self._timeline
 

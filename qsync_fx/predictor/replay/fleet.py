@@ -107,6 +107,7 @@ def played(
     *,
     indices: Sequence[Sequence[int]] | None = None,
     transfer: Sequence[float] | None = None,
+    later: Sequence[float] | None = None,
 ) -> Played:
     """Returns a steady step of a fleet.
 
@@ -116,6 +117,7 @@ def played(
         compression: for each bucket what is done to it; that of the cluster for all where None.
         indices: parameters of each bucket; those that DDP takes where None.
         transfer: seconds that each bucket travels, coding included; `travel` where None.
+        later: seconds that each device computes later for each bucket; `beside_computing` where None.
 
     Raises:
         ProfileError: schedules of different models, of classes that the cluster has not, or none for one that it has.
@@ -132,7 +134,7 @@ def played(
         raise ProfileError(what, where="compression", do="give one for each bucket, or None")
     buckets = tuple(_bucket(parameters, which, one) for which, one in zip(indices, how, strict=True))
     taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    beside = _entries(dict(enumerate(beside_computing(cluster, buckets, taken))))
+    beside = _entries(dict(enumerate(beside_computing(cluster, buckets, taken) if later is None else later)))
     devices = {
         name: local(
             schedules[name],
@@ -153,18 +155,24 @@ def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
         taken[plain] = cluster.all_reduce.seconds([buckets[at].travelling for at in plain], cluster.ranks)
-    for at, bucket in enumerate(buckets):
-        if bucket.coded is not None:
-            taken[at] = bucket.coded.with_travel(*_links(cluster, bucket, bucket.coded))
+    for at, seconds in _links(cluster, buckets).items():
+        how = buckets[at].coded
+        assert how is not None, "only what is coded is in it"
+        taken[at] = how.with_travel(*seconds)
     return taken
 
 
-def _links(cluster: Cluster, bucket: Bucket, how: Coded) -> tuple[float, float]:
-    """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these."""
-    levels = cluster.exchange
-    (within,) = levels.inside.seconds([how.inside], levels.size)
-    (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
-    return float(between), float(within)
+def _links(cluster: Cluster, buckets: Sequence[Bucket]) -> dict[int, tuple[float, float]]:
+    """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these, of each that is coded."""
+    coded = [(at, bucket, bucket.coded) for at, bucket in enumerate(buckets) if bucket.coded is not None]
+    if not coded:
+        return {}
+    levels, found = cluster.exchange, {}
+    for at, bucket, how in coded:
+        (within,) = levels.inside.seconds([how.inside], levels.size)
+        (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
+        found[at] = float(between), float(within)
+    return found
 
 
 def sent(cluster: Cluster, bucket: Bucket) -> tuple[float, float]:
@@ -220,13 +228,10 @@ def beside_computing(cluster: Cluster, buckets: Sequence[Bucket], taken: Sequenc
     # Seconds of coding are those of the slowest devices, and each is slowed down again as a device.
     coding /= max(device.slowdown for device in cluster.devices.values())
 
-    def later(bucket: Bucket, seconds: float) -> float:
-        how = bucket.coded
-        if how is None:
-            return network.busy * seconds
-        return network.busy * sum(_links(cluster, bucket, how)) + coding * how.coding
-
-    return [later(bucket, float(seconds)) for bucket, seconds in zip(buckets, taken, strict=True)]
+    links = _links(cluster, buckets)
+    travelling = [sum(links[at]) if at in links else float(seconds) for at, seconds in enumerate(taken)]
+    coded = [0.0 if bucket.coded is None else bucket.coded.coding for bucket in buckets]
+    return [network.busy * sent + coding * own for sent, own in zip(travelling, coded, strict=True)]
 
 
 def _copied(device: Device, nbytes: int) -> float:

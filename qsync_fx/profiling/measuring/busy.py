@@ -59,9 +59,7 @@ def busy(table: Sequence[tuple[int, float]]) -> float:
         distributed.barrier()
         beside = _computed(every * len(messages), messages)
         found.append((beside - alone) / travel)
-    mean = torch.tensor(statistics.median(found))
-    distributed.all_reduce(mean)
-    return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))
+    return _agreed(found)
 
 
 def coding() -> float:
@@ -93,6 +91,11 @@ def coding() -> float:
         beside = _computed(turns)
         other.join()
         found.append((beside - alone) / coded)
+    return _agreed(found)
+
+
+def _agreed(found: Sequence[float]) -> float:
+    """Returns the mean over all ranks of the medians that they found, between 0 and 1."""
     mean = torch.tensor(statistics.median(found))
     distributed.all_reduce(mean)
     return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))
