@@ -216,7 +216,10 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
     if chosen is without:
         limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
-        told = f"\nDo not compress: no codec makes a step shorter. Without one {hidden}; {limit_said}."
+        quickest = min(found, key=lambda one: one.seconds)
+        won = 1 - quickest.seconds / without.seconds
+        why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
+        told = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
     else:
         won = 1 - chosen.seconds / without.seconds
         told = (

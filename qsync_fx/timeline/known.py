@@ -22,6 +22,7 @@ from qsync_fx.predictor.reckoned.times import ADAMW, DeviceTimes, explained_for,
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.predictor.times import Times
+from qsync_fx.timeline.batches import tell_of_other_batches
 
 
 class Profiled(Protocol):
@@ -65,6 +66,7 @@ def known_devices(
     profiles = for_all(profiles, fleet)
     profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
     fleet.check_names(profiles, "profiles")
+    tell_of_other_batches(fleet, {name: graph_of(name, one) for name, one in profiles.items()})
     return _copying(_linked(fleet, profiles), profiles), profiles
 
 

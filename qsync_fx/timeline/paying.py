@@ -23,8 +23,8 @@ _LOWEST: Final = 1e4
 _HIGHEST: Final = 1e13
 """Bytes a second between which it is looked where a codec stops to pay."""
 _TURNS: Final = 60
-_SAME: Final = 1e-6
-"""By how much, of a step, rounding may make one shorter than another that is as long."""
+WORTH: Final = 0.02
+"""By how much of a step a codec has to make it shorter for it to pay: about what steps are foreseen to."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Paying:
         coding: seconds that a rank codes and decodes in a step.
         communicating: seconds that the stream of communication is at work, coding included.
         waiting: of these, what a device waits for.
-        until: bytes a second of a link from which on a step takes no less than without; 0 where it never pays, None where it always does.
+        until: bytes a second of a link from which on a codec no longer pays; 0 where it never does, None where it always does.
         inside: bytes that a rank sends inside its node, where several share one.
     """
 
@@ -74,8 +74,13 @@ def paying(
 
 
 def best(without: Paying, found: Sequence[Paying]) -> Paying:
-    """Returns what takes the least seconds; without codecs where none is quicker."""
-    return min((without, *found), key=lambda one: one.seconds)
+    """Returns what takes the least seconds; without codecs where none makes a step shorter by what is `WORTH` it."""
+    chosen = min(found, key=lambda one: one.seconds, default=without)
+    return chosen if _pays(chosen.seconds, without.seconds) else without
+
+
+def _pays(seconds: float, without: float) -> bool:
+    return seconds < without * (1 - WORTH)
 
 
 def _paying(codec: str, step: Played) -> Paying:
@@ -98,7 +103,7 @@ def _until(schedules: Mapping[str, Schedule], fleet: Cluster, how: Sequence[Code
     def wins(bandwidth: float) -> bool:
         there = _at(fleet, bandwidth)
         with_it, without = (played(schedules, there, one).step.seconds for one in (how, None))
-        return float(with_it) < float(without) * (1 - _SAME)
+        return _pays(float(with_it), float(without))
 
     if not wins(_LOWEST):
         return 0.0

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import qsync_fx
-from qsync_fx import Plan, Profile, ProfileError
+from qsync_fx import Cluster, Plan, Profile, ProfileError
 from qsync_fx.devices.machine import this_machine
 from qsync_fx.predictor.memory import MOMENTUM
 from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.predictor.replay.cluster_parts import Device, Network
 from qsync_fx.timeline.known import known_devices
 
 FORMATS = ("fp32", "fp16")
@@ -122,3 +123,15 @@ def test_a_file_of_another_machine_is_not_taken_for_one_of_this(here: Profile, t
 def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Path) -> None:
     t4.save(tmp_path / "t4.json")
     assert qsync_fx.replay(Plan.uniform("fp16"), tmp_path / "t4.json").seconds > 0
+
+
+@pytest.mark.parametrize(("batch", "told"), [(64, False), (32, True), (512, False), (None, False)])
+def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
+    t4: Profile, batch: int | None, told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = Cluster({"slow": Device(count=2, batch=batch)}, Network(bandwidth=1e9))
+    known_devices({"slow": t4}, found)
+    said = [str(one.message) for one in recwarn if "cluster says batch" in str(one.message)]
+    assert bool(said) == told, "512 is a size of it, though not the first: nothing tells which size is the batch"
+    assert all(text.startswith("devices.slow: the cluster says batch = 32, and no tensor of the") for text in said)
+    assert all("first sizes are 64, 512, 1024" in text for text in said)
