@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -60,34 +61,36 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
     assert first.result == second.result
 
 
+@tiers.ALL
 @pytest.mark.parametrize(
-    ("how", "what"),
+    ("how", "what", "world"),
     [
-        pytest.param("plan", "rank 1 has failed: PlanError: the pattern 'nowhere' selects none", marks=tiers.ALL),
-        pytest.param("limit", "rank 1 has failed: PlanError: Dynamo has reached torch._dynamo.config", marks=tiers.ALL),
-        pytest.param("memory", "rank 1 has failed: OutOfMemoryError: out of memory", marks=tiers.ALL),
-        pytest.param("kill", "rank 1 has ended without a word", marks=tiers.ALL),
-        pytest.param("stop", "rank 1 has said nothing for", marks=tiers.ALL),
+        ("plan", "has failed: PlanError: the pattern 'nowhere' selects none", 2),
+        ("limit", "has failed: PlanError: Dynamo has reached torch._dynamo.config", 2),
+        ("memory", "has failed: OutOfMemoryError: out of memory", 2),
+        *(("kill", "has ended without a word", world) for world in (2, 3)),
+        *(("stop", "has said nothing for", world) for world in (2, 3)),
     ],
 )
-def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, tmp_path: Path) -> None:
-    # One that is stopped does not end: nobody waits for it once the other has.
+def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, world: int, tmp_path: Path) -> None:
+    # One that is stopped does not end: nobody waits for it once the others have.
     limit, after = (6, 1) if how == "stop" else (600, 60)
-    first, second = ranks.run("guarded_rank.py", 2, tmp_path, 120, after, name="fails", how=how, limit=limit)
-    assert what in first.log, first.log + second.log
-    if how == "stop":
-        # Gloo cannot be interrupted: a process that does not come back ends itself, once the group's limit has passed.
-        assert first.code == 1
-        assert second.code is None
-    else:
-        assert first.code == 0
-        assert what in first.result["what"]
-        assert first.result["rank"] == 1
-    if how == "kill":
-        assert second.code == -signal.SIGKILL
-    elif how != "stop":
-        assert second.code == 1
-        assert second.result is None
+    *others, odd = ended = ranks.run("guarded_rank.py", world, tmp_path, 120, after, name="fails", how=how, limit=limit)
+    if how != "plan":
+        (trained,) = {line for rank in ended for line in rank.log.splitlines() if line.startswith("trained ")}
+        assert re.fullmatch(r"trained \w+ by [1-9]\d* operators", trained), "all ranks to the last bit, by graphs"
+        assert all(trained in rank.log for rank in ended)
+    for rank in others:
+        assert f"rank {world - 1} {what}" in rank.log, rank.log + odd.log
+        if how == "stop":
+            # Gloo cannot be interrupted: a process that does not come back ends itself, once the group's limit has passed.
+            assert rank.code == 1
+        else:
+            assert rank.code == 0
+            assert f"rank {world - 1} {what}" in rank.result["what"]
+            assert rank.result["rank"] == world - 1
+    assert odd.code == {"kill": -signal.SIGKILL, "stop": None}.get(how, 1)
+    assert odd.result is None
 
 
 @tiers.ALL
@@ -124,8 +127,9 @@ def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path)
 
 
 @tiers.ALL
-def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(tmp_path: Path) -> None:
-    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="patience", limit=5, slow=12)
-    assert [rank.code for rank in ended] == [0, 0], first.log + second.log
-    assert first.result["weights"] == second.result["weights"]
-    assert first.result["compiled"]
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(world: int, tmp_path: Path) -> None:
+    ended = ranks.run("guarded_rank.py", world, tmp_path, name="patience", limit=5, slow=8)
+    assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
+    assert len({rank.result["weights"] for rank in ended}) == 1
+    assert all(rank.result["compiled"] for rank in ended)

@@ -6,6 +6,7 @@ Rank 0 trains in FP32 and the others in low precision, and what comes of each wa
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import ranks
 import torch
 from torch import Tensor, distributed, nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -211,6 +213,7 @@ def outcome(called: Any) -> dict[str, Any]:
         "finite": all(bool(p.isfinite().all()) for p in found),
         "precisions": sorted({str(ran.precision) for ran in applied.operators if ran.kind == "adjustable"}),
         "uncovered": len(applied.uncovered),
+        "graphs": counters["stats"]["unique_graphs"],
     }
 
 
@@ -220,11 +223,15 @@ def main(arguments: list[str]) -> None:
     if job.get("checkpoint"):
         found = checkpointed(world, Path(job["checkpoint"]))
     else:
-        found = {}
-        ways = cases(world)
-        for name in job["cases"] or ways:
+        found, ways = {}, cases(world)
+        for name in job["cases"]:
+            # One that hangs says where, and ends: what came before it stands in the file.
+            faulthandler.dump_traceback_later(job["each"], exit=True)
             torch.compiler.reset()
+            counters.clear()
             found[name] = outcome(ways[name]())
+            ranks.write(folder, rank, found)
+        faulthandler.cancel_dump_traceback_later()
     ranks.write(folder, rank, found)
     with contextlib.suppress(RuntimeError):
         distributed.barrier()
