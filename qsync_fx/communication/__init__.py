@@ -12,6 +12,7 @@
     compression  the hook of DistributedDataParallel; tally, what it has sent
     duo/         the same in few bits at once and in FP32 behind the next step
     sharded      the reduction of FSDP2
+    control      what ranks tell one another beside gradients, whatever backend their process group has
     speeds/      how long all this takes: measured, and foreseen
 
 `qsync_fx.distributed.compress` puts it under a model.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qsync_fx.allocator.asking import Objective, Wishes
 from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
 from qsync_fx.codec import Path
+from qsync_fx.communication.control import CPU
 from qsync_fx.devices import names
 from qsync_fx.distributed.agreeing import statements
 from qsync_fx.distributed.agreeing.meeting import COMPILING, Meeting, several_ranks
@@ -120,7 +121,8 @@ def find_plan(
             meeting.agree("measurements", {}, {}, patient=True)
 
         profile = measure(model, watched, batches, precisions, **{**measuring, **how, "all_reduce": here})
-        links = links_between_nodes(meeting, hierarchical if codecs else False, compiling)
+        device = next((parameter.device for parameter in model.parameters()), CPU)
+        links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
         meeting.put("class", mine)
         meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 from torch import distributed
 
+from qsync_fx.communication.control import CPU, carrying
 from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.meeting import Meeting
 from qsync_fx.errors import OptionError
@@ -86,23 +88,25 @@ def nodes_to_plan_for(meeting: Meeting, hierarchical: bool | int | None, limit: 
     return None if ranks is None else Nodes(tuple(map(tuple, ranks))), uneven
 
 
-def links_between_nodes(meeting: Meeting, hierarchical: bool | int | None, limit: float) -> Links:
+def links_between_nodes(
+    meeting: Meeting, hierarchical: bool | int | None, limit: float, device: torch.device = CPU
+) -> Links:
     """Returns what a plan for the ranks that are up is made for, once these have measured, all at once, what all-reduces take inside nodes
-    and between them; arguments and errors are those of `nodes_to_plan_for`."""
+    and between them, of gradients on a device; other arguments, and errors, are those of `nodes_to_plan_for`."""
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
         return Links(uneven=uneven)
-    return Links(measured(nodes), in_a_row=not isinstance(hierarchical, bool | None))
+    return Links(measured(nodes, device), in_a_row=not isinstance(hierarchical, bool | None))
 
 
-def measured(nodes: Nodes) -> cluster_parts.Nodes:
+def measured(nodes: Nodes, device: torch.device = CPU) -> cluster_parts.Nodes:
     """Returns what all-reduces take inside nodes and between them, the same on all ranks, which call it together."""
     size, count = nodes.size, len(nodes.ranks)
-    inside = all_reduces(nodes.ranks)
-    across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]]) if count > 1 else []
+    inside = all_reduces(nodes.ranks, device)
+    across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device) if count > 1 else []
     return cluster_parts.Nodes(
         size,
-        ring=distributed.get_backend() == "gloo",
+        ring=distributed.get_backend(carrying(device)) == "gloo",
         inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
         across=[(float(size * nbytes), seconds) for nbytes, seconds in across],
         count=count if across else None,

@@ -28,6 +28,7 @@ from qsync_fx.allocator.answer import Answer
 from qsync_fx.allocator.foreseen import Foreseen
 from qsync_fx.communication.assigned import by_plan
 from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.control import control
 from qsync_fx.distributed.adapting.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
 from qsync_fx.distributed.adapting.holding import free_bytes, held_bytes
 from qsync_fx.distributed.adapting.links import Links
@@ -124,7 +125,8 @@ class Replanner:
         self._foreseen = {name: Foreseen.noted(plan.notes) for name, plan in how.found.classes.items()}
         self._caps = {name: foreseen.memory for name, foreseen in self._foreseen.items()}
         self._slowdowns = dict.fromkeys(self._foreseen, 1.0)
-        self._links, self._all_reduces = Links(how.found.notes, self._hysteresis), list[tuple[int, float]]()
+        self._links = Links(how.found.notes, self._hysteresis, self._device)
+        self._all_reduces = list[tuple[int, float]]()
         self._planned: dict[str, float] = {}
         self._steps, self._seen = 0, Seen(resting=how.patience)
         self._held: int | None = None
@@ -165,9 +167,9 @@ class Replanner:
     def _exchanged(self, mine: Stated) -> list[Stated]:
         """Returns what all ranks state."""
         numbers = [math.nan if value is None else float(value) for value in vars(mine).values()]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        own = torch.tensor(numbers, dtype=torch.float64)
         everyones = [torch.empty_like(own) for _ in range(self._meeting.world)]
-        distributed.all_gather(everyones, own)
+        distributed.all_gather(everyones, own, group=control())
         return [_stated(one.tolist()) for one in everyones]
 
     def _replan(self, found: Drift, everyones: list[Stated]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from qsync_fx.communication.control import control
 from qsync_fx.errors import RankError
 from qsync_fx.module_tree import unwrapped
 
@@ -32,11 +33,10 @@ def check_replicas(model: nn.Module) -> None:
     found = digests(model)
     if not found:
         return
-    device = next(p.device for p in model.parameters() if not isinstance(p, DTensor))
-    least = torch.tensor(list(found.values()), dtype=torch.int64, device=device)
+    least = torch.tensor(list(found.values()), dtype=torch.int64)
     most = least.clone()
-    distributed.all_reduce(least, distributed.ReduceOp.MIN)
-    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    distributed.all_reduce(least, distributed.ReduceOp.MIN, group=control())
+    distributed.all_reduce(most, distributed.ReduceOp.MAX, group=control())
     unequal = [name for name, differs in zip(found, (least != most).tolist(), strict=True) if differs]
     if unequal:
         raise _differ(unequal, [found[name] for name in unequal])
@@ -44,7 +44,7 @@ def check_replicas(model: nn.Module) -> None:
 
 def _differ(names: list[str], mine: list[int]) -> RankError:
     everyones: list[list[int]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(everyones, mine)
+    distributed.all_gather_object(everyones, mine, group=control())
     usual = list(Counter(map(tuple, everyones)).most_common(1)[0][0])
     others = [rank for rank, values in enumerate(everyones) if values != usual]
     differing = [

@@ -64,7 +64,7 @@ def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
 
 def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
-    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats: next(taken))
+    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: next(taken))
     ours = Links(Probe(2**20, 0.1).notes(), HOW)
     assert [ours.look() for _ in range(4)] == [None, None, None, pytest.approx(4.0)]
     ours.decided(4.0)
@@ -74,7 +74,7 @@ def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(monkeypatch: 
     assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
     ours.decided(20.0)
     assert ours.probe == Probe(2**16, pytest.approx(0.5)), "8 s in place of 0.4 would hold training up"
-    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats: nbytes / 2**17)
+    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**17)
     assert ours.table() == [(2**power, 2.0 ** (power - 17)) for power in (10, 12, 14, 16)]
     assert Links({}, HOW).look() is None
 

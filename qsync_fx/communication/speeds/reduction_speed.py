@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from qsync_fx.communication.assigned import to_all
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.control import CPU, carrying, meet, slowest
 from qsync_fx.communication.hierarchy import Nodes
 
 PLAIN: Final = "torch fp32"
@@ -77,7 +78,7 @@ def reductions(
     codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: Nodes | None = None
 ) -> list[Reduction]:
     """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
+    rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
     bucket = _Whole(parameter, torch.empty_like(source))
@@ -97,9 +98,9 @@ def reductions(
 
     def seconds(way: str) -> float:
         bucket.values.copy_(source)
-        distributed.barrier()
+        meet()
         begin = time.perf_counter()
-        reduced = hooks[way](None, bucket)
+        reduced = hooks[way](plain, bucket)
         if way in handles:
             handles[way].wait()
         reduced.wait()
@@ -115,9 +116,9 @@ def reductions(
         shift = turn % len(ways)
         found = {way: seconds(way) for way in ways[shift:] + ways[:shift]}
         turns.append([found[way] for way in ways])
-    slowest = torch.tensor(turns, dtype=torch.float64)
-    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-    times = dict(zip(ways, slowest.t().tolist(), strict=True))
+    # Of every way's turns the slowest rank's, all of them at once.
+    told = slowest([taken for turn in turns for taken in turn])
+    times = {way: told[at :: len(ways)] for at, way in enumerate(ways)}
 
     made = []
     for way in ways:

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
+from qsync_fx.communication.control import CPU
 from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.profiling.measuring.collectives import all_reduce_seconds
@@ -66,13 +69,14 @@ class Links:
 
     Args:
         notes: of the plan in force.
+        device: where gradients lie.
 
     Attributes:
         probe: what is foreseen; None where nothing is known.
     """
 
-    def __init__(self, notes: Mapping[str, str], how: Hysteresis) -> None:
-        self._how = how
+    def __init__(self, notes: Mapping[str, str], how: Hysteresis, device: torch.device = CPU) -> None:
+        self._how, self._device = how, device
         self._resting, self._ratios = 0, list[float]()
         self.probe = Probe.noted(notes)
 
@@ -83,7 +87,7 @@ class Links:
         if self._resting > 0:
             self._resting -= self._how.patience
             return None
-        seconds = all_reduce_seconds(self.probe.nbytes, _REPEATS)
+        seconds = all_reduce_seconds(self.probe.nbytes, _REPEATS, self._device)
         self._ratios = [*self._ratios, seconds / self.probe.seconds][-_IN_A_ROW:]
         return link_drift(self._ratios, self._how) if len(self._ratios) == _IN_A_ROW else None
 
@@ -99,4 +103,6 @@ class Links:
     def table(self) -> list[tuple[int, float]]:
         """Measures, on all ranks at once, how long all-reduces take, up to the size that is looked at."""
         largest = 0 if self.probe is None else self.probe.nbytes
-        return [(size, all_reduce_seconds(size, _REPEATS)) for size in (_SMALLEST, *_SIZES) if size <= largest]
+        return [
+            (size, all_reduce_seconds(size, _REPEATS, self._device)) for size in (_SMALLEST, *_SIZES) if size <= largest
+        ]

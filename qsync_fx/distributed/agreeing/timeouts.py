@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch.distributed import distributed_c10d
 
+from qsync_fx.communication.control import limit_of
+
 _PATIENCE: Final = 1800.0
 
 
@@ -50,8 +52,8 @@ def _backends(every: bool = False) -> list[Any]:
 
 
 def _limit(backend: Any) -> float | None:
-    limit = getattr(getattr(backend, "options", None), "_timeout", None)
-    return limit.total_seconds() if isinstance(limit, timedelta) else None
+    limit = limit_of(backend)
+    return None if limit is None else limit.total_seconds()
 
 
 def patience() -> float:

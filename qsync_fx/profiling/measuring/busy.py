@@ -17,6 +17,8 @@ from torch import distributed
 
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.control import CPU, carrying, mean, meet
+from qsync_fx.profiling.measuring.collectives import finish
 
 _TRAVEL: Final = 0.02
 """Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""
@@ -37,7 +39,7 @@ _SIZE: Final = 256
 """Of the products that a rank computes: they lie in a core's cache, so that cores are what is shared."""
 
 
-def busy(table: Sequence[tuple[int, float]]) -> float:
+def busy(table: Sequence[tuple[int, float]], device: torch.device = CPU) -> float:
     """Returns what of the seconds that all-reduces travel a rank computes later, between 0 and 1; the same on all ranks, which call it
     together.
 
@@ -46,18 +48,19 @@ def busy(table: Sequence[tuple[int, float]]) -> float:
 
     Args:
         table: bytes and seconds of all-reduces between the ranks, the same on all of them.
+        device: what computes, and where messages lie.
     """
     short = [one for one in table if one[0] <= _LARGEST and one[1] <= _LONGEST]
     nbytes, seconds = max(short, default=min(table))
-    messages = [torch.zeros(max(1, nbytes // 4)) for _ in range(math.ceil(_TRAVEL / seconds))]
+    messages = [torch.zeros(max(1, nbytes // 4), device=device) for _ in range(math.ceil(_TRAVEL / seconds))]
     travel = len(messages) * seconds
-    every = max(1, round(_BESIDE * seconds * _WARM / _computed(_WARM)))
+    every = max(1, round(_BESIDE * seconds * _WARM / _computed(_WARM, device)))
     found = []
     for _ in range(_REPEATS):
-        distributed.barrier()
-        alone = _computed(every * len(messages))
-        distributed.barrier()
-        beside = _computed(every * len(messages), messages)
+        meet()
+        alone = _computed(every * len(messages), device)
+        meet()
+        beside = _computed(every * len(messages), device, messages)
         found.append((beside - alone) / travel)
     return _agreed(found)
 
@@ -83,9 +86,9 @@ def coding() -> float:
     many = max(1, round(_TRAVEL / each))
     found = []
     for _ in range(_REPEATS // 2):
-        distributed.barrier()
+        meet()
         coded, alone = write(many), _computed(turns)
-        distributed.barrier()
+        meet()
         other = threading.Thread(target=write, args=(many,))
         other.start()
         beside = _computed(turns)
@@ -96,21 +99,21 @@ def coding() -> float:
 
 def _agreed(found: Sequence[float]) -> float:
     """Returns the mean over all ranks of the medians that they found, between 0 and 1."""
-    mean = torch.tensor(statistics.median(found))
-    distributed.all_reduce(mean)
-    return min(1.0, max(0.0, float(mean) / distributed.get_world_size()))
+    return min(1.0, max(0.0, mean(statistics.median(found))))
 
 
-def _computed(turns: int, messages: Sequence[torch.Tensor] = ()) -> float:
+def _computed(turns: int, device: torch.device = CPU, messages: Sequence[torch.Tensor] = ()) -> float:
     """Returns the seconds of so many products, a multiple of the number of messages, which are handed over evenly among them."""
-    values, out = torch.ones(_SIZE, _SIZE), torch.empty(_SIZE, _SIZE)
+    values, out = torch.ones(_SIZE, _SIZE, device=device), torch.empty(_SIZE, _SIZE, device=device)
+    group = carrying(device) if messages else None
     every = turns // max(1, len(messages))
     works = []
     begin = time.perf_counter()
     for turn in range(turns):
         if messages and turn % every == 0:
-            works.append(distributed.all_reduce(messages[turn // every], async_op=True))
+            works.append(distributed.all_reduce(messages[turn // every], group=group, async_op=True))
         torch.mm(values, values, out=out)
+    finish(device)
     taken = time.perf_counter() - begin
     for work in works:
         if work is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
+from qsync_fx.communication.control import CPU, carrying, meet, slowest
 from qsync_fx.profiling.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
@@ -24,12 +26,13 @@ _LATE = 0.005
 """Seconds that one rank comes later than the others."""
 
 
-def collectives() -> list[Collective]:
-    """Measures all-reduces of FP32 values on all ranks at once; nothing where torch.distributed is not up, or there is one rank."""
+def collectives(device: torch.device = CPU) -> list[Collective]:
+    """Measures all-reduces of FP32 values on a device, on all ranks at once; nothing where torch.distributed is not up, or there is one
+    rank."""
     if (count := ranks()) == 1:
         return []
-    table = rising([(2**power, _steadily(2**power)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)])
-    return [Collective(str(distributed.get_backend()), count, table)]
+    table = rising([(2**power, _steadily(2**power, device)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)])
+    return [Collective(str(distributed.get_backend(carrying(device))), count, table)]
 
 
 def ranks() -> int:
@@ -37,16 +40,19 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def all_reduces(groups: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """Measures all-reduces between the ranks of each group, all groups at once; called on all ranks, with all of them in groups.
+def all_reduces(groups: Sequence[Sequence[int]], device: torch.device = CPU) -> list[tuple[int, float]]:
+    """Measures all-reduces of what lies on a device between the ranks of each group, all groups at once; called on all ranks, with all of
+    them in groups.
 
     Returns:
         pairs of the bytes that each rank gives and the seconds that the slowest took, the same on all ranks.
     """
-    own, _ = distributed.new_subgroups_by_enumeration([list(group) for group in groups])  # type: ignore[no-untyped-call]
+    backend = None if (whole := carrying(device)) is None else distributed.get_backend(whole)
+    made: Any = distributed.new_subgroups_by_enumeration
+    own, _ = made([list(group) for group in groups], backend=backend)
     try:
         powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
-        return rising([(2**power, all_reduce_seconds(2**power, group=own)) for power in powers])
+        return rising([(2**power, all_reduce_seconds(2**power, device=device, group=own)) for power in powers])
     finally:
         distributed.destroy_process_group(own)
 
@@ -60,20 +66,18 @@ def buffers_seconds(module: nn.Module) -> float:
         by_type.setdefault(buffer.dtype, []).append(buffer.detach())
     if not by_type:
         return 0.0
-    taken = torch.zeros(_MANY)
-    for at in range(_MANY):
-        distributed.barrier()
+    taken = []
+    for _ in range(_MANY):
+        meet()
         begin = time.perf_counter()
         for buffers in by_type.values():
             message = torch.cat([buffer.flatten() for buffer in buffers])
-            distributed.broadcast(message, 0)
+            distributed.broadcast(message, 0, group=carrying(message.device))
             for buffer, sent in zip(buffers, torch.split(message, [one.numel() for one in buffers]), strict=True):
                 torch.empty_like(buffer).copy_(sent.view_as(buffer))
-            if message.is_cuda:
-                torch.cuda.synchronize(message.device)
-        taken[at] = time.perf_counter() - begin
-    distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)
-    return float(taken.median())
+            finish(message.device)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(slowest(taken))
 
 
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -92,7 +96,9 @@ def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(nbytes, seconds) for (nbytes, _), seconds in zip(table, means, strict=True)]
 
 
-def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS, group: ProcessGroup | None = None) -> float:
+def all_reduce_seconds(
+    nbytes: int, repeats: int = _REPEATS, device: torch.device = CPU, group: ProcessGroup | None = None
+) -> float:
     """Returns the median over some repeats of the seconds that an all-reduce takes from when the last rank has come; the same on all ranks,
     which call it together.
 
@@ -100,25 +106,34 @@ def all_reduce_seconds(nbytes: int, repeats: int = _REPEATS, group: ProcessGroup
     longer than the others.
 
     Args:
-        group: between whose ranks, of each rank its own; all ranks for None.
+        device: where the values lie.
+        group: between whose ranks, of each rank its own; all ranks for None, by the group that gradients on the device go over.
     """
-    values = torch.zeros(nbytes // 4)
-    taken = torch.zeros(repeats)
+    group = carrying(device) if group is None else group
+    values = torch.zeros(nbytes // 4, device=device)
+    taken = [0.0] * repeats
     own, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     for at in range(-1, repeats):
-        distributed.barrier()
+        finish(device)
+        meet()
         last = at % ranks == own
         start = time.perf_counter()
         while last and time.perf_counter() < start + _LATE:
             pass
         start = time.perf_counter()
         distributed.all_reduce(values, group=group)
+        finish(device)
         if last and at >= 0:
             taken[at] = time.perf_counter() - start
-    distributed.all_reduce(taken, op=distributed.ReduceOp.MAX)
-    return float(taken.median())
+    return statistics.median(slowest(taken))
 
 
-def _steadily(nbytes: int) -> float:
-    seconds = all_reduce_seconds(nbytes)
-    return all_reduce_seconds(nbytes, _MANY) if seconds < _SHORT else seconds
+def _steadily(nbytes: int, device: torch.device) -> float:
+    seconds = all_reduce_seconds(nbytes, device=device)
+    return all_reduce_seconds(nbytes, _MANY, device) if seconds < _SHORT else seconds
+
+
+def finish(device: torch.device) -> None:
+    """Returns once a device has done what was queued: NCCL's collectives return as they are queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

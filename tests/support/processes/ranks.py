@@ -116,7 +116,8 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
     timeout = datetime.timedelta(seconds=found.get("limit", limit))
     if "debug" in found:  # what torch makes of TORCH_DISTRIBUTED_DEBUG as it is imported, which a fork has behind it
         distributed.set_debug_level(distributed.DebugLevel.__members__[found["debug"]])
-    distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timeout)
+    backend = found.get("backend", "gloo")
+    distributed.init_process_group(backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout)
     return int(rank), int(world), Path(folder), found
 
 
