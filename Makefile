@@ -62,7 +62,7 @@ $(LAYOUT): FORCE
 	@mkdir -p $(@D)
 	@find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort | cmp -s - $@ || find qsync_fx/ passes/ backend/ -name __init__.py | LC_ALL=C sort > $@
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(LAYOUT) $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2>/dev/null; then \
 	  for python in python3.11 python3.12 python3.13 python3 ''; do \
 	    if [ -z "$$python" ]; then echo "setup: qsync_fx needs Python 3.11, 3.12 or 3.13; install one of them" >&2; exit 1; fi; \
@@ -121,7 +121,7 @@ test-torch: ## the tests on another torch, in .venv-torch-VERSION: VERSION=2.14.
 	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_FLAGS) $(TESTS)
 
 # A torch for CUDA takes 6 GB. What pyproject.toml says of torch and Python is passed over, the rest of it holds.
-.venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h)
+.venv-torch-%/.qsync-installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@echo "test-torch: $(@D), torch $(VERSION) on $$($(TORCH_PYTHON) --version)"
 	@[ -x $(@D)/bin/python ] || $(TORCH_PYTHON) -m venv $(@D)
 	@{ grep -v '^torch==' constraints.txt; echo 'torch==$(VERSION)'; } > $(@D)/constraints.txt
@@ -169,7 +169,7 @@ gpu:
 	@$(MAKE) --no-print-directory $(GPU_STAMP)
 
 # A virtual environment made by a Python that is itself in one sees the packages of the system, not those of that one: a .pth adds them.
-$(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h)
+$(GPU_STAMP): pyproject.toml CMakeLists.txt $(wildcard cpp/*.cpp cpp/*.h cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
 	@echo "gpu: virtual environment with the packages of $$($(GPU_PYTHON) --version)"
 	@rm -rf $(GPU_VENV) && $(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV)
 	@$(GPU_PYTHON) -c 'import sysconfig; print(*{sysconfig.get_path(name) for name in ("purelib", "platlib")}, sep="\n")' \

@@ -3,6 +3,7 @@
 #include "parallel.h"
 #include "random.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace qsync {
@@ -13,19 +14,24 @@ std::vector<Path> &available_paths() {
 #ifdef QSYNC_X86
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512vl")) {
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
             if (__builtin_cpu_supports("avx512vnni")) {
-#ifdef QSYNC_AMX
-                if (amx_usable()) found.push_back({"amx", &avx512_kernels, &avx512_codecs, &amx_multiplier, &avx512_optimizers});
+                // Processors differ in whether they have this beside it.
+                const Multiplier<Bfloat16> *bf16 = &avx512_bf16;
+#ifdef QSYNC_AVX512_BF16
+                if (__builtin_cpu_supports("avx512bf16")) bf16 = &avx512_vnni_bf16;
 #endif
-                found.push_back({"avx512_vnni", &avx512_kernels, &avx512_codecs, &avx512_vnni_multiplier, &avx512_optimizers});
+#ifdef QSYNC_AMX
+                if (amx_usable()) found.push_back({"amx", &avx512_kernels, &avx512_codecs, &amx_int8, &amx_bf16, &avx512_optimizers});
+#endif
+                found.push_back({"avx512_vnni", &avx512_kernels, &avx512_codecs, &avx512_vnni_int8, bf16, &avx512_optimizers});
             }
-            found.push_back({"avx512", &avx512_kernels, &avx512_codecs, &avx512_multiplier, &avx512_optimizers});
+            found.push_back({"avx512", &avx512_kernels, &avx512_codecs, &avx512_int8, &avx512_bf16, &avx512_optimizers});
         }
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-            found.push_back({"avx2", &avx2_kernels, &avx2_codecs, &avx2_multiplier, &avx2_optimizers});
+            found.push_back({"avx2", &avx2_kernels, &avx2_codecs, &avx2_int8, &avx2_bf16, &avx2_optimizers});
 #endif
-        found.push_back({"scalar", &scalar_kernels, &scalar_codecs, &scalar_multiplier, &scalar_optimizers});
+        found.push_back({"scalar", &scalar_kernels, &scalar_codecs, &scalar_int8, &scalar_bf16, &scalar_optimizers});
         return found;
     }();
     return paths;
@@ -150,33 +156,65 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
     return true;
 }
 
-// The largest products, whose pairs leave 16 bits; matrices by rows and by columns, with tails of tiles, and a sum in parts.
-bool agree_on(const Multiplier &first, const Multiplier &second) {
-    struct Sizes {
-        std::size_t m, n, k;
-    };
-    for (const Sizes &size : {Sizes{33, 49, 131}, Sizes{2, 3, 6145}}) {
-        std::vector<std::int8_t> a(size.m * size.k), b(size.n * size.k);
-        std::vector<float> scales(size.m), bias(size.n);
-        for (std::size_t i = 0; i < a.size(); ++i) a[i] = static_cast<std::int8_t>(i < 4 * size.k ? -128 : mix(static_cast<std::uint32_t>(i)));
-        for (std::size_t i = 0; i < b.size(); ++i) b[i] = static_cast<std::int8_t>(i % size.n < 2 ? -128 : mix(static_cast<std::uint32_t>(~i)));
-        for (std::size_t i = 0; i < size.m; ++i) scales[i] = 0.01f + static_cast<float>(i) / 3.0f;
-        for (std::size_t i = 0; i < size.n; ++i) bias[i] = static_cast<float>(i) * 777.7f - 9999.0f;
-        for (int layout = 0; layout < 4; ++layout) {
-            const auto vectors = [&](const std::vector<std::int8_t> &of, std::size_t count, bool along) {
-                const auto lies = static_cast<std::ptrdiff_t>(along ? size.k : count);
-                return Vectors{of.data(), count, size.k, along ? lies : 1, along ? 1 : lies};
-            };
-            for (int output = 0; output < OUTPUTS; ++output) {
-                std::vector<std::uint32_t> x(size.m * size.n), y(x);
-                Gemm what{vectors(a, size.m, layout % 2 == 0), vectors(b, size.n, layout / 2 == 0), {scales.data(), true}, {nullptr, false},
-                          bias.data(), static_cast<Output>(output), x.data()};
-                gemm(first, what, 1);
-                what.result = y.data();
-                gemm(second, what, 1);
-                if (x != y) return false;
-            }
+// Whether both compute the same bits of a product: matrices by rows and by columns, with all kinds of outputs.
+template <class T>
+bool agree_on(const Multiplier<T> &first, const Multiplier<T> &second, const std::vector<T> &a, const std::vector<T> &b, std::size_t k) {
+    const std::size_t m = a.size() / k, n = b.size() / k;
+    std::vector<float> scales(m), bias(n);
+    for (std::size_t i = 0; i < m; ++i) scales[i] = 0.01f + static_cast<float>(i) / 3.0f;
+    for (std::size_t i = 0; i < n; ++i) bias[i] = static_cast<float>(i) * 777.7f - 9999.0f;
+    for (int layout = 0; layout < 4; ++layout) {
+        const auto vectors = [&](const std::vector<T> &of, std::size_t count, bool along) {
+            const auto lies = static_cast<std::ptrdiff_t>(along ? k : count);
+            return Vectors<T>{of.data(), count, k, along ? lies : 1, along ? 1 : lies};
+        };
+        for (int output = 0; output < OUTPUTS; ++output) {
+            std::vector<float> x(m * n), y(x);
+            Gemm<T> what{vectors(a, m, layout % 2 == 0), vectors(b, n, layout / 2 == 0), {scales.data(), true}, {nullptr, false},
+                         bias.data(), static_cast<Output>(output), x.data()};
+            gemm(first, what, 1);
+            what.result = y.data();
+            gemm(second, what, 1);
+            const bool floats = output == OUT_FLOAT32 || (output == OUT_SUMS && !std::is_same_v<T, Int8>);
+            if (floats ? !same(x, y) : std::memcmp(x.data(), y.data(), x.size() * sizeof x[0]) != 0) return false;
         }
+    }
+    return true;
+}
+
+// The sizes of products that are tried: with tails of tiles, and a sum in parts.
+struct Sizes {
+    std::size_t m, n, k;
+};
+constexpr Sizes TRIED[] = {{33, 49, 131}, {2, 3, 6145}};
+
+// The largest products, whose pairs leave 16 bits.
+bool agree_on(const Multiplier<Int8> &first, const Multiplier<Int8> &second) {
+    for (const auto &[m, n, k] : TRIED) {
+        std::vector<Int8> a(m * k), b(n * k);
+        for (std::size_t i = 0; i < a.size(); ++i) a[i] = static_cast<Int8>(i < 4 * k ? -128 : mix(static_cast<std::uint32_t>(i)));
+        for (std::size_t i = 0; i < b.size(); ++i) b[i] = static_cast<Int8>(i % n < 2 ? -128 : mix(static_cast<std::uint32_t>(~i)));
+        if (!agree_on(first, second, a, b, k)) return false;
+    }
+    return true;
+}
+
+// Whole numbers, of which no sum leaves 24 bits: those are exact in any order. A NaN among them, and an infinity, must get through.
+bool agree_on(const Multiplier<Bfloat16> &first, const Multiplier<Bfloat16> &second) {
+    for (const auto &[m, n, k] : TRIED) {
+        const auto number = [](std::uint32_t i) {
+            return Bfloat16{static_cast<std::uint16_t>(bits_of(static_cast<float>(static_cast<std::int32_t>(mix(i) % 103) - 51)) >> 16)};
+        };
+        std::vector<Bfloat16> a(m * k), b(n * k);
+        for (std::size_t i = 0; i < a.size(); ++i) a[i] = number(static_cast<std::uint32_t>(i));
+        for (std::size_t i = 0; i < b.size(); ++i) b[i] = number(static_cast<std::uint32_t>(~i));
+        // The first sum is one product, so that a last bit of what is packed is one of the sum.
+        std::fill(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(k), Bfloat16{0});
+        a[0] = b[0] = Bfloat16{0x3F80u};
+        if (!agree_on(first, second, a, b, k)) return false;
+        a[k / 2] = Bfloat16{0x7F80u};
+        b[k / 3] = Bfloat16{0x7FC0u};
+        if (!agree_on(first, second, a, b, k)) return false;
     }
     return true;
 }
@@ -232,7 +270,7 @@ bool agrees_with_scalar(const Path &path) {
         if (!agree_on(*path.kernels, scalar_kernels, size) || !agree_on(*path.codecs, scalar_codecs, size) ||
             !agree_on(*path.optimizers, scalar_optimizers, size))
             return false;
-    return agree_on(*path.multiplier, scalar_multiplier);
+    return agree_on(*path.int8, scalar_int8) && agree_on(*path.bf16, scalar_bf16);
 }
 
 } // namespace qsync

@@ -16,7 +16,8 @@ struct Path {
     std::string name;
     const Kernels *kernels;
     const Codecs *codecs;
-    const Multiplier *multiplier;
+    const Multiplier<Int8> *int8;
+    const Multiplier<Bfloat16> *bf16;
     const Optimizers *optimizers;
 };
 

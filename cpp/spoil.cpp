@@ -14,7 +14,8 @@ struct Spoiled {
     const Path before;
     Kernels kernels;
     Codecs codecs;
-    Multiplier multiplier;
+    Multiplier<Int8> int8;
+    Multiplier<Bfloat16> bf16;
     Optimizers optimizers;
 };
 
@@ -37,14 +38,22 @@ template <int OUT, class... Arguments> void replace(void (*&kernel)(Arguments...
 }
 
 using Absmax = std::uint32_t (*)(const void *, std::size_t);
-using Finish = void (*)(const std::int32_t *, std::size_t, std::size_t, const Target &);
+template <class T> using Finish = void (*)(const Sum<T> *, std::size_t, std::size_t, const Target &);
 
 std::uint32_t wrong_absmax(const void *source, std::size_t n) { return right<Absmax>(source, n) ^ 1; }
 
-void wrong_finish(const std::int32_t *tile, std::size_t rows, std::size_t columns, const Target &target) {
-    right<Finish>(tile, rows, columns, target);
+template <class T> void wrong_finish(const Sum<T> *tile, std::size_t rows, std::size_t columns, const Target &target) {
+    right<Finish<T>>(tile, rows, columns, target);
     flip(target.to);
 }
+
+template <class T> void replace_finish(Multiplier<T> &in) {
+    right<Finish<T>> = in.finish;
+    in.finish = wrong_finish<T>;
+}
+
+// What multiplies INT8, and what multiplies BF16.
+constexpr int OPERANDS = 2;
 
 struct Kind {
     const char *name;
@@ -67,14 +76,10 @@ const Kind KINDS[] = {
     {"onebit_decode", 1, [](Spoiled &in, int) { replace<4>(in.codecs.onebit_decode); }},
     {"truncate_encode", 1, [](Spoiled &in, int) { replace<4>(in.codecs.truncate_encode); }},
     {"truncate_decode", 1, [](Spoiled &in, int) { replace<3>(in.codecs.truncate_decode); }},
-    {"pack_rows", 1, [](Spoiled &in, int) { replace<1>(in.multiplier.pack_rows); }},
-    {"pack_columns", 1, [](Spoiled &in, int) { replace<1>(in.multiplier.pack_columns); }},
-    {"multiply", 1, [](Spoiled &in, int) { replace<4>(in.multiplier.multiply); }},
-    {"finish", 1,
-     [](Spoiled &in, int) {
-         right<Finish> = in.multiplier.finish;
-         in.multiplier.finish = wrong_finish;
-     }},
+    {"pack_rows", OPERANDS, [](Spoiled &in, int i) { i == 0 ? replace<1>(in.int8.pack_rows) : replace<1>(in.bf16.pack_rows); }},
+    {"pack_columns", OPERANDS, [](Spoiled &in, int i) { i == 0 ? replace<1>(in.int8.pack_columns) : replace<1>(in.bf16.pack_columns); }},
+    {"multiply", OPERANDS, [](Spoiled &in, int i) { i == 0 ? replace<4>(in.int8.multiply) : replace<4>(in.bf16.multiply); }},
+    {"finish", OPERANDS, [](Spoiled &in, int i) { i == 0 ? replace_finish(in.int8) : replace_finish(in.bf16); }},
     {"adam", DECAYS * 2 * 2, [](Spoiled &in, int i) { replace<0>(in.optimizers.adam[i / 4][i / 2 % 2][i % 2]); }},
     {"sgd", 2 * MOMENTA * 2, [](Spoiled &in, int i) { replace<0>(in.optimizers.sgd[i / (2 * MOMENTA)][i / 2 % MOMENTA][i % 2]); }},
 };
@@ -96,11 +101,12 @@ void spoil(Path &path, const std::string &name, int which) {
     mend();
     for (const Kind &kind : KINDS) {
         if (kind.name != name || which < 0 || which >= kind.count) continue;
-        spoiled.emplace(Spoiled{path, path, *path.kernels, *path.codecs, *path.multiplier, *path.optimizers});
+        spoiled.emplace(Spoiled{path, path, *path.kernels, *path.codecs, *path.int8, *path.bf16, *path.optimizers});
         kind.spoil(*spoiled, which);
         path.kernels = &spoiled->kernels;
         path.codecs = &spoiled->codecs;
-        path.multiplier = &spoiled->multiplier;
+        path.int8 = &spoiled->int8;
+        path.bf16 = &spoiled->bf16;
         path.optimizers = &spoiled->optimizers;
         return;
     }

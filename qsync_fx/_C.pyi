@@ -1,7 +1,7 @@
 """Native kernels of qsync_fx: pointers and sizes in, nothing of torch's ABI.
 
 Invariant: every path (`available_isas`) gives the same bits, for any number of threads; a random number depends on the seed, the stream
-and the element's index alone.
+and the element's index alone. Sums of products of bfloat16 are the exception: they are as exact on every path, and the same on one path.
 
 Pointers are addresses of contiguous, allocated memory (`tensor.data_ptr()`); nobody checks them. The interpreter lock is released
 while kernels run. Wrong sizes, names and ranges raise `ValueError`; a wrong QSYNC_CPU_ISA raises `OptionError`.
@@ -17,6 +17,7 @@ from typing import Literal
 
 Rounding = Literal["stochastic", "nearest", "floor"]
 Layout = Literal["sign", "endpoints"]
+Operands = Literal["int8", "bfloat16"]
 
 openmp: bool
 """Whether the module was built with threads; if not, `threads` is taken and changes nothing."""
@@ -194,12 +195,19 @@ def gemm(
     bias: int = 0,
     threads: int = 1,
     isa: str | None = None,
+    operands: Operands = "int8",
 ) -> None:
-    """Multiplies int8 matrices `a` (m x k) and `b` (k x n) into `result`, m x n of `dtype` without gaps.
+    """Multiplies matrices `a` (m x k) and `b` (k x n) of `operands` into `result`, m x n of `dtype` without gaps.
 
-    Strides, of rows and columns, are in elements; any will do. Sums are exact, so k is 131071 at most. Those of "int32" are the result.
-    Else, each step in float32: sum * a_scale * b_scale + bias, and one rounding to `dtype`, ties to even. Scales are float32: 0 for none,
-    one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
+    Strides, of rows and columns, are in elements; any will do. Sums of int8 are exact, so k is 131071 at most. Those of "int32" are the
+    result, and int8's alone. Else, each step in float32: sum * a_scale * b_scale + bias, and one rounding to `dtype`, ties to even. Scales
+    are float32: 0 for none, one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
+
+    Sums of bfloat16 are float32: products, which are exact there, are added one after the other, to one sum or to a few that are added
+    in the end, and each addition is rounded to the nearest. So a sum of finite products is off by (k + 2) * 2**-24 times the sum of
+    |a| * |b| at most, to the first order, and by k * 2**-126 * (1 + the largest |a| or |b|), since instructions for it take what is
+    denormal, of operands and of sums, for zero. Whole numbers make exact sums where that of |a| * |b| is at most 2**24. A NaN makes NaN
+    of all sums it is in, and so does an infinity times zero; another infinity makes them infinite.
     """
 
 def conv(
@@ -239,8 +247,11 @@ def turn(src: int, dst: int, count: int, rows: int, columns: int, bytes: int, th
     Values are moved as they are. `dst` shares no memory with `src`.
     """
 
-def gemm_peak(isa: str | None = None) -> float:
-    """Returns what the unit for products of INT8 can do: multiplications and additions a second, of one thread and from its cache."""
+def gemm_peak(isa: str | None = None, operands: Operands = "int8") -> float:
+    """Returns what the unit for products can do: multiplications and additions a second, of one thread and from its cache."""
+
+def gemm_instructions(isa: str | None = None) -> dict[Operands, str]:
+    """Returns the instructions that `gemm` multiplies by; "none" where the compiler chose."""
 
 def adam(
     params: Sequence[int],

@@ -24,7 +24,7 @@ std::size_t parts(std::size_t n, std::size_t size) { return (n + size - 1) / siz
 std::size_t filled(std::size_t n, std::size_t size) { return parts(n, size) * size; }
 
 // The vectors from `first` on, `length` values of them from k on.
-Vectors part_of(const Vectors &all, std::size_t first, std::size_t k, std::size_t length) {
+template <class T> Vectors<T> part_of(const Vectors<T> &all, std::size_t first, std::size_t k, std::size_t length) {
     const auto offset = static_cast<std::ptrdiff_t>(first) * all.apart + static_cast<std::ptrdiff_t>(k) * all.along;
     return {all.at + offset, all.count - first, std::min(length, all.length - k), all.apart, all.along};
 }
@@ -38,7 +38,7 @@ struct Cut {
     std::size_t down, across;            // blocks of the result
     std::size_t rows_bytes, sums_bytes, gathered_bytes; // memory of a thread
 
-    Cut(const Multiplier &with, const Gemm &what, std::size_t threads) {
+    template <class T> Cut(const Multiplier<T> &with, const Gemm<T> &what, std::size_t threads) {
         depth = filled(what.a.length, with.depth);
         part = depth <= LONGEST ? depth : PART;
         row_tiles = parts(what.a.count, with.rows);
@@ -50,7 +50,7 @@ struct Cut {
         tall = parts(row_tiles, down);
         down = parts(row_tiles, tall);
         const bool waits = part < depth;
-        const std::size_t sums = tall * with.rows * with.columns * sizeof(std::int32_t);
+        const std::size_t sums = tall * with.rows * with.columns * sizeof(Sum<T>);
         const std::size_t column_bytes = std::max<std::size_t>(1, with.columns * part * with.value);
         wide = std::clamp<std::size_t>(COLUMNS_BYTES / column_bytes, 1, column_tiles);
         if (waits) wide = std::clamp<std::size_t>(SUMS_BYTES / sums, 1, wide);
@@ -62,12 +62,12 @@ struct Cut {
     }
 };
 
-struct Product {
-    const Multiplier &with;
-    const Gemm &what;
+template <class T> struct Product {
+    const Multiplier<T> &with;
+    const Gemm<T> &what;
     const Cut &cut;
-    std::byte *columns;    // packed: tile after tile
-    std::int32_t *offsets; // one a column
+    std::byte *columns; // packed: tile after tile
+    Sum<T> *offsets;    // one a column
     Target target;
     std::size_t value; // bytes of one in the result
 
@@ -75,33 +75,36 @@ struct Product {
 
     void pack_columns(std::size_t begin, std::size_t end) const {
         for (std::size_t tile = begin; tile < end; ++tile) {
-            const Vectors some = part_of(what.b, tile * with.columns, 0, what.b.length);
+            const Vectors<T> some = part_of(what.b, tile * with.columns, 0, what.b.length);
             with.pack_columns(some, column_tile(tile), offsets + tile * with.columns);
         }
     }
 
     // The vectors of a block's rows, values k and following, as they lie or in `memory`.
-    Vectors block_rows(std::size_t block, std::size_t k, std::byte *memory) const {
+    Vectors<T> block_rows(std::size_t block, std::size_t k, std::byte *memory) const {
         const std::size_t first = block * cut.tall * with.rows;
-        Vectors rows = part_of(what.a, first, k, cut.part);
+        Vectors<T> rows = part_of(what.a, first, k, cut.part);
         rows.count = std::min(rows.count, cut.tall * with.rows);
-        if (what.windows == nullptr) return rows;
-        auto *to = reinterpret_cast<std::int8_t *>(memory);
-        if (what.taps)
-            gather(*what.windows, what.a.at, k, rows.length, first, rows.count, to);
-        else
-            gather(*what.windows, what.a.at, first, rows.count, k, rows.length, to);
-        const auto line = static_cast<std::ptrdiff_t>(what.taps ? rows.count : rows.length);
-        return {to, rows.count, rows.length, what.taps ? 1 : line, what.taps ? line : 1};
+        if constexpr (std::is_same_v<T, Int8>) {
+            if (what.windows == nullptr) return rows;
+            auto *to = reinterpret_cast<std::int8_t *>(memory);
+            if (what.taps)
+                gather(*what.windows, what.a.at, k, rows.length, first, rows.count, to);
+            else
+                gather(*what.windows, what.a.at, first, rows.count, k, rows.length, to);
+            const auto line = static_cast<std::ptrdiff_t>(what.taps ? rows.count : rows.length);
+            return {to, rows.count, rows.length, what.taps ? 1 : line, what.taps ? line : 1};
+        }
+        return rows;
     }
 
     void pack_rows(std::size_t block, std::size_t k, std::byte *packed, std::byte *memory) const {
-        const Vectors rows = block_rows(block, k, memory);
+        const Vectors<T> rows = block_rows(block, k, memory);
         for (std::size_t row = 0; row < rows.count; row += with.rows, packed += with.rows * cut.part * with.value)
             with.pack_rows(part_of(rows, row, 0, rows.length), packed);
     }
 
-    void finish(const std::int32_t *sums, std::size_t row, std::size_t column) const {
+    void finish(const Sum<T> *sums, std::size_t row, std::size_t column) const {
         Target to = target;
         to.to = static_cast<std::byte *>(target.to) + (row * target.stride + column) * value;
         to.row_scales += row * target.row_step;
@@ -111,7 +114,7 @@ struct Product {
     }
 
     // Multiplies part of the sum of one block of the result. Tiles beside each other come one after the other, as memory does.
-    void multiply(std::size_t down, std::size_t across, std::size_t k, const std::byte *rows, std::int32_t *sums) const {
+    void multiply(std::size_t down, std::size_t across, std::size_t k, const std::byte *rows, Sum<T> *sums) const {
         const std::size_t length = std::min(cut.part, cut.depth - k), tile_sums = with.rows * with.columns;
         const bool first = k == 0, last = k + length == cut.depth;
         const std::size_t row_end = std::min((down + 1) * cut.tall, cut.row_tiles);
@@ -119,8 +122,8 @@ struct Product {
         for (std::size_t row = down * cut.tall; row < row_end; ++row, rows += with.rows * cut.part * with.value) {
             for (std::size_t column = across * cut.wide; column < column_end; ++column) {
                 const std::byte *tile_columns = column_tile(column) + k * with.columns * with.value;
-                alignas(LINE) std::int32_t here[MOST_TILE];
-                std::int32_t *tile = first && last ? here : sums;
+                alignas(LINE) Sum<T> here[MOST_TILE];
+                Sum<T> *tile = first && last ? here : sums;
                 with.multiply(rows, tile_columns, offsets + column * with.columns, length, tile, !first);
                 if (last) finish(tile, row * with.rows, column * with.columns);
                 if (tile == sums) sums += tile_sums;
@@ -130,7 +133,7 @@ struct Product {
 
     void run(std::size_t begin, std::size_t end, std::byte *memory) const {
         std::byte *rows = memory;
-        auto *sums = reinterpret_cast<std::int32_t *>(memory + cut.rows_bytes);
+        auto *sums = reinterpret_cast<Sum<T> *>(memory + cut.rows_bytes);
         std::size_t packed = SIZE_MAX; // the block whose rows are packed, whole
         for (std::size_t block = begin; block < end; ++block) {
             const std::size_t down = block / cut.across, across = block % cut.across;
@@ -155,7 +158,7 @@ const float *each_column(const Scales &given, float otherwise, std::size_t count
 
 } // namespace
 
-void gemm(const Multiplier &with, const Gemm &what, int threads) {
+template <class T> void gemm(const Multiplier<T> &with, const Gemm<T> &what, int threads) {
     const std::size_t m = what.a.count, n = what.b.count;
     if (m == 0 || n == 0) return;
     const std::size_t tiles = parts(m, with.rows) * parts(n, with.columns);
@@ -167,14 +170,14 @@ void gemm(const Multiplier &with, const Gemm &what, int threads) {
     const std::size_t own = cut.rows_bytes + cut.sums_bytes + cut.gathered_bytes;
     const Workspace memory(columns_bytes + 3 * vector + team * own);
     std::byte *const vectors = memory.get() + columns_bytes;
-    auto *offsets = reinterpret_cast<std::int32_t *>(vectors);
+    auto *offsets = reinterpret_cast<Sum<T> *>(vectors);
     const float *scales = each_column(what.b_scale, 1.0f, n, whole, reinterpret_cast<float *>(vectors + vector));
     const float *bias = each_column({what.bias, true}, 0.0f, n, whole, reinterpret_cast<float *>(vectors + 2 * vector));
     static const float one = 1.0f;
     const Target target{what.result, n,    what.output, what.a_scale.at != nullptr ? what.a_scale.at : &one,
                         what.a_scale.at != nullptr && what.a_scale.each, scales, bias};
     constexpr std::size_t VALUES[OUTPUTS] = {4, 2, 4};
-    const Product product{with, what, cut, memory.get(), offsets, target, VALUES[what.output]};
+    const Product<T> product{with, what, cut, memory.get(), offsets, target, VALUES[what.output]};
     const int most = static_cast<int>(team);
     parallel(cut.column_tiles, 1, most, [&](std::size_t begin, std::size_t end, std::size_t) { product.pack_columns(begin, end); });
     parallel(cut.down * cut.across, 1, most, [&](std::size_t begin, std::size_t end, std::size_t thread) {
@@ -184,14 +187,14 @@ void gemm(const Multiplier &with, const Gemm &what, int threads) {
     });
 }
 
-double gemm_peak(const Multiplier &with) {
+template <class T> double gemm_peak(const Multiplier<T> &with) {
     constexpr std::size_t LENGTH = 256;
     constexpr int CALLS = 1000, TRIES = 20;
     const std::size_t rows = filled(with.rows * LENGTH * with.value, LINE), columns = filled(with.columns * LENGTH * with.value, LINE);
-    const Workspace memory(rows + columns + with.columns * sizeof(std::int32_t));
-    std::memset(memory.get(), 0, rows + columns + with.columns * sizeof(std::int32_t));
-    const auto *offsets = reinterpret_cast<const std::int32_t *>(memory.get() + rows + columns);
-    alignas(LINE) std::int32_t tile[MOST_TILE];
+    const Workspace memory(rows + columns + with.columns * sizeof(Sum<T>));
+    std::memset(memory.get(), 0, rows + columns + with.columns * sizeof(Sum<T>));
+    const auto *offsets = reinterpret_cast<const Sum<T> *>(memory.get() + rows + columns);
+    alignas(LINE) Sum<T> tile[MOST_TILE];
     using Clock = std::chrono::steady_clock;
     double best = 0;
     if (with.enter != nullptr) with.enter();
@@ -204,5 +207,10 @@ double gemm_peak(const Multiplier &with) {
     if (with.leave != nullptr) with.leave();
     return best;
 }
+
+template void gemm(const Multiplier<Int8> &, const Gemm<Int8> &, int);
+template void gemm(const Multiplier<Bfloat16> &, const Gemm<Bfloat16> &, int);
+template double gemm_peak(const Multiplier<Int8> &);
+template double gemm_peak(const Multiplier<Bfloat16> &);
 
 } // namespace qsync

@@ -5,6 +5,7 @@
 
 #include <pybind11/stl.h>
 
+#include <map>
 #include <utility>
 
 namespace py = pybind11;
@@ -17,29 +18,43 @@ constexpr std::size_t MOST_SIZE = std::size_t{1} << 40;
 
 using Strides = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // of rows and columns
 
+enum Operands { INT8, BFLOAT16 };
+
+Operands operands_of(const std::string &name) { return static_cast<Operands>(named("operands", name, {"int8", "bfloat16"})); }
+
 void bound_gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t result, std::size_t m, std::size_t n, std::size_t k, Strides a_strides,
                 Strides b_strides, const std::string &dtype, std::uintptr_t a_scale, bool a_scale_each, std::uintptr_t b_scale,
-                bool b_scale_each, std::uintptr_t bias, int threads, const std::optional<std::string> &isa) {
+                bool b_scale_each, std::uintptr_t bias, int threads, const std::optional<std::string> &isa, const std::string &operands) {
+    const Operands type = operands_of(operands);
     within("m", m, std::size_t{0}, MOST_SIZE);
     within("n", n, std::size_t{0}, MOST_SIZE);
-    within("k", k, std::size_t{0}, MOST_DEPTH);
+    within("k", k, std::size_t{0}, type == INT8 ? MOST_DEPTH : MOST_SIZE);
     if (n != 0 && m > MOST_SIZE / n) throw py::value_error("m * n does not fit into memory");
+    if (k != 0 && (m > MOST_SIZE / k || n > MOST_SIZE / k)) throw py::value_error("operands do not fit into memory");
     within("threads", threads, 1, MOST_THREADS);
     const auto output = static_cast<Output>(named("dtype", dtype, {"float32", "bfloat16", "int32"}));
     const bool epilogue = a_scale != 0 || b_scale != 0 || bias != 0;
-    if (output == OUT_INT32 && epilogue) throw py::value_error("sums in int32 have no scale and no bias");
-    const Gemm what{
-        {pointer<const std::int8_t>(a, m != 0 && k != 0), m, k, a_strides.first, a_strides.second},
-        {pointer<const std::int8_t>(b, n != 0 && k != 0), n, k, b_strides.second, b_strides.first},
-        {pointer<const float>(a_scale, false), a_scale_each},
-        {pointer<const float>(b_scale, false), b_scale_each},
-        pointer<const float>(bias, false),
-        output,
-        pointer<void>(result, m != 0 && n != 0),
+    if (output == OUT_SUMS && epilogue) throw py::value_error("sums in int32 have no scale and no bias");
+    if (output == OUT_SUMS && type != INT8) throw py::value_error("sums of bfloat16 are not in int32");
+    const Path &by = path(isa);
+    const auto multiply = [&](const auto &with, auto value) {
+        using T = decltype(value);
+        const Gemm<T> what{
+            {pointer<const T>(a, m != 0 && k != 0), m, k, a_strides.first, a_strides.second},
+            {pointer<const T>(b, n != 0 && k != 0), n, k, b_strides.second, b_strides.first},
+            {pointer<const float>(a_scale, false), a_scale_each},
+            {pointer<const float>(b_scale, false), b_scale_each},
+            pointer<const float>(bias, false),
+            output,
+            pointer<void>(result, m != 0 && n != 0),
+        };
+        const py::gil_scoped_release unlocked;
+        gemm(with, what, threads);
     };
-    const Multiplier &with = *path(isa).multiplier;
-    const py::gil_scoped_release unlocked;
-    gemm(with, what, threads);
+    if (type == INT8)
+        multiply(*by.int8, Int8());
+    else
+        multiply(*by.bf16, Bfloat16());
 }
 
 using Pair = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // height and width
@@ -66,9 +81,9 @@ void bound_conv(std::uintptr_t images, std::uintptr_t b, std::uintptr_t result, 
     const Windows how{{size.first, size.second},       static_cast<std::ptrdiff_t>(channels), {kernel.first, kernel.second},
                       {stride.first, stride.second},   {padding.first, padding.second},         {dilation.first, dilation.second},
                       {out.first, out.second}};
-    const Gemm what{
-        {pointer<const std::int8_t>(images, windows != 0), m, k, 0, 0},
-        {pointer<const std::int8_t>(b, n != 0 && k != 0), n, k, b_strides.second, b_strides.first},
+    const Gemm<Int8> what{
+        {pointer<const Int8>(images, windows != 0), m, k, 0, 0},
+        {pointer<const Int8>(b, n != 0 && k != 0), n, k, b_strides.second, b_strides.first},
         {pointer<const float>(a_scale, false), false},
         {pointer<const float>(b_scale, false), b_scale_each},
         pointer<const float>(bias, false),
@@ -77,7 +92,7 @@ void bound_conv(std::uintptr_t images, std::uintptr_t b, std::uintptr_t result, 
         &how,
         taps,
     };
-    const Multiplier &with = *path(isa).multiplier;
+    const Multiplier<Int8> &with = *path(isa).int8;
     const py::gil_scoped_release unlocked;
     gemm(with, what, threads);
 }
@@ -102,7 +117,7 @@ void add_products(py::module_ &module) {
     module.def("gemm", &bound_gemm, py::arg("a"), py::arg("b"), py::arg("result"), py::arg("m"), py::arg("n"), py::arg("k"),
                py::arg("a_strides"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("a_scale_each") = false,
                py::arg("b_scale") = 0, py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("threads") = 1,
-               py::arg("isa") = py::none());
+               py::arg("isa") = py::none(), py::arg("operands") = "int8");
     module.def("conv", &bound_conv, py::arg("images"), py::arg("b"), py::arg("result"), py::arg("count"), py::arg("channels"),
                py::arg("size"), py::arg("kernel"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("out"),
                py::arg("taps"), py::arg("n"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("b_scale") = 0,
@@ -110,10 +125,15 @@ void add_products(py::module_ &module) {
                py::arg("isa") = py::none());
     module.def("turn", &bound_turn, py::arg("src"), py::arg("dst"), py::arg("count"), py::arg("rows"), py::arg("columns"),
                py::arg("bytes"), py::arg("threads") = 1);
-    module.def("gemm_peak", [](const std::optional<std::string> &isa) {
-        const Multiplier &with = *path(isa).multiplier;
+    module.def("gemm_peak", [](const std::optional<std::string> &isa, const std::string &operands) {
+        const Operands type = operands_of(operands);
+        const Path &by = path(isa);
         const py::gil_scoped_release unlocked;
-        return gemm_peak(with);
+        return type == INT8 ? gemm_peak(*by.int8) : gemm_peak(*by.bf16);
+    }, py::arg("isa") = py::none(), py::arg("operands") = "int8");
+    module.def("gemm_instructions", [](const std::optional<std::string> &isa) {
+        const Path &by = path(isa);
+        return std::map<std::string, std::string>{{"int8", by.int8->instruction}, {"bfloat16", by.bf16->instruction}};
     }, py::arg("isa") = py::none());
 }
 

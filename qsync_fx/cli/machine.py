@@ -28,7 +28,8 @@ from qsync_fx.precision import FORMATS, Precision
 class Quantizer:
     """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `wrong` saying why.
 
-    `refused` are paths that are there, and are not used since they give other results than the scalar one.
+    `refused` are paths that are there, and are not used since they give other results than the scalar one; `products` says of each
+    type of values which instruction multiplies matrices of it.
     """
 
     path: str | None
@@ -36,6 +37,7 @@ class Quantizer:
     openmp: bool
     wrong: QSyncError | None = None
     refused: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def _quantizer() -> Quantizer:
     available = tuple(_C.available_isas())
     if (wrong := wrong_path()) is not None:
         return Quantizer(None, available, _C.openmp, wrong)
-    return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()))
+    products = tuple(f"{values} by {instruction}" for values, instruction in _C.gemm_instructions().items())
+    return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()), products=products)
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -45,6 +45,7 @@ def test_every_format_on_every_device() -> None:
     assert report.quantizer.path == _C.isa()
     assert report.torch == torch.__version__
     text = shown(report)
+    assert f"of bfloat16 by {_C.gemm_instructions()['bfloat16']}" in shown(report, width=400)
     for row in report.formats:
         assert any(row.precision.name in line and row.support.how in line for line in text.splitlines())
 

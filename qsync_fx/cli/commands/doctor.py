@@ -82,7 +82,8 @@ def _quantizer_text(quantizer: machine.Quantizer) -> str:
         return str(quantizer.wrong)
     threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
     wrong = "".join(f"; {path} gives wrong results on this processor and is not used" for path in quantizer.refused)
-    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}{wrong}"
+    products = f"products of {', of '.join(quantizer.products)}"
+    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}; {products}{wrong}"
 
 
 def _tool_text(tool: machine.Tool | QSyncError) -> str:

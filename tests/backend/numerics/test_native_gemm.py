@@ -5,51 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrix, moved, multiplied
 from torch import Tensor
 
 from qsync_fx import _C
 
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())
-
-DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "int32"]] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "int32",
-}
-
-
-def multiplied(
-    a: Tensor,
-    b: Tensor,
-    dtype: torch.dtype = torch.int32,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    threads: int = 1,
-    isa: str | None = None,
-) -> Tensor:
-    m, n = a.shape[0], b.shape[1]
-    # What stands around the result must stay as it is.
-    memory = torch.full((m * n + 32,), 77, dtype=dtype)
-    result = memory[16 : 16 + m * n].view(m, n)
-    of_a, of_b, added = (0 if t is None else t.data_ptr() for t in (a_scale, b_scale, bias))
-    _C.gemm(
-        *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, a.shape[1], a.stride(), b.stride(), DTYPES[dtype]),
-        a_scale=of_a,
-        a_scale_each=a_scale is not None and a_scale.dim() > 0,
-        b_scale=of_b,
-        b_scale_each=b_scale is not None and b_scale.dim() > 0,
-        bias=added,
-        threads=threads,
-        isa=isa,
-    )
-    assert (memory[:16] == 77).all() and (memory[16 + m * n :] == 77).all()
-    return result
 
 
 def expected(
@@ -68,32 +33,6 @@ def expected(
     for scale in (a_scale, None if b_scale is None else b_scale.view(1, -1) if b_scale.dim() else b_scale):
         value = value if scale is None else value * (scale.view(-1, 1) if scale is a_scale and scale.dim() else scale)
     return (value if bias is None else value + bias).to(dtype)
-
-
-def matrix(rows: int, columns: int, layout: str, lowest: int = -128) -> Tensor:
-    def numbers(*shape: int) -> Tensor:
-        return torch.randint(lowest, 128, shape, dtype=torch.int8)
-
-    match layout:
-        case "rows":
-            return numbers(rows, columns)
-        case "columns":
-            return numbers(columns, rows).t()
-        case "rows within":
-            return numbers(rows + 3, columns + 5)[2 : rows + 2, 3 : columns + 3]
-        case "columns within":
-            return numbers(columns + 3, rows + 5).t()[1 : rows + 1, 2 : columns + 2]
-        case "every second":
-            return numbers(2 * rows, 2 * columns)[::2, ::2]
-        case "one row":
-            return numbers(1, columns).expand(rows, columns)
-        case _:
-            return numbers(rows, 1).expand(rows, columns)
-
-
-LAYOUTS = st.sampled_from(["rows", "columns", "rows within", "columns within", "every second", "one row", "one column"])
-SIZES = st.one_of(st.integers(0, 3), st.sampled_from([12, 16, 31, 32, 33, 64, 65]), st.integers(4, 90))
-LENGTHS = st.one_of(st.integers(0, 9), st.integers(10, 200))
 
 
 @every_isa
@@ -184,12 +123,6 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
         assert found[0].isnan().all() and (found[1] == float("inf")).all() and (found[2] == 2).all()
     huge = torch.tensor(torch.finfo(torch.float32).max / 2)
     assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), "rounded up, as torch rounds"
-
-
-def moved(t: Tensor, places: int) -> Tensor:
-    """A copy that lies as it does, so many values behind where an allocation begins."""
-    memory = torch.empty(t.numel() + places, dtype=t.dtype)
-    return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
 
 
 @every_isa

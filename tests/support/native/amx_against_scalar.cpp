@@ -1,9 +1,11 @@
-// Random products by AMX's kernel beside the scalar one: whatever sizes, layouts, scales and outputs, the bits are the same.
+// Random products by AMX's kernels beside the scalar ones: whatever sizes, layouts, scales and outputs, the bits are the same. Those of BF16
+// are of whole numbers, whose sums are exact, and of others, which are to be near.
 // "unconfigured" as an argument multiplies without configuring tiles, which is to end the process.
 
 #include "gemm/gemm.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -18,19 +20,32 @@ std::mt19937 drawn(0);
 
 std::size_t any(std::size_t least, std::size_t most) { return least + drawn() % (most - least + 1); }
 
+void draw(qsync::Int8 &value) { value = static_cast<qsync::Int8>(drawn()); }
+
+qsync::Bfloat16 narrowed(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {static_cast<std::uint16_t>(bits >> 16)};
+}
+
+void draw(qsync::Bfloat16 &value) { value = narrowed(static_cast<float>(static_cast<int>(drawn() % 129) - 64)); }
+
+qsync::Int8 largest(qsync::Int8) { return -128; }
+qsync::Bfloat16 largest(qsync::Bfloat16) { return narrowed(-64.0f); }
+
 // Values of vectors that lie one after the other, side by side, or with gaps.
-struct Operand {
-    std::vector<std::int8_t> values;
-    qsync::Vectors vectors;
+template <class T> struct Operand {
+    std::vector<T> values;
+    qsync::Vectors<T> vectors;
 
     Operand(std::size_t count, std::size_t length, int layout) {
         const auto across = static_cast<std::ptrdiff_t>(count), along = static_cast<std::ptrdiff_t>(length);
         const std::ptrdiff_t apart = layout == 0 ? along : layout == 1 ? 1 : 2 * along + 3, step = layout == 0 ? 1 : layout == 1 ? across : 2;
         // As large as what is read, and no larger: tools that look for reads beyond it then see them.
         values.resize(layout == 2 ? count * (2 * length + 3) : count * length);
-        for (std::int8_t &value : values) value = static_cast<std::int8_t>(drawn());
+        for (T &value : values) draw(value);
         // The largest in magnitude throughout, now and then: sums are at their largest then.
-        if (drawn() % 8 == 0) std::fill(values.begin(), values.end(), std::int8_t{-128});
+        if (drawn() % 8 == 0) std::fill(values.begin(), values.end(), largest(T()));
         vectors = {values.data(), count, length, apart, step};
     }
 };
@@ -41,17 +56,40 @@ std::vector<float> floats(std::size_t count, float least, float step) {
     return found;
 }
 
-bool same(std::size_t m, std::size_t n, std::size_t k, int rows, int columns, qsync::Output output) {
-    const Operand a(m, k, rows), b(n, k, columns);
+template <class T>
+bool same(const qsync::Multiplier<T> &amx, const qsync::Multiplier<T> &scalar, std::size_t m, std::size_t n, std::size_t k, int rows, int columns,
+          qsync::Output output) {
+    const Operand<T> a(m, k, rows), b(n, k, columns);
     const std::vector<float> a_scales = floats(m + 1, 0.01f, 0.003f), b_scales = floats(n + 1, 0.02f, 0.001f), bias = floats(n + 1, -99.0f, 7.0f);
     const qsync::Scales each{a_scales.data(), true}, one{b_scales.data(), false}, none{nullptr, false};
     const qsync::Scales b_each{b_scales.data(), true}, ways[] = {none, one, b_each};
     std::vector<std::uint32_t> found(m * n + 1, 1), expected(m * n + 1, 1);
-    qsync::Gemm what{a.vectors, b.vectors, drawn() % 2 ? each : none, ways[drawn() % 3], drawn() % 2 ? bias.data() : nullptr, output, found.data()};
-    qsync::gemm(qsync::amx_multiplier, what, 1);
+    qsync::Gemm<T> what{a.vectors,      b.vectors, drawn() % 2 ? each : none, ways[drawn() % 3], drawn() % 2 ? bias.data() : nullptr, output,
+                        found.data()};
+    qsync::gemm(amx, what, 1);
     what.result = expected.data();
-    qsync::gemm(qsync::scalar_multiplier, what, 1);
+    qsync::gemm(scalar, what, 1);
     return found == expected;
+}
+
+// Sums of any numbers, which both kernels round where they please: how near they must be is what qsync_fx/_C.pyi says, for each of the two.
+bool near(std::size_t m, std::size_t n, std::size_t k) {
+    Operand<qsync::Bfloat16> a(m, k, 0), b(n, k, 1);
+    for (auto *values : {&a.values, &b.values})
+        for (qsync::Bfloat16 &value : *values) value.bits = static_cast<std::uint16_t>((drawn() & 0x87FFu) + 0x3C00u);
+    const auto multiply = [&](const qsync::Multiplier<qsync::Bfloat16> &with) {
+        std::vector<float> found(m * n);
+        const qsync::Gemm<qsync::Bfloat16> what{a.vectors, b.vectors, {nullptr, false}, {nullptr, false}, nullptr, qsync::OUT_FLOAT32, found.data()};
+        qsync::gemm(with, what, 1);
+        return found;
+    };
+    const std::vector<float> found = multiply(qsync::amx_bf16), expected = multiply(qsync::scalar_bf16);
+    for (auto *values : {&a.values, &b.values})
+        for (qsync::Bfloat16 &value : *values) value.bits &= 0x7FFFu;
+    const std::vector<float> magnitudes = multiply(qsync::scalar_bf16);
+    for (std::size_t i = 0; i < m * n; ++i)
+        if (!(std::fabs(found[i] - expected[i]) <= 2.0f * static_cast<float>(k + 2) * 0x1p-24f * magnitudes[i])) return false;
+    return true;
 }
 
 } // namespace
@@ -60,7 +98,7 @@ int main(int count, char **arguments) {
     if (count > 1 && std::string(arguments[1]) == "unconfigured") {
         alignas(64) static std::int8_t operand[32 * 64];
         alignas(64) static std::int32_t tile[32 * 32];
-        qsync::amx_multiplier.multiply(operand, operand, tile, 64, tile, false);
+        qsync::amx_int8.multiply(operand, operand, tile, 64, tile, false);
         return 0;
     }
     int products = 0, differ = 0;
@@ -69,12 +107,17 @@ int main(int count, char **arguments) {
         const std::size_t side = round % 5 ? 70 : 150, m = any(0, side), n = any(0, side), k = any(0, round % 10 ? 200 : 2000);
         for (int rows = 0; rows < 3; ++rows) {
             for (int columns = 0; columns < 3; ++columns) {
-                for (int output = 0; output < qsync::OUTPUTS; ++output, ++products) {
-                    if (same(m, n, k, rows, columns, static_cast<qsync::Output>(output))) continue;
-                    if (++differ < 5) std::printf("differs: %zu x %zu x %zu, layouts %d and %d, output %d\n", m, n, k, rows, columns, output);
+                for (int output = 0; output < qsync::OUTPUTS; ++output, products += 2) {
+                    const auto as = static_cast<qsync::Output>(output);
+                    const bool int8 = same(qsync::amx_int8, qsync::scalar_int8, m, n, k, rows, columns, as);
+                    const bool bf16 = same(qsync::amx_bf16, qsync::scalar_bf16, m, n, k, rows, columns, as);
+                    differ += !int8 + !bf16;
+                    if (!int8 || !bf16) std::printf("differs: %zu x %zu x %zu, layouts %d and %d, output %d\n", m, n, k, rows, columns, output);
                 }
             }
         }
+        ++products;
+        if (!near(m, n, k) && ++differ) std::printf("too far: %zu x %zu x %zu\n", m, n, k);
     }
     std::printf("%d products, %d differ\n", products, differ);
 }

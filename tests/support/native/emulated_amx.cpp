@@ -1,9 +1,10 @@
-// cpp/gemm/amx.cpp as it stands, with the instructions for tiles written out in plain C++: Intel's manual, LDTILECFG to TDPBSSD.
+// cpp/gemm/paths/amx.cpp as it stands, with the instructions for tiles written out in plain C++: Intel's manual, LDTILECFG to TDPBSSD.
 // What a processor would raise is the end of the process: a tile that is used before tiles are configured, or otherwise than configured.
 
 #include <immintrin.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -65,6 +66,34 @@ void multiply_add(int sums, int first, int second) {
     }
 }
 
+// A value of BF16; what is denormal counts as zero, here and of sums.
+float value(const std::uint8_t *at) {
+    std::uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    const std::uint32_t wide = static_cast<std::uint32_t>((bits & 0x7F80u) != 0 ? bits : bits & 0x8000u) << 16;
+    float found;
+    std::memcpy(&found, &wide, sizeof found);
+    return found;
+}
+
+float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+
+// BF16 by BF16: the even products to one sum, the odd ones to another, each rounded once; then both, and what there was.
+void multiply_add_bf16(int sums, int first, int second) {
+    for (int m = 0; m < ROWS; ++m) {
+        for (int n = 0; n < BYTES / 4; ++n) {
+            float parts[2] = {0.0f, 0.0f}, sum;
+            for (int k = 0; k < BYTES / 2; ++k) {
+                const float a = value(&tile(first)[m][2 * k]), b = value(&tile(second)[k / 2][4 * n + 2 * (k % 2)]);
+                parts[k % 2] = flushed(std::fma(a, b, parts[k % 2]));
+            }
+            std::memcpy(&sum, &tile(sums)[m][4 * n], sizeof sum);
+            sum = flushed(flushed(sum) + flushed(parts[0] + parts[1]));
+            std::memcpy(&tile(sums)[m][4 * n], &sum, sizeof sum);
+        }
+    }
+}
+
 } // namespace
 } // namespace emulated
 
@@ -74,11 +103,13 @@ void multiply_add(int sums, int first, int second) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbssd
+#undef _tile_dpbf16ps
 #define _tile_loadconfig emulated::configure
 #define _tile_release emulated::release
 #define _tile_zero emulated::zero
 #define _tile_loadd emulated::load
 #define _tile_stored emulated::store
 #define _tile_dpbssd emulated::multiply_add
+#define _tile_dpbf16ps emulated::multiply_add_bf16
 
-#include "gemm/amx.cpp"
+#include "gemm/paths/amx.cpp"

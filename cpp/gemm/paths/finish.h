@@ -28,8 +28,8 @@ inline std::uint16_t as_bfloat16(float x) {
 
 // A whole row of the tile is computed and the part that there is of it copied, so that no loop has a length that only a run knows. Nor
 // has the copy where the tile is `WHOLE`, which makes it a store.
-template <std::size_t COLUMNS, class T, bool WHOLE>
-void finish_rows(const std::int32_t *tile, std::size_t rows, std::size_t columns, const Target &target) {
+template <std::size_t COLUMNS, class T, bool WHOLE, class S>
+void finish_rows(const S *tile, std::size_t rows, std::size_t columns, const Target &target) {
     for (std::size_t row = 0; row < rows; ++row, tile += COLUMNS) {
         const float scale = target.row_scales[row * target.row_step];
         float values[COLUMNS];
@@ -46,15 +46,15 @@ void finish_rows(const std::int32_t *tile, std::size_t rows, std::size_t columns
     }
 }
 
-template <std::size_t COLUMNS, class T>
-void finish_as(const std::int32_t *tile, std::size_t rows, std::size_t columns, const Target &target) {
+template <std::size_t COLUMNS, class T, class S>
+void finish_as(const S *tile, std::size_t rows, std::size_t columns, const Target &target) {
     if (columns == COLUMNS)
         finish_rows<COLUMNS, T, true>(tile, rows, columns, target);
     else
         finish_rows<COLUMNS, T, false>(tile, rows, columns, target);
 }
 
-template <std::size_t COLUMNS> void finish(const std::int32_t *tile, std::size_t rows, std::size_t columns, const Target &target) {
+template <std::size_t COLUMNS, class S> void finish(const S *tile, std::size_t rows, std::size_t columns, const Target &target) {
     switch (target.output) {
     case OUT_FLOAT32:
         return finish_as<COLUMNS, float>(tile, rows, columns, target);
@@ -62,7 +62,7 @@ template <std::size_t COLUMNS> void finish(const std::int32_t *tile, std::size_t
         return finish_as<COLUMNS, std::uint16_t>(tile, rows, columns, target);
     default:
         for (std::size_t row = 0; row < rows; ++row, tile += COLUMNS)
-            std::memcpy(static_cast<std::int32_t *>(target.to) + row * target.stride, tile, columns * sizeof *tile);
+            std::memcpy(static_cast<S *>(target.to) + row * target.stride, tile, columns * sizeof *tile);
     }
 }
 

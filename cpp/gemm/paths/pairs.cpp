@@ -1,9 +1,9 @@
 // INT8 products by pairs of 16-bit numbers: AVX2's vpmaddwd, and plain C++ where there is none. The instructions for bytes (vpmaddubsw)
 // saturate at 16 bits, where two products of INT8 do not fit.
 //
-// Packed, the two values of a pair lie together, and those of all vectors side by side. Compiled once a path, which QSYNC_MULTIPLIER names.
+// Packed, the two values of a pair lie together, and those of all vectors side by side. Compiled once a path, which QSYNC_INT8 names.
 
-#include "gemm/finish.h"
+#include "gemm/paths/finish.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t ROWS = 6, COLUMNS = 16, DEPTH = 2;
 
-template <std::size_t WIDTH> void pack(const Vectors &vectors, std::int16_t *to) {
+template <std::size_t WIDTH> void pack(const Vectors<Int8> &vectors, std::int16_t *to) {
     const std::size_t length = (vectors.length + 1) / 2 * 2;
     const std::size_t count = vectors.count < WIDTH ? vectors.count : WIDTH;
     if (count < WIDTH) std::memset(to, 0, length * WIDTH * sizeof *to);
@@ -32,14 +32,16 @@ template <std::size_t WIDTH> void pack(const Vectors &vectors, std::int16_t *to)
     }
 }
 
-void pack_rows(const Vectors &vectors, void *packed) { pack<ROWS>(vectors, static_cast<std::int16_t *>(packed)); }
+void pack_rows(const Vectors<Int8> &vectors, void *packed) { pack<ROWS>(vectors, static_cast<std::int16_t *>(packed)); }
 
-void pack_columns(const Vectors &vectors, void *packed, std::int32_t *offsets) {
+void pack_columns(const Vectors<Int8> &vectors, void *packed, std::int32_t *offsets) {
     pack<COLUMNS>(vectors, static_cast<std::int16_t *>(packed));
     std::memset(offsets, 0, COLUMNS * sizeof *offsets);
 }
 
 #ifdef __AVX2__
+
+constexpr const char *INSTRUCTION = "vpmaddwd";
 
 void multiply(const void *rows, const void *columns, const std::int32_t *offsets, std::size_t length, std::int32_t *tile, bool add) {
     __m256i sums[ROWS][2];
@@ -67,6 +69,8 @@ void multiply(const void *rows, const void *columns, const std::int32_t *offsets
 
 #else
 
+constexpr const char *INSTRUCTION = "none";
+
 void multiply(const void *rows, const void *columns, const std::int32_t *offsets, std::size_t length, std::int32_t *tile, bool add) {
     if (!add)
         for (std::size_t r = 0; r < ROWS; ++r) std::memcpy(tile + r * COLUMNS, offsets, COLUMNS * sizeof *tile);
@@ -80,9 +84,9 @@ void multiply(const void *rows, const void *columns, const std::int32_t *offsets
 
 } // namespace
 
-extern const Multiplier QSYNC_MULTIPLIER;
-const Multiplier QSYNC_MULTIPLIER = {
-    ROWS, COLUMNS, DEPTH, sizeof(std::int16_t), &pack_rows, &pack_columns, &multiply, &finish<COLUMNS>, nullptr, nullptr,
+extern const Multiplier<Int8> QSYNC_INT8;
+const Multiplier<Int8> QSYNC_INT8 = {
+    INSTRUCTION, ROWS, COLUMNS, DEPTH, sizeof(std::int16_t), &pack_rows, &pack_columns, &multiply, &finish<COLUMNS>, nullptr, nullptr,
 };
 
 } // namespace qsync

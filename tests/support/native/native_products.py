@@ -1,0 +1,81 @@
+"""Products of matrices by the native module: calls of it whose result lies between values that must stay, and operands that lie anyhow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qsync_fx import _C
+
+DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "int32"]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+}
+OPERANDS: dict[torch.dtype, _C.Operands] = {torch.int8: "int8", torch.bfloat16: "bfloat16"}
+
+LAYOUTS = st.sampled_from(["rows", "columns", "rows within", "columns within", "every second", "one row", "one column"])
+SIZES = st.one_of(st.integers(0, 3), st.sampled_from([12, 16, 31, 32, 33, 64, 65]), st.integers(4, 90))
+LENGTHS = st.one_of(st.integers(0, 9), st.integers(10, 200))
+
+
+def multiplied(
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype = torch.int32,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    threads: int = 1,
+    isa: str | None = None,
+) -> Tensor:
+    m, n = a.shape[0], b.shape[1]
+    # What stands around the result must stay as it is.
+    memory = torch.full((m * n + 32,), 77, dtype=dtype)
+    result = memory[16 : 16 + m * n].view(m, n)
+    of_a, of_b, added = (0 if t is None else t.data_ptr() for t in (a_scale, b_scale, bias))
+    _C.gemm(
+        *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, a.shape[1], a.stride(), b.stride(), DTYPES[dtype]),
+        a_scale=of_a,
+        a_scale_each=a_scale is not None and a_scale.dim() > 0,
+        b_scale=of_b,
+        b_scale_each=b_scale is not None and b_scale.dim() > 0,
+        bias=added,
+        threads=threads,
+        isa=isa,
+        operands=OPERANDS[a.dtype],
+    )
+    assert (memory[:16] == 77).all() and (memory[16 + m * n :] == 77).all()
+    return result
+
+
+def matrix(rows: int, columns: int, layout: str, dtype: torch.dtype = torch.int8, lowest: int = -128) -> Tensor:
+    """Returns random whole numbers from `lowest` up to what is as far above zero, less one."""
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(lowest, -lowest, shape).to(dtype)
+
+    match layout:
+        case "rows":
+            return numbers(rows, columns)
+        case "columns":
+            return numbers(columns, rows).t()
+        case "rows within":
+            return numbers(rows + 3, columns + 5)[2 : rows + 2, 3 : columns + 3]
+        case "columns within":
+            return numbers(columns + 3, rows + 5).t()[1 : rows + 1, 2 : columns + 2]
+        case "every second":
+            return numbers(2 * rows, 2 * columns)[::2, ::2]
+        case "one row":
+            return numbers(1, columns).expand(rows, columns)
+        case _:
+            return numbers(rows, 1).expand(rows, columns)
+
+
+def moved(t: Tensor, places: int) -> Tensor:
+    """A copy that lies as it does, so many values behind where an allocation begins."""
+    memory = torch.empty(t.numel() + places, dtype=t.dtype)
+    return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
