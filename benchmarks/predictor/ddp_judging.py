@@ -22,7 +22,7 @@ from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.collectives import Measured
 from qsync_fx.profiling.profile import Collective
 from qsync_fx.profiling.runs import faster_half
-from qsync_fx.profiling.sending import busy_for
+from qsync_fx.profiling.sending import least_for
 
 RANKS = 2
 BUCKET_MIB = 5
@@ -160,7 +160,7 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
     (bucket,) = Measured(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
     found = Pace(devices, real.sending / float(bucket), 0.0)
     both = dict.fromkeys(profiles, uniform)
-    busy = busy_for(lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together)
+    busy = least_for(lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together)
     return replace(found, busy=busy)
 
 

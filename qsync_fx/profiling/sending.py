@@ -1,7 +1,7 @@
-"""How long gradients travel between the ranks that are up, and what copying and sending them takes of a device that computes.
+"""How long gradients travel between the ranks that are up, and what copying, sending and coding them takes of a device that computes.
 
 Invariant: such steps of the profile's widest and narrowest format are foreseen as long as they were, taken together, where some `busy`
-says so.
+says so, and with gradients in a codec where some `coding` does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-from torch import distributed, nn
+from torch import nn
 
+from qsync_fx.communication.control import mean
+from qsync_fx.communication.speeds.foreseen import by_bucket, uniform
+from qsync_fx.communication.speeds.rates import of_speeds, slowed
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.mapper import CostMapper
@@ -22,15 +24,16 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
-from qsync_fx.profiling.measuring.busy import busy as beside_products, coding
+from qsync_fx.profiling.measuring.busy import busy as beside_products, coding as coding_beside_products
 from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives
 from qsync_fx.profiling.measuring.steps import Training
-from qsync_fx.profiling.measuring.together import Together, Unsent, together
+from qsync_fx.profiling.measuring.together import CODEC, Together, together
 from qsync_fx.profiling.profile import Collective, Profile
 
 MOST: Final = 4.0
-"""Times as long as they travel that messages are taken to keep a device from computing, at most."""
+"""Times as long as they travel, or are coded, that messages are taken to keep a device from computing, at most."""
 _NEAR: Final = 1e-3
+_RANK: Final = "rank"
 PLANS: Final = 2
 """Under so many steps are measured, on all ranks, also on one that has a single format: they train together."""
 
@@ -47,11 +50,11 @@ def linked(
         compiled: compiles a model under a plan, as `together` has it done.
         module, training: as `together` takes them.
     """
-    links = collectives()
+    device = next(module.parameters()).device
+    links = collectives(device)
     if not links:
         return []
-    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    alone = replace(links[0], buffers=buffers_seconds(module), coding=coding() if on_cpu else None)
+    alone = replace(links[0], buffers=buffers_seconds(module))
 
     def measured(plan: Plan) -> Together:
         return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)
@@ -71,15 +74,19 @@ def linked(
         gc.collect()
         what = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
         warnings.warn(f"{what}: products are computed beside all-reduces instead", stacklevel=2)
-        return [replace(alone, busy=beside_products(alone.seconds))]
+        on_cpu = device.type == "cpu"
+        busy = beside_products(alone.seconds, device)
+        return [replace(alone, busy=busy, coding=coding_beside_products() if on_cpu else None)]
     found = taken_in_steps(profile, alone, steps)
-    mean = torch.tensor(found.busy)
-    distributed.all_reduce(mean)
-    return [replace(found, busy=float(mean) / alone.ranks)]
+    busy, coding = mean(found.busy), None if found.coding is None else mean(found.coding)
+    return [replace(found, busy=busy, coding=coding)]
 
 
 def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, Together]]) -> Collective:
-    """Returns with which `slowdown`, `copies` and `busy` the replayer has steps take as long as they did, all of them together.
+    """Returns with which `slowdown`, `copies`, `busy` and `coding` the replayer has steps take as long as they did, all of them together.
+
+    What a codec takes beside seconds of coding, such as the interpreter that its thread shares with the one that computes, and waiting for
+    what ranks tell each other at the end of a step, is `coding`, too.
 
     Args:
         profile: of this rank.
@@ -88,40 +95,55 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     known = [(CostMapper(profile.graph, profile.times(), plan).schedule(), seen) for plan, seen in steps]
-    devices = [_as_slowest(schedule, seen.slowest, alone.ranks) for schedule, seen in known]
+    clusters = [_of_slowest(schedule, seen, alone.ranks) for schedule, seen in known]
 
-    def foreseen(busy: float) -> float:
-        network = Network(all_reduce=table, ranks=alone.ranks, busy=busy)
+    def foreseen(network: Network, codec: str | None = None) -> float:
         return sum(
-            _step(schedule, seen, slowest, network) for (schedule, seen), slowest in zip(known, devices, strict=True)
+            _step(profile, schedule, replace(cluster, network=network), codec)
+            for (schedule, _), cluster in zip(known, clusters, strict=True)
         )
+
+    def sending(busy: float) -> float:
+        return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy))
 
     slowdown = sum(seen.own.left for _, seen in known) / sum(schedule.seconds for schedule, _ in known)
     copied = max(0.0, sum(seen.own.copied - seen.own.left for _, seen in known)) / slowdown
     copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in known)
-    busy = busy_for(foreseen, sum(seen.sending for _, seen in known))
-    return replace(alone, slowdown=slowdown, copies=copies, busy=busy)
+    busy = least_for(sending, sum(seen.sending for _, seen in known))
+    found = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
+    seconds = [seen.coded for _, seen in known if seen.coded is not None]
+    if len(seconds) < len(known) or not profile.codecs:
+        return found
+
+    def coded(coding: float) -> float:
+        return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding), CODEC)
+
+    return replace(found, coding=least_for(coded, sum(seconds)))
 
 
-def _as_slowest(schedule: Schedule, seen: Unsent, count: int) -> Device:
-    """Returns devices that compute and copy as long as the slowest rank did that sent nothing."""
-    slowdown = seen.left / schedule.seconds
-    copies = max(0.0, seen.copied - seen.left) / (2 * _nbytes(schedule) * slowdown)
-    return Device(count, copies=copies, slowdown=slowdown)
+def _of_slowest(schedule: Schedule, seen: Together, count: int) -> Cluster:
+    """Returns devices that compute and copy as long as the slowest rank did that sent nothing, and buckets as they were."""
+    slowdown = seen.slowest.left / schedule.seconds
+    copies = max(0.0, seen.slowest.copied - seen.slowest.left) / (2 * _nbytes(schedule) * slowdown)
+    device = Device(count, copies=copies, slowdown=slowdown)
+    return Cluster({_RANK: device}, None, Buckets(seen.bucket_bytes, seen.bucket_bytes))
 
 
-def _step(schedule: Schedule, seen: Together, slowest: Device, network: Network) -> float:
-    """Returns the seconds of a step of such devices, in buckets as they were."""
-    cluster = Cluster({"rank": slowest}, network, Buckets(seen.bucket_bytes, seen.bucket_bytes))
-    return float(played({"rank": schedule}, cluster).step.seconds)
+def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
+    """Returns the seconds of a step of such devices, with gradients in a codec."""
+    schedules, how = {_RANK: schedule}, None
+    if codec is not None:
+        speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
+        how = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
+    return float(played(schedules, cluster, how).step.seconds)
 
 
 def _nbytes(schedule: Schedule) -> int:
     return sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
 
 
-def busy_for(foreseen: Callable[[float], float], seconds: float) -> float:
-    """Returns the least `busy`, up to `MOST`, with which steps are foreseen as long as that; what is foreseen rises with it."""
+def least_for(foreseen: Callable[[float], float], seconds: float) -> float:
+    """Returns the least number, up to `MOST`, with which steps are foreseen as long as that; what is foreseen rises with it."""
     low, high = 0.0, MOST
     while high - low > _NEAR:
         middle = (low + high) / 2

@@ -38,7 +38,7 @@ def test_steps_of_ranks_that_train_together_are_counted(seen: Observed) -> None:
     assert sending_costs(seen, 1) == ""
     assert sending_costs(seen, 2).startswith("; then steps of all 2 ranks together under 2 plans, about ")
     assert 15 < planned_seconds(0.001) < 25
-    assert planned_seconds(4.0) == 4.0 * 3 * (3 + 5), "three ways, at least five rounds after three"
+    assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), "four ways, at least five rounds after three"
 
 
 def test_ranks_that_are_up_are_told_what_steps_together_take(

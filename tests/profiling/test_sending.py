@@ -10,11 +10,13 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx import Cluster, Plan
+from qsync_fx.communication.speeds.foreseen import by_bucket, uniform
+from qsync_fx.communication.speeds.rates import of_speeds, slowed
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
-from qsync_fx.profiling.measuring.together import Together, Unsent
-from qsync_fx.profiling.profile import Collective, Profile
+from qsync_fx.profiling.measuring.together import CODEC, Together, Unsent
+from qsync_fx.profiling.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiling.sending import MOST, taken_in_steps
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
@@ -32,17 +34,21 @@ def profile() -> Profile:
     return qsync_fx.devices.get("t4").profile(model, step, torch.randn(64, 512), precisions=("fp32",))
 
 
-def steps(profile: Profile, busy: float, slower: float, copies: float = 1e-9) -> Together:
+def steps(profile: Profile, busy: float, slower: float, copies: float = 1e-9, coding: float | None = None) -> Together:
     """Returns steps as the replayer foresees them; this rank is twice as fast as the slowest."""
     schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
-    network = Network(all_reduce=[(float(nbytes), seconds) for nbytes, seconds in TABLE], ranks=2, busy=busy)
+    table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]
+    network = Network(all_reduce=table, ranks=2, busy=busy, coding=coding)
     cluster = Cluster({"t4": Device(count=2, copies=copies, slowdown=slower)}, network, Buckets(2**20, 2**20))
     left, copied = schedule.seconds, schedule.seconds + 2 * nbytes * copies
-    sending = float(played({"t4": schedule}, cluster).step.seconds)
-    return Together(
-        Unsent(slower / 2 * left, slower / 2 * copied), Unsent(slower * left, slower * copied), sending, 2**20
-    )
+    sending, coded = float(played({"t4": schedule}, cluster).step.seconds), None
+    if coding is not None:
+        rates = slowed(of_speeds(profile.codecs, ""), slower)
+        how = by_bucket({"t4": schedule}, cluster, uniform(schedule.parameters, CODEC), rates)
+        coded = float(played({"t4": schedule}, cluster, how).step.seconds)
+    own, slowest = (Unsent(times * slower * left, times * slower * copied) for times in (0.5, 1.0))
+    return Together(own, slowest, sending, 2**20, coded)
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
@@ -65,6 +71,19 @@ def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(profi
     seen = steps(profile, 1.0, 1.0)
     faster = Unsent(seen.own.left, 0.9 * seen.own.left)
     assert taken_in_steps(profile, Collective("gloo", 2, TABLE), [(PLAN, replace(seen, own=faster))]).copies == 0
+
+
+@pytest.mark.parametrize("coding", [0.0, 0.9, 2.5])
+@pytest.mark.parametrize("slower", [1.0, 2.5])
+def test_what_codecs_take_is_what_has_steps_take_as_long_as_they_did(
+    profile: Profile, slower: float, coding: float
+) -> None:
+    coded = replace(profile, codecs=[CodecSpeed(name, 2e9, 3e9) for name in (CODEC, "fp32")])
+    seen, table = steps(coded, 0.6, slower, coding=coding), Collective("gloo", 2, TABLE)
+    found = taken_in_steps(coded, table, [(PLAN, seen)])
+    assert (found.busy, found.coding) == (pytest.approx(0.6, abs=0.01), pytest.approx(coding, abs=0.01))
+    assert taken_in_steps(profile, table, [(PLAN, seen)]).coding is None, "how fast codecs are is not known"
+    assert taken_in_steps(coded, table, [(PLAN, replace(seen, coded=None))]).coding is None, "nothing was coded"
 
 
 def test_of_several_plans_what_all_took_together_is_foreseen(profile: Profile) -> None:

@@ -1,8 +1,9 @@
 """What gradients that are sent add to a step that all ranks train together: measured by such steps.
 
 DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in training. In one step it copies no gradient, in
-the next one it copies them into buckets and back, and its hook leaves them; in the third its hook sends them. What differs is copying, then
-sending, with all that it takes of cores that compute, and the waiting of ranks for one another.
+the next one it copies them into buckets and back, and its hook leaves them; in the third its hook sends them, and in the fourth in a codec,
+as `compress` does. What differs is copying, then sending, with all that it takes of cores that compute, and the waiting of ranks for one
+another; with a codec another thread, which shares Python's interpreter with the one that computes.
 
 Invariant: all ranks call it together; no parameter is sent to another rank.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -22,6 +25,10 @@ from torch import distributed, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_fx.communication.assigned import to_all
+from qsync_fx.communication.codecs import codec_named
+from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.control import carrying, meet, slowest
 from qsync_fx.profiling.measuring.steps import Training
 from qsync_fx.profiling.runs import faster_half
 
@@ -35,14 +42,20 @@ _LEAST, _MOST, _SECONDS = 5, 21, 20.0
 """Rounds that are measured, and seconds that are enough."""
 _ROW: Final = 0.3
 """Seconds of steps in a row: what sends in one is felt in the next, as where ranks come at different times."""
-_WAYS: Final = ((False, False), (True, False), (True, True))
-"""Whether gradients are copied into buckets, and whether these are sent."""
+CODEC: Final = "qsgd8"
+"""In which gradients are sent where they are coded: one that many will take, and as quick as most."""
+
+
+class _Way(Enum):
+    """What becomes of gradients in a step."""
+
+    LEFT, COPIED, SENT, CODED = range(4)
 
 
 def planned_seconds(seconds: float) -> float:
     """Returns how long `together` takes over steps of which one takes so many seconds, without compiling and sending."""
     row, rounds = _rounds(seconds)
-    return len(_WAYS) * (_WARM + row * rounds) * seconds
+    return len(_Way) * (_WARM + row * rounds) * seconds
 
 
 @dataclass(frozen=True)
@@ -67,21 +80,32 @@ class Together:
         slowest: the same of the slowest rank.
         sending: seconds of the slowest rank where all gradients are sent.
         bucket_bytes: at which a bucket was full.
+        coded: seconds of the slowest rank where all are sent in `CODEC`; None where none was.
     """
 
     own: Unsent
     slowest: Unsent
     sending: float
     bucket_bytes: int
+    coded: float | None = None
 
 
 @dataclass
 class _Hook:
-    sends: bool = True
+    """Attributes:
+    codes: what sends gradients in a codec; None where they are on a device whose host does so.
+    way: what is done with those that come.
+    """
 
-    def take(self, _state: object, bucket: Any) -> Future[torch.Tensor]:
-        if self.sends:
-            work = distributed.all_reduce(bucket.buffer(), async_op=True)
+    codes: Compression | None
+    group: distributed.ProcessGroup | None
+    way: _Way = _Way.SENT
+
+    def take(self, state: object, bucket: Any) -> Future[torch.Tensor]:
+        if self.way is _Way.CODED and self.codes is not None:
+            return self.codes.hook(state, bucket)
+        if self.way is _Way.SENT:
+            work = distributed.all_reduce(bucket.buffer(), group=self.group, async_op=True)
             assert work is not None
             future: Future[Any] = work.get_future()
             return future.then(lambda done: done.value()[0])
@@ -105,10 +129,12 @@ class _Wrapped:
     def round(self, row: int) -> list[float]:
         """Returns the seconds of a step of each way, of so many in a row."""
         found = []
-        for copies, self.hook.sends in _WAYS:
-            distributed.barrier()
+        for self.hook.way in _Way:
+            if self.hook.way is _Way.CODED and self.hook.codes is None:
+                break
+            meet()
             begin = time.perf_counter()
-            with contextlib.nullcontext() if copies else self.parallel.no_sync():
+            with self.parallel.no_sync() if self.hook.way is _Way.LEFT else contextlib.nullcontext():
                 for _ in range(row):
                     self.training.run(self.model)
             if self.parallel.device_type == "cuda":
@@ -127,35 +153,50 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST, max(1, round(total / _BUCKETS / 2**20)))
-    parallel = DistributedDataParallel(module, init_sync=False, bucket_cap_mb=mebibytes, **_leaving_buffers())
-    hook = _Hook()
-    parallel.register_comm_hook(None, hook.take)
-    training = replace(training, zero=module.zero_grad)
-    wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
-    warm = [wrapped.round(1) for _ in range(_WARM)]
-    row, rounds = _many(max(warm[-1]))
-    found = [wrapped.round(row) for _ in range(rounds)]
-    left, copied, _ = own = [faster_half(way) for way in zip(*found, strict=True)]
-    slowest = torch.tensor(own, dtype=torch.float64)
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    group = carrying(next(module.parameters()).device)
+    how = {"process_group": group, "bucket_cap_mb": mebibytes, **_leaving_buffers()}
+    parallel = DistributedDataParallel(module, init_sync=False, **how)
+    with _coding(module) as codes:
+        hook = _Hook(codes, group)
+        parallel.register_comm_hook(None, hook.take)
+        training = replace(training, zero=module.zero_grad)
+        wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
+        warm = [wrapped.round(1) for _ in range(_WARM)]
+        row, rounds = _many(max(warm[-1]))
+        found = [wrapped.round(row) for _ in range(rounds)]
+    left, copied, *_ = own = [faster_half(way) for way in zip(*found, strict=True)]
+    all_left, all_copied, sending, coded = slowest([*own, *[math.inf] * (len(_Way) - len(own))])
     # What DistributedDataParallel has hung on parameters goes with it.
     del parallel, wrapped
     gc.collect()
-    *unsent, sending = slowest.tolist()
-    return Together(Unsent(left, copied), Unsent(*unsent), sending, mebibytes * 2**20)
+    on_all = None if math.isinf(coded) else coded
+    return Together(Unsent(left, copied), Unsent(all_left, all_copied), sending, mebibytes * 2**20, on_all)
+
+
+@contextlib.contextmanager
+def _coding(module: nn.Module) -> Iterator[Compression | None]:
+    """Gives what sends a model's gradients in a codec; None for a model that is not on the CPU, whose cores do not code them."""
+    group = distributed.new_group(backend="gloo")
+    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    assigned = to_all(codec_named(CODEC), [one.numel() for _, one in named])
+    try:
+        if all(one.device.type == "cpu" for _, one in named):
+            yield Compression(group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0)
+        else:
+            yield None
+    finally:
+        distributed.destroy_process_group(group)
 
 
 def _many(seconds: float) -> tuple[int, int]:
     """Returns how many steps in a row, and how often, for a rank's steps that take so long; the same on all ranks."""
-    slowest = torch.tensor(seconds)
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return _rounds(float(slowest))
+    return _rounds(*slowest([seconds]))
 
 
 def _rounds(seconds: float) -> tuple[int, int]:
     """Returns how many steps of so many seconds in a row, and how often."""
     row = max(1, round(_ROW / seconds))
-    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_WAYS) * seconds))))
+    return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_Way) * seconds))))
 
 
 def _leaving_buffers() -> dict[str, Any]:
