@@ -1,0 +1,104 @@
+"""One rank whose process group has a backend for a GPU alone, as after `init_process_group("nccl")`; run by tests/distributed as a process
+of its own.
+
+The backend is gloo, registered for "cuda" only: torch refuses it tensors on the CPU as it refuses them NCCL. The model is on the CPU, and
+its user has DistributedDataParallel send gradients over a group of gloo.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+import torch
+from guarded_rank import compiled, data, network, said, train, weights
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx.communication.speeds.reduction_speed import reductions
+from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
+from qsync_fx.profiling.measuring.busy import busy, coding
+from qsync_fx.profiling.measuring.collectives import all_reduces, buffers_seconds
+
+TABLE = [(2**16, 1e-3)]
+
+
+def refusals(rank: int) -> list[str]:
+    """Returns what torch says of tensors and objects that ranks give such a group."""
+    found = []
+    tries: list[Callable[[], Any]] = [
+        lambda: distributed.all_reduce(torch.ones(3)),
+        distributed.barrier,
+        lambda: distributed.all_gather_object([None, None], rank),
+    ]
+    for give in tries:
+        try:
+            give()
+            found.append("")
+        except (RuntimeError, AssertionError) as error:
+            found.append(str(error))
+    return found
+
+
+def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """What is measured between ranks without a model, and what torch refuses."""
+    norm = nn.BatchNorm1d(8)
+    return {
+        "refused": refusals(rank),
+        "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm), busy(TABLE), coding()],
+        "ways": [one.way for one in reductions(["qsgd8"], 2**12, 3)],
+    }
+
+
+def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A plan that the ranks find, under which they train and plan anew, with gradients in a codec; and what differs then."""
+    # Where no step could be trained with gradients that are sent, less would be measured, with a warning.
+    warnings.filterwarnings("error", message="no step could be trained")
+    model, batch = network(), data(rank, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how: dict[str, Any] = {"device_class": ["fast", "slow"][rank], "precisions": ["fp32", "int8"], "codecs": ["qsgd8"]}
+    how |= {"optimizer": optimizer, "progress": False, "rounds": 1, "corrections": 1, "hierarchical": False}
+    plan = qsync_fx.distributed.find_plan(model, squares, [batch], **how)
+    gloo = distributed.new_group(backend="gloo")
+    parallel = DistributedDataParallel(compiled(model, plan), process_group=gloo)
+    handle = compress(parallel, plan, check_every=1)
+    # By this clock both ranks are slower than foreseen.
+    how = {"compression": handle, "free": lambda: None, "clock": lambda: 100 * time.perf_counter()}
+    replan = Replanning(plan, patience=2, cooldown=2, **how)
+    with guard(parallel, check_every=1, replan=replan) as training:
+        list(train(parallel, rank, 8))
+    found: dict[str, Any] = {
+        "plan": plan.to_json(),
+        "travelled": [one.backend for profile in plan.survey.profiles.values() for one in profile.collectives]
+        if plan.survey is not None
+        else [],
+        "replanned": len(training.replanned),
+        "weights": weights(model),
+        "compiled": len(qsync_fx.applied(parallel).operators),
+    }
+    other = DistributedDataParallel(compiled(network()), process_group=gloo)
+    average_by_batch(other)
+    with guard(other, check_every=1):
+        list(train(other, rank, 2, samples=2 + rank))
+    found["weighted"] = weights(other)
+    with torch.no_grad():
+        other.module.get_parameter("1.bias")[2] += rank
+    try:
+        check_replicas(other)
+    except qsync_fx.RankError as error:
+        found["differing"] = said(error)
+    return found
+
+
+def squares(module: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = module(x).square().mean()
+    return result
+
+
+if __name__ == "__main__":
+    ranks.play(globals(), sys.argv[1:], lambda _: True)
