@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import ranks
 import torch
@@ -23,7 +24,7 @@ import qsync_fx
 from qsync_fx.communication.speeds.reduction_speed import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
 from qsync_fx.profiling.measuring.busy import busy, coding
-from qsync_fx.profiling.measuring.collectives import all_reduces, buffers_seconds
+from qsync_fx.profiling.measuring.collectives import all_reduce_seconds, all_reduces, buffers_seconds
 
 TABLE = [(2**16, 1e-3)]
 
@@ -45,11 +46,26 @@ def refusals(rank: int) -> list[str]:
     return found
 
 
+def routes() -> list[list[Any]]:
+    """Returns where all-reduces lie, and whether they go over the user's group, as they are measured for a model on a device that is not
+    the CPU: the one without memory stands in for a GPU, and what is sent from there gets nowhere."""
+    found, sends = [], distributed.all_reduce
+
+    def noted(tensor: Tensor, *how: Any, group: Any = None, **more: Any) -> Any:
+        found.append([tensor.device.type, group is None])
+        return None if tensor.is_meta else sends(tensor, *how, group=group, **more)
+
+    with mock.patch.object(distributed, "all_reduce", noted):
+        all_reduce_seconds(2**10, 1, torch.device("meta"))
+    return found
+
+
 def measured(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """What is measured between ranks without a model, and what torch refuses."""
     norm = nn.BatchNorm1d(8)
     return {
         "refused": refusals(rank),
+        "routes": routes(),
         "numbers": [all_reduces([[0, 1]]), buffers_seconds(norm), busy(TABLE), coding()],
         "ways": [one.way for one in reductions(["qsgd8"], 2**12, 3)],
     }
