@@ -4,7 +4,7 @@ A ResNet on images, an LSTM that tells texts apart and a GPT that says the next 
 All ways begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation,
 what it is more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the
 training.
-Rows of networks that --only leaves out stay in the file.
+Rows of networks that --only leaves out stay in the file, and so do those of ways that --way leaves out, FP32's apart.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from benchmarks.paper.support.studied import SIZES, TASKS, Training
 from benchmarks.support.harness import arguments, selected, show, standing, to_write, write_json
 
 RANKS = 2
-WAYS = ("fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2")
-CURVES = ("fp32", "qsgd2", "duo0", "duo1", "duo2")
+WHOLE = "fp32"
+WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2")
+CURVES = (WHOLE, "qsgd2", "duo0", "duo1", "duo2")
 """Whose losses are drawn."""
 PARTS = 20
 """Of a training, whose mean loss is told."""
@@ -50,6 +51,12 @@ def main() -> None:
         __doc__,
         None,
         **OPTIONS,
+        way={
+            "action": "append",
+            "choices": WAYS[1:],
+            "metavar": "NAME",
+            "help": "a way beside FP32, once or more; by default all",
+        },
         picture={"type": to_write, "help": "where DUO's curves of loss are drawn (SVG)"},
     )
     torch.set_num_threads(1)
@@ -57,15 +64,16 @@ def main() -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     asked = selected(options, TASKS)
     before = standing(options.json, options.quick) if options.json else []
-    rows = [one for one in before if one["task"] in TASKS and one["task"] not in asked]
+    ways = [way for way in WAYS if way == WHOLE or way in (options.way or WAYS)]
+    rows = [one for one in before if one["task"] in TASKS and (one["task"] not in asked or one["way"] not in ways)]
     for task in asked:
         every = []
         for seed in range(1 if options.quick else options.seeds):
-            job = {"task": task, "size": SIZES[task], "seed": seed, "ways": WAYS, "quick": options.quick}
+            job = {"task": task, "size": SIZES[task], "seed": seed, "ways": ways, "quick": options.quick}
             every.append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
         said = {"date": today, "size": "a few steps" if options.quick else SIZES[task]}
-        rows += [said | row(task, way, [one[way] for one in every], [one["fp32"] for one in every]) for way in WAYS]
-        rows.sort(key=lambda one: list(TASKS).index(one["task"]))
+        rows += [said | row(task, way, [one[way] for one in every], [one[WHOLE] for one in every]) for way in ways]
+        rows.sort(key=lambda one: (list(TASKS).index(one["task"]), WAYS.index(one["way"])))
         if options.json:
             write_json(options.json, rows, options.quick)
     if options.picture:
@@ -121,7 +129,7 @@ def one(training: Training, way: str, seed: int) -> dict[str, Any]:
     handle = None
     if way.startswith("duo"):
         handle = compress(ddp, way, optimizer=optimizer, seed=seed)
-    elif way != "fp32":
+    elif way != WHOLE:
         compress(ddp, way, seed=seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, total_steps=training.steps + 1)
     losses = []

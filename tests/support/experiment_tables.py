@@ -86,12 +86,9 @@ def codec_accuracy() -> str:
         "points more than FP32": lambda row: (
             "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
+        "seeds": lambda row: str(len(row["each"])),
     }
-    sizes = dict.fromkeys(
-        f"{row['task']}: {row['size']}, the mean of {len(row['each'])} seeds"
-        for row in _rows("codec_accuracy")
-        if "size" in row
-    )
+    sizes = dict.fromkeys(f"{row['task']}: {row['size']}" for row in _rows("codec_accuracy") if "size" in row)
     return "\n".join([_table("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
 
 
