@@ -156,13 +156,13 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
     return true;
 }
 
-// Whether both compute the same bits of a product: matrices by rows and by columns, with all kinds of outputs.
+// Whether both compute the same bits of a product: matrices by rows and by columns, with all kinds of outputs, large and around zero.
 template <class T>
 bool agree_on(const Multiplier<T> &first, const Multiplier<T> &second, const std::vector<T> &a, const std::vector<T> &b, std::size_t k) {
     const std::size_t m = a.size() / k, n = b.size() / k;
     std::vector<float> scales(m), bias(n);
-    for (std::size_t i = 0; i < m; ++i) scales[i] = 0.01f + static_cast<float>(i) / 3.0f;
-    for (std::size_t i = 0; i < n; ++i) bias[i] = static_cast<float>(i) * 777.7f - 9999.0f;
+    for (std::size_t i = 0; i < m; ++i) scales[i] = i % 2 ? 1e-5f : 0.01f + static_cast<float>(i) / 3.0f;
+    for (std::size_t i = 0; i < n; ++i) bias[i] = i % 2 ? static_cast<float>(i) * 0.1f - 2.5f : static_cast<float>(i) * 777.7f - 9999.0f;
     for (int layout = 0; layout < 4; ++layout) {
         const auto vectors = [&](const std::vector<T> &of, std::size_t count, bool along) {
             const auto lies = static_cast<std::ptrdiff_t>(along ? k : count);
@@ -172,6 +172,7 @@ bool agree_on(const Multiplier<T> &first, const Multiplier<T> &second, const std
             std::vector<float> x(m * n), y(x);
             Gemm<T> what{vectors(a, m, layout % 2 == 0), vectors(b, n, layout / 2 == 0), {scales.data(), true}, {nullptr, false},
                          bias.data(), static_cast<Output>(output), x.data()};
+            what.activation = static_cast<Activation>(layout % ACTIVATIONS);
             gemm(first, what, 1);
             what.result = y.data();
             gemm(second, what, 1);

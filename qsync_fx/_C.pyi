@@ -18,6 +18,7 @@ from typing import Literal
 Rounding = Literal["stochastic", "nearest", "floor"]
 Layout = Literal["sign", "endpoints"]
 Operands = Literal["int8", "bfloat16"]
+Activation = Literal["none", "relu", "gelu", "gelu_tanh"]
 
 openmp: bool
 """Whether the module was built with threads; if not, `threads` is taken and changes nothing."""
@@ -196,12 +197,14 @@ def gemm(
     threads: int = 1,
     isa: str | None = None,
     operands: Operands = "int8",
+    activation: Activation = "none",
 ) -> None:
     """Multiplies matrices `a` (m x k) and `b` (k x n) of `operands` into `result`, m x n of `dtype` without gaps.
 
     Strides, of rows and columns, are in elements; any will do. Sums of int8 are exact, so k is 131071 at most. Those of "int32" are the
     result, and int8's alone. Else, each step in float32: sum * a_scale * b_scale + bias, and one rounding to `dtype`, ties to even. Scales
-    are float32: 0 for none, one, or one for `each` row of `a` and column of `b`; so is the bias, one a column.
+    are float32: 0 for none, one, or one for `each` row of `a` and column of `b`; so is the bias, one a column. Before it is rounded there
+    may be an activation of it: "relu", or "gelu" by the error function or by "gelu_tanh"'s formula, each off by 3e-7 of its argument.
 
     Sums of bfloat16 are float32: products, which are exact there, are added one after the other, to one sum or to a few that are added
     in the end, and each addition is rounded to the nearest. So a sum of finite products is off by (k + 2) * 2**-24 times the sum of

@@ -9,7 +9,7 @@ runs on its core.
 
 Grouped and depthwise convolutions, which are left to oneDNN, are measured in its BF16 beside its FP32, the three products each, and beside
 a copy of what they read and write in BF16 ("copy"): no kernel that goes over memory once is much faster than that. Gradients that are slow
-in BF16 are measured as this backend has them computed, too, with what is converted for them.
+in BF16 are measured as this backend has them computed, too, with what is converted for them. Products of BF16 are `bf16_products`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.kernels import bf16_products
 from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, write_cases
 
 BF16 = torch.bfloat16
-PEER = "oneDNN bf16"
+PEER = bf16_products.PEER
 ROWS = (512, 2048)
 LAYERS = ((768, 768), (3072, 768), (768, 3072))
 """Output and input channels: projections of attention, and the two layers of the perceptron."""
@@ -259,11 +260,16 @@ def told(case: str, what: str, times: Times, work: float, peak: float) -> list[R
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"choices": ("grouped",), "help": "measure these alone, and keep other rows"})
+    options = arguments(
+        __doc__, only={"choices": ("grouped", "bf16"), "help": "measure these alone, and keep other rows"}
+    )
     rows: list[Row] = []
     repeats = 3 if options.quick else 15
     if options.only:
-        rows = grouped_rows(repeats, options.threads, options.quick)
+        if options.only == "bf16":
+            rows = bf16_products.product_rows(repeats, options.threads, options.quick, clock(options.threads))
+        else:
+            rows = grouped_rows(repeats, options.threads, options.quick)
         if options.json:
             write_cases(options.json, rows, quick=options.quick)
         show(rows)
@@ -286,6 +292,7 @@ def main() -> None:
         rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), peak)
     rows += convolution_rows(repeats, options.threads, options.quick)
     rows += grouped_rows(repeats, options.threads, options.quick)
+    rows += bf16_products.product_rows(repeats, options.threads, options.quick, clock(options.threads))
     finish(options, rows)
 
 

@@ -175,7 +175,7 @@ template <class T> void gemm(const Multiplier<T> &with, const Gemm<T> &what, int
     const float *bias = each_column({what.bias, true}, 0.0f, n, whole, reinterpret_cast<float *>(vectors + 2 * vector));
     static const float one = 1.0f;
     const Target target{what.result, n,    what.output, what.a_scale.at != nullptr ? what.a_scale.at : &one,
-                        what.a_scale.at != nullptr && what.a_scale.each, scales, bias};
+                        what.a_scale.at != nullptr && what.a_scale.each, scales, bias, what.activation};
     constexpr std::size_t VALUES[OUTPUTS] = {4, 2, 4};
     const Product<T> product{with, what, cut, memory.get(), offsets, target, VALUES[what.output]};
     const int most = static_cast<int>(team);

@@ -29,7 +29,9 @@ template <class T> struct Vectors {
 
 enum Output { OUT_FLOAT32, OUT_BFLOAT16, OUT_SUMS, OUTPUTS };
 
-// Where sums go, and what they are made before: sum * row_scales * column_scales + bias.
+enum Activation { NO_ACTIVATION, RELU, GELU, GELU_TANH, ACTIVATIONS };
+
+// Where sums go, and what they are made before: sum * row_scales * column_scales + bias, and an activation of that.
 struct Target {
     void *to;
     std::size_t stride; // values from one row to the next
@@ -37,6 +39,7 @@ struct Target {
     const float *row_scales;
     std::size_t row_step; // 1, or 0 where one scale serves all rows
     const float *column_scales, *bias; // one a column, readable up to a whole tile
+    Activation activation;
 };
 
 // A tile is what one call computes: `rows` by `columns` sums, a row after the other.
@@ -92,6 +95,7 @@ template <class T> struct Gemm {
     // If given, `a.at` are images, and the vectors of `a` their windows, or the taps of those, each for all windows. INT8 alone.
     const Windows *windows = nullptr;
     bool taps = false;
+    Activation activation = NO_ACTIVATION;
 };
 
 // Computes the product. The contract is in qsync_fx/_C.pyi.

@@ -24,7 +24,8 @@ Operands operands_of(const std::string &name) { return static_cast<Operands>(nam
 
 void bound_gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t result, std::size_t m, std::size_t n, std::size_t k, Strides a_strides,
                 Strides b_strides, const std::string &dtype, std::uintptr_t a_scale, bool a_scale_each, std::uintptr_t b_scale,
-                bool b_scale_each, std::uintptr_t bias, int threads, const std::optional<std::string> &isa, const std::string &operands) {
+                bool b_scale_each, std::uintptr_t bias, int threads, const std::optional<std::string> &isa, const std::string &operands,
+                const std::string &activation) {
     const Operands type = operands_of(operands);
     within("m", m, std::size_t{0}, MOST_SIZE);
     within("n", n, std::size_t{0}, MOST_SIZE);
@@ -33,8 +34,9 @@ void bound_gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t result, std::
     if (k != 0 && (m > MOST_SIZE / k || n > MOST_SIZE / k)) throw py::value_error("operands do not fit into memory");
     within("threads", threads, 1, MOST_THREADS);
     const auto output = static_cast<Output>(named("dtype", dtype, {"float32", "bfloat16", "int32"}));
-    const bool epilogue = a_scale != 0 || b_scale != 0 || bias != 0;
-    if (output == OUT_SUMS && epilogue) throw py::value_error("sums in int32 have no scale and no bias");
+    const auto activated = static_cast<Activation>(named("activation", activation, {"none", "relu", "gelu", "gelu_tanh"}));
+    const bool epilogue = a_scale != 0 || b_scale != 0 || bias != 0 || activated != NO_ACTIVATION;
+    if (output == OUT_SUMS && epilogue) throw py::value_error("sums in int32 have no scale, no bias and no activation");
     if (output == OUT_SUMS && type != INT8) throw py::value_error("sums of bfloat16 are not in int32");
     const Path &by = path(isa);
     const auto multiply = [&](const auto &with, auto value) {
@@ -47,6 +49,9 @@ void bound_gemm(std::uintptr_t a, std::uintptr_t b, std::uintptr_t result, std::
             pointer<const float>(bias, false),
             output,
             pointer<void>(result, m != 0 && n != 0),
+            nullptr,
+            false,
+            activated,
         };
         const py::gil_scoped_release unlocked;
         gemm(with, what, threads);
@@ -117,7 +122,7 @@ void add_products(py::module_ &module) {
     module.def("gemm", &bound_gemm, py::arg("a"), py::arg("b"), py::arg("result"), py::arg("m"), py::arg("n"), py::arg("k"),
                py::arg("a_strides"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("a_scale_each") = false,
                py::arg("b_scale") = 0, py::arg("b_scale_each") = false, py::arg("bias") = 0, py::arg("threads") = 1,
-               py::arg("isa") = py::none(), py::arg("operands") = "int8");
+               py::arg("isa") = py::none(), py::arg("operands") = "int8", py::arg("activation") = "none");
     module.def("conv", &bound_conv, py::arg("images"), py::arg("b"), py::arg("result"), py::arg("count"), py::arg("channels"),
                py::arg("size"), py::arg("kernel"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("out"),
                py::arg("taps"), py::arg("n"), py::arg("b_strides"), py::arg("dtype"), py::arg("a_scale") = 0, py::arg("b_scale") = 0,

@@ -1,7 +1,7 @@
 // What becomes of a tile of sums. Included by the sources of every path, so that each compiles it for itself from the same text.
 #pragma once
 
-#include "gemm/gemm.h"
+#include "gemm/paths/activation.h"
 
 #include <cstring>
 #include <type_traits>
@@ -35,6 +35,7 @@ void finish_rows(const S *tile, std::size_t rows, std::size_t columns, const Tar
         float values[COLUMNS];
         for (std::size_t i = 0; i < COLUMNS; ++i)
             values[i] = static_cast<float>(tile[i]) * scale * target.column_scales[i] + target.bias[i];
+        activate(values, target.activation);
         T *to = static_cast<T *>(target.to) + row * target.stride;
         if constexpr (sizeof(T) == 2) {
             std::uint16_t narrow[COLUMNS];

@@ -66,6 +66,7 @@ bool same(const qsync::Multiplier<T> &amx, const qsync::Multiplier<T> &scalar, s
     std::vector<std::uint32_t> found(m * n + 1, 1), expected(m * n + 1, 1);
     qsync::Gemm<T> what{a.vectors,      b.vectors, drawn() % 2 ? each : none, ways[drawn() % 3], drawn() % 2 ? bias.data() : nullptr, output,
                         found.data()};
+    what.activation = static_cast<qsync::Activation>(drawn() % qsync::ACTIVATIONS);
     qsync::gemm(amx, what, 1);
     what.result = expected.data();
     qsync::gemm(scalar, what, 1);

@@ -31,6 +31,7 @@ def multiplied(
     bias: Tensor | None = None,
     threads: int = 1,
     isa: str | None = None,
+    activation: _C.Activation = "none",
 ) -> Tensor:
     m, n = a.shape[0], b.shape[1]
     # What stands around the result must stay as it is.
@@ -47,6 +48,7 @@ def multiplied(
         threads=threads,
         isa=isa,
         operands=OPERANDS[a.dtype],
+        activation=activation,
     )
     assert (memory[:16] == 77).all() and (memory[16 + m * n :] == 77).all()
     return result
