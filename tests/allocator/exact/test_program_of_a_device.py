@@ -14,6 +14,7 @@ from tiers import ALL
 from qsync_fx import Plan
 from qsync_fx.allocator import Judge, Problem
 from qsync_fx.allocator.exact.bounding import Certain, Holds
+from qsync_fx.allocator.exact.bounding.feeding import Fed
 from qsync_fx.allocator.exact.bounding.passes import Passes
 from qsync_fx.allocator.exact.bounding.waiting import gradients
 from qsync_fx.allocator.exact.device_program import THOUSANDTHS, device_program
@@ -154,7 +155,8 @@ def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | 
         backward = [moment for moment in moments if moment.place == "backward"]
         for at, which in certain.during.moments:
             operator = part.graph.operators[at]
-            own = [place for place, moment in enumerate(backward) if moment.operator == operator.id]
+            last = certain.during.last((at, which))
+            own = [place for place, moment in enumerate(backward) if moment.operator in last]
             if which == len(gradients(operator, certain.kept.passes[0].forward)) > 0:
                 # What converts is one kernel with what lies between it and the next one of a library, and is called after that.
                 own = [*own, min(own[-1] + 1, len(backward) - 1)]
@@ -216,6 +218,20 @@ def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain
         assert SHARE * (head[0] - before) < last.of(known.names) <= head[0] - before
         beside += sum(one.held(known.names) is not None for one in last.beside)
     assert beside
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
+def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
+    """What it reads, and copies of parameters, in the kernel that computes it: 4.6 MB of a ResNet-50's 5,154 where that is the peak."""
+    problem = alone("gated", FIVE, 0, OwnedTimes)
+    part = problem.classes["device"]
+    known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
+    fed = Fed.of_product(Certain(part, step_memory(known, part.training)).kept, part.graph.operator("head/linear"))
+    assert fed is not None
+    kernel = [task for task in Orders.of(known).written if task.operator == "head/linear" and not task.backward]
+    end = next(at for at, task in enumerate(kernel) if task.library)
+    written = sum(buffer.bytes for task in kernel[:end] for buffer in task.writes)
+    assert fed.of(known.names) == written > 0
 
 
 def certainties(

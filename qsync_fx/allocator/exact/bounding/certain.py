@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from qsync_fx.allocator.exact.bounding.during import During
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.returning import Returning
-from qsync_fx.allocator.exact.bounding.waiting import Moment
+from qsync_fx.allocator.exact.bounding.waiting import PASSING, Moment
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression, total
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.allocator.judging.judge import beyond
@@ -60,7 +60,7 @@ class Certain:
 
     def add(self, places: Iterable[int]) -> bool:
         """Adds the products beside operators while whose gradients most may be held; returns whether any are new."""
-        known = self.during.moments
+        known = [moment for moment in self.during.moments if moment[1] != PASSING]
         products = sorted({place for place, _ in known})
         ends = [bisect_right(products, at) for at in places]
         beside = {products[at] for end in ends for at in (end - 1, end) if 0 <= at < len(products)}
@@ -83,7 +83,7 @@ class Certain:
             for moment in written.moments
             if moment.place == "backward" and moment.bytes + more > limit * (1 - _NEAR)
         }
-        above = [moment for moment in self.during.moments if self._operator(moment) in high]
+        above = [moment for moment in self.during.moments if not high.isdisjoint(self.during.last(moment))]
         # Of thousands of operators all moments would take minutes.
         before = self._before + self.behind
         every = 1 + len(names) * len(above) // _ASKED
@@ -99,9 +99,6 @@ class Certain:
                 break
         self.moments += sorted(new)
         return bool(new)
-
-    def _operator(self, moment: Moment) -> str:
-        return self.kept.graph.operators[moment[0]].id
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         there, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))

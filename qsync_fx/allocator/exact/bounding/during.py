@@ -4,19 +4,19 @@ as a linear expression of states.
 That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
 (`qsync_fx.allocator.judging.memories`). All that the backward passes before it read is there, and of the product itself its factors, the
 gradient that it is given, and those that are written; the gradients of all parameters that operators behind it read; and what gradients
-that wait are computed from (`streams`).
+that wait are computed from (`streams`). The same is told of a norm that passes a gradient on, with what is written then (`norming`).
 
 Invariant: `of` and `expression` count the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
 from qsync_fx.allocator.exact.bounding.streams import Planned, Streams
-from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, at_once, gradients
+from qsync_fx.allocator.exact.bounding.waiting import PASSING, Moment, Waiting, at_once, gradients
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.precision import FORMATS, FP32
@@ -45,6 +45,8 @@ class During:
         """All such moments, in the order of operators."""
         found: list[Moment] = []
         for at, operator in enumerate(self.graph.operators):
+            if at in self._streams.norming.norms:
+                found.append((at, PASSING))
             if operator.repeated or not self._waiting.arrives(operator.result):
                 continue
             if at in self._forward.matrices:
@@ -57,6 +59,11 @@ class During:
                 if self._converted(operator) is not None:
                     found.append((at, len(computed)))
         return found
+
+    def last(self, moment: Moment) -> Set[str]:
+        """Returns the ids of the operators that the kernel of a moment may be for last: a norm's writes what the product before reads."""
+        places = (moment[0], moment[0] - 1) if moment[1] == PASSING else (moment[0],)
+        return {self.graph.operators[place].id for place in places}
 
     def of(
         self,
@@ -94,6 +101,8 @@ class During:
         """The gradient that a product is given, and those that it has written, with what it reads for that: of a factor in a scaled format
         a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
         operator, found = self.graph.operators[moment[0]], dict[Name, int]()
+        if moment[1] == PASSING:
+            return dict.fromkeys((name for name, _ in operator.costs), 0)  # `Norming` has it
         if pools(operator):
             windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value

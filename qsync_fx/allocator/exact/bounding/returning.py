@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 
+from qsync_fx.allocator.exact.bounding.feeding import Fed
 from qsync_fx.allocator.exact.bounding.gates import Lying
 from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, add, norms
 from qsync_fx.allocator.exact.bounding.passes import Passes
@@ -21,7 +22,7 @@ from qsync_fx.allocator.exact.linear.program import Expression
 from qsync_fx.allocator.exact.terms.formats import Formats
 from qsync_fx.predictor.memory.buffers import Buffer
 from qsync_fx.predictor.memory.telling import attends, draws_alone, pools
-from qsync_fx.predictor.model.value import StateNames
+from qsync_fx.predictor.model.value import Operator, StateNames
 
 
 class Returning:
@@ -33,16 +34,19 @@ class Returning:
 
     def __init__(self, kept: Kept, last: bool = False) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+        self._product: Operator | None = None
         read = [one.value for one in self.graph.outputs]
         if last:
             product = next((one for one in reversed(self.graph.operators) if self._forward.multiplies(one)), None)
             read = [product.reads[0].value] if product is not None else []
+            self._product = product
         self._given = {self._forward.root(value) for value in read}
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into."""
         beside = (*self._results.items(), *self._masks.items(), *self._drawn.items())
-        return self._kept.of(names, self._there, self.beside) + sum(sizes[names[at]] for at, sizes in beside)
+        found = self._kept.of(names, self._there, self.beside) + sum(sizes[names[at]] for at, sizes in beside)
+        return found + (self._fed.of(names) if self._fed is not None else 0)
 
     def expression(self, formats: Formats) -> Expression:
         """Returns the bytes."""
@@ -50,6 +54,8 @@ class Returning:
         for at, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
             for state, where in formats.states[at].items():
                 add(found, where, sizes[state])
+        if self._fed is not None:
+            add(found, self._fed.expression(formats), 1.0)
         return found
 
     @property
@@ -93,6 +99,13 @@ class Returning:
                 continue
             found[at] = {state: self._bytes(at, state) for state in operator.costs}
         return found
+
+    @cached_property
+    def _fed(self) -> Fed | None:
+        """What is written for the last product."""
+        if self._product is None or not self.any:
+            return None
+        return Fed.of_product(self._kept, self._product)
 
     @cached_property
     def _lying(self) -> Set[int]:

@@ -16,7 +16,8 @@ from typing import TypeVar
 from qsync_fx.allocator.exact.bounding.counts import Counts
 from qsync_fx.allocator.exact.bounding.gates import Where
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
-from qsync_fx.allocator.exact.bounding.waiting import Moment, Waiting, gradients
+from qsync_fx.allocator.exact.bounding.norming import Norming
+from qsync_fx.allocator.exact.bounding.waiting import PASSING, Moment, Waiting, gradients, yet
 from qsync_fx.allocator.exact.linear.program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
 from qsync_fx.allocator.exact.terms.formats import Spread
 from qsync_fx.predictor.memory.backward import computed_in
@@ -55,6 +56,7 @@ class Streams:
     def __init__(self, kept: Kept, waiting: Waiting) -> None:
         self._kept, self._waiting = kept, waiting
         self.graph, self._forward = kept.graph, kept.passes[0].forward
+        self.norming = Norming(kept, waiting)
         self._counts: tuple[Where, Counts] | None = None
         self._known: dict[Moment, Expression] = {}
         self._repeated = any(operator.repeated for operator in self.graph.operators)
@@ -92,7 +94,7 @@ class Streams:
         read: dict[int, Expression] = {}
         found: dict[int, float] = {}
         for value in self._arrived(counts, place):
-            now = read[value] = self._read(counts, value, place, there)
+            now = read[value] = self._read(counts, value, moment, there)
             if not any(now.values()):
                 there[value] = {}
                 continue
@@ -109,6 +111,8 @@ class Streams:
             maker = self._forward.made_by(value)
             if maker is not None and self.graph.places[maker.id] > place and any(now.values()):
                 self._hold(found, program, now, self._gate(counts, where, self.graph.places[maker.id], moment))
+        if moment[1] == PASSING:
+            add(found, self.norming.expression(counts, where, place), 1.0)
         return found
 
     def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
@@ -120,14 +124,14 @@ class Streams:
         maker = self._forward.made_by(value)
         return -1 if maker is None else self.graph.places[maker.id]
 
-    def _read(self, counts: Counts, value: int, place: int, there: Mapping[int, Expression]) -> Expression:
+    def _read(self, counts: Counts, value: int, moment: Moment, there: Mapping[int, Expression]) -> Expression:
         """Returns where what is computed from the gradient of a value has yet to be."""
         maker = self._forward.made_by(value)
         if maker is None:
             return {}
         at = self.graph.places[maker.id]
-        if at <= place:
-            return ONE if at < place and self._waiting.used[at] else {}
+        if at <= moment[0]:
+            return ONE if at < yet(moment) and self._waiting.used[at] else {}
         if self._waiting.writes(maker) or norms(maker):
             return {}
         passed = [

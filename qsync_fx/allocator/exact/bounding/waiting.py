@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Final
 
 from qsync_fx.allocator.exact.bounding.kept import Kept, Readers, factors, norms
 from qsync_fx.predictor.memory.backward import READS, SPREADS
@@ -22,7 +23,14 @@ from qsync_fx.predictor.model.value import Operator, Read
 
 Moment = tuple[int, int]
 """The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter
-is converted."""
+is converted. Before the first, `PASSING`, a norm passes on the gradient that it is given."""
+PASSING: Final = -1
+
+
+def yet(moment: Moment) -> int:
+    """Returns the place before which all operators have yet to read what they keep."""
+    place, which = moment
+    return place + 1 if which == PASSING else place
 
 
 def gradients(product: Operator, forward: Forward) -> Sequence[int]:
@@ -56,10 +64,12 @@ class Waiting:
         passed: set[int] = set()
         for at in range(place + 1, len(self.graph.operators)):
             operator = self.graph.operators[at]
-            if any(self._passes(operator, read, place, passed) for read in operator.reads):
+            if any(self._passes(operator, read, moment, passed) for read in operator.reads):
                 passed.add(at)
         own = self.graph.operators[place]
-        before, rest = frozenset(range(place)), frozenset(passed)
+        before, rest = frozenset(range(yet(moment))), frozenset(passed)
+        if which == PASSING:
+            return Readers(before, rest)
         if pools(own) or (not at_once(own) and which == len(gradients(own, self._forward))):
             return Readers(before, rest)  # it has read what it keeps
         if at_once(own):
@@ -77,7 +87,7 @@ class Waiting:
         maker = self._forward.made_by(value)
         return maker is not None and self.used[self.graph.places[maker.id]]
 
-    def _passes(self, operator: Operator, read: Read, moment: int, passed: set[int]) -> bool:
+    def _passes(self, operator: Operator, read: Read, moment: Moment, passed: set[int]) -> bool:
         """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
         maker = self._forward.made_by(read.value)
         if not read.gradient or maker is None or self.writes(operator) or self.summed(operator, read):
@@ -85,11 +95,11 @@ class Waiting:
         if self._leaving[self.graph.places[operator.id]] > READS:
             return False
         arriving = self._arriving.get(self._forward.root(read.value), {}).items()
-        if sum(many for at, many in arriving if not 0 <= at <= moment) > READS:
+        if sum(many for at, many in arriving if not 0 <= at <= moment[0]) > READS:
             return False
         place = self.graph.places[maker.id]
         # What the product itself is given has been computed.
-        return place != moment and (self.used[place] if place < moment else place in passed)
+        return self.used[place] if place < yet(moment) else place in passed
 
     @cached_property
     def used(self) -> Sequence[bool]:
