@@ -20,9 +20,9 @@ from qsync_fx import Plan, Profile
 from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.collectives import Measured
+from qsync_fx.profiling.gradients.sending import least_for
 from qsync_fx.profiling.profile import Collective
 from qsync_fx.profiling.runs import faster_half
-from qsync_fx.profiling.sending import least_for
 
 RANKS = 2
 BUCKET_MIB = 5

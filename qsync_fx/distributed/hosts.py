@@ -20,7 +20,7 @@ from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.meeting import Meeting
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replay import cluster_parts
-from qsync_fx.profiling.measuring.collectives import all_reduces
+from qsync_fx.profiling.gradients.collectives import all_reduces
 
 _REMEDIES: Final = {"hierarchy": "give compress the same hierarchical on all ranks"}
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from qsync_fx.profiling.measuring.together import planned_seconds
+from qsync_fx.profiling.gradients.sending import PLANS
+from qsync_fx.profiling.gradients.together import planned_seconds
 from qsync_fx.profiling.observed import Observed
-from qsync_fx.profiling.sending import PLANS
 from qsync_fx.profiling.statistics.indicators.methods import method
 from qsync_fx.profiling.statistics.measured import FRACTION, STEPS
 from qsync_fx.profiling.statistics.settling import LEAST

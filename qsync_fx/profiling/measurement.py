@@ -33,9 +33,10 @@ from qsync_fx.predictor.model.file import stored
 from qsync_fx.profiling.correcting import again, check_asked, check_same, corrected
 from qsync_fx.profiling.cost import Left, costs, sending_costs, sensitivity_costs
 from qsync_fx.profiling.given import GivenOptimizer, checked, optimizer_of
+from qsync_fx.profiling.gradients.coding_speed import coding_speeds
+from qsync_fx.profiling.gradients.collectives import ranks
+from qsync_fx.profiling.gradients.sending import linked
 from qsync_fx.profiling.measuring.attribution import attribute
-from qsync_fx.profiling.measuring.coding_speed import coding_speeds
-from qsync_fx.profiling.measuring.collectives import ranks
 from qsync_fx.profiling.measuring.compiled import Compiled, compiling
 from qsync_fx.profiling.measuring.kept import Files
 from qsync_fx.profiling.measuring.kernels import watching
@@ -50,7 +51,6 @@ from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.runs import levelled
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
-from qsync_fx.profiling.sending import linked
 from qsync_fx.profiling.statistics.measured import several as sensitivities
 from qsync_fx.profiling.untouched import untouched
 

@@ -8,8 +8,8 @@ import pytest
 from measured_layer import BATCH, Counted, layer, quick
 
 from qsync_fx.profiling.cost import Left, costs, sending_costs, sensitivity_costs
+from qsync_fx.profiling.gradients.together import planned_seconds
 from qsync_fx.profiling.measuring.steps import Training, clock_for
-from qsync_fx.profiling.measuring.together import planned_seconds
 from qsync_fx.profiling.observed import Observed, observed
 
 

@@ -23,7 +23,7 @@ from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device
 from qsync_fx.predictor.replay.fleet import Bucket, beside_computing, travel
 from qsync_fx.predictor.schedule import Parameter
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.measuring.coding_speed import coding_speeds
+from qsync_fx.profiling.gradients.coding_speed import coding_speeds
 from qsync_fx.profiling.profile import CodecSpeed
 from qsync_fx.timeline.coding import of_catalog, rates
 from qsync_fx.timeline.paying import best, paying

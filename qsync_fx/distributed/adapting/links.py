@@ -18,7 +18,7 @@ import torch
 from qsync_fx.communication.control import CPU
 from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
 from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.profiling.measuring.collectives import all_reduce_seconds
+from qsync_fx.profiling.gradients.collectives import all_reduce_seconds
 
 _NOTE: Final = "link"
 _OUGHT: Final = 0.01

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx.communication.speeds.reduction_speed import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
-from qsync_fx.profiling.measuring.busy import busy, coding
-from qsync_fx.profiling.measuring.collectives import all_reduce_seconds, all_reduces, buffers_seconds
+from qsync_fx.profiling.gradients.busy import busy, coding
+from qsync_fx.profiling.gradients.collectives import all_reduce_seconds, all_reduces, buffers_seconds
 
 TABLE = [(2**16, 1e-3)]
 

@@ -18,7 +18,7 @@ from torch import distributed
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.control import CPU, carrying, mean, meet
-from qsync_fx.profiling.measuring.collectives import finish
+from qsync_fx.profiling.gradients.collectives import finish
 
 _TRAVEL: Final = 0.02
 """Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""

@@ -24,10 +24,10 @@ from qsync_fx.predictor.replay.cluster import Cluster
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
 from qsync_fx.predictor.schedule import Schedule
-from qsync_fx.profiling.measuring.busy import busy as beside_products, coding as coding_beside_products
-from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives
+from qsync_fx.profiling.gradients.busy import busy as beside_products, coding as coding_beside_products
+from qsync_fx.profiling.gradients.collectives import buffers_seconds, collectives
+from qsync_fx.profiling.gradients.together import CODEC, Together, together
 from qsync_fx.profiling.measuring.steps import Training
-from qsync_fx.profiling.measuring.together import CODEC, Together, together
 from qsync_fx.profiling.profile import Collective, Profile
 
 MOST: Final = 4.0

@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 from torch import distributed, nn
 
 import qsync_fx
-from qsync_fx.profiling.measuring.busy import busy, coding
-from qsync_fx.profiling.measuring.collectives import buffers_seconds, collectives, rising
+from qsync_fx.profiling.gradients.busy import busy, coding
+from qsync_fx.profiling.gradients.collectives import buffers_seconds, collectives, rising
 
 
 def test_alone_there_is_nothing_to_measure() -> None:

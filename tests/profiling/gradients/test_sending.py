@@ -15,9 +15,9 @@ from qsync_fx.communication.speeds.rates import of_speeds, slowed
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
 from qsync_fx.predictor.replay.fleet import played
-from qsync_fx.profiling.measuring.together import CODEC, Together, Unsent
+from qsync_fx.profiling.gradients.sending import MOST, taken_in_steps
+from qsync_fx.profiling.gradients.together import CODEC, Together, Unsent
 from qsync_fx.profiling.profile import CodecSpeed, Collective, Profile
-from qsync_fx.profiling.sending import MOST, taken_in_steps
 
 TABLE = [(2**10, 1e-7), (2**20, 1e-6), (2**24, 1.6e-5)]
 PLAN = Plan.uniform("fp32")
