@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.counting.counts import Counts
+from qsync_fx.allocator.exact.bounding.counting.origins import Norm, Origins
+from qsync_fx.allocator.exact.bounding.counting.unary import TOP, added, where as one_where
 from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, factors
-from qsync_fx.allocator.exact.bounding.origins import Norm, Origins
-from qsync_fx.allocator.exact.bounding.unary import TOP, added, where as one_where
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
 from qsync_fx.allocator.exact.linear.program import ONE, Expression, total
 from qsync_fx.precision import FP32

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.counting.counts import Counts
 from qsync_fx.allocator.exact.bounding.gates import Where
 from qsync_fx.allocator.exact.bounding.kept import Kept, add, norms
 from qsync_fx.allocator.exact.bounding.norming import Norming

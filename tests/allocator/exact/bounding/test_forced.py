@@ -9,7 +9,7 @@ from allocation_problems import OwnedTimes, drawn_sensitivity
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.counting.counts import Counts
 from qsync_fx.allocator.exact.bounding.kept import Kept
 from qsync_fx.allocator.exact.bounding.streams import Planned
 from qsync_fx.allocator.exact.bounding.waiting import Waiting

@@ -18,7 +18,7 @@ import qsync_fx
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.exact import trying
 from qsync_fx.allocator.exact.bounding import Certain
-from qsync_fx.allocator.exact.bounding.counts import Counts
+from qsync_fx.allocator.exact.bounding.counting.counts import Counts
 from qsync_fx.allocator.exact.bounding.norming import Norming
 from qsync_fx.allocator.exact.bounding.streams import Planned
 from qsync_fx.allocator.exact.bounding.waiting import PASSING, Waiting

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from hypothesis import given, settings, strategies as st
 from tiers import chosen
 
-from qsync_fx.allocator.exact.bounding.unary import TOP, Count, added, exactly, least, one_or_more, where, where_so
+from qsync_fx.allocator.exact.bounding.counting.unary import (
+    TOP,
+    Count,
+    added,
+    exactly,
+    least,
+    one_or_more,
+    where,
+    where_so,
+)
 from qsync_fx.allocator.exact.linear.program import CONSTANT, Program
 
 CONDITIONS = 3

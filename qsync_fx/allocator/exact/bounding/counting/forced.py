@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from qsync_fx.allocator.exact.bounding.again import Again
+from qsync_fx.allocator.exact.bounding.counting.again import Again
+from qsync_fx.allocator.exact.bounding.counting.unary import Count
 from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
-from qsync_fx.allocator.exact.bounding.unary import Count
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
 from qsync_fx.allocator.exact.linear.program import ONE, Expression, constant, total
 from qsync_fx.predictor.memory.backward import READS

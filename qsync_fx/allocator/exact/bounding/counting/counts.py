@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from qsync_fx.allocator.exact.bounding.again import Again
-from qsync_fx.allocator.exact.bounding.forced import Forced
+from qsync_fx.allocator.exact.bounding.counting.again import Again
+from qsync_fx.allocator.exact.bounding.counting.forced import Forced
+from qsync_fx.allocator.exact.bounding.counting.unary import (
+    TOP,
+    Count,
+    added,
+    exactly,
+    least,
+    one_or_more,
+    where,
+    where_so,
+)
 from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept, factors, norms
-from qsync_fx.allocator.exact.bounding.unary import TOP, Count, added, exactly, least, one_or_more, where, where_so
 from qsync_fx.allocator.exact.bounding.waiting import Waiting
 from qsync_fx.allocator.exact.linear.program import Expression, constant, total
 from qsync_fx.predictor.memory.backward import READS

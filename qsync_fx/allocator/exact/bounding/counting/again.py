@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from qsync_fx.allocator.exact.bounding.counting.unary import Count, added, exactly, least, one_or_more, where_so
 from qsync_fx.allocator.exact.bounding.gates import Where, scaled
 from qsync_fx.allocator.exact.bounding.kept import Kept
-from qsync_fx.allocator.exact.bounding.unary import Count, added, exactly, least, one_or_more, where_so
 from qsync_fx.allocator.exact.bounding.waiting import Waiting, beside
 from qsync_fx.allocator.exact.linear.program import ONE, Expression, total
 from qsync_fx.predictor.memory.telling import GATES, pools
