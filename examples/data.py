@@ -90,7 +90,7 @@ def load(source: str | None) -> Data:
             "training and test images are of different sizes", where=str(folder), do="take files of one set"
         )
     name = "Fashion-MNIST" if folder.name.lower() == "fashion-mnist" else folder.resolve().name
-    return Data(name, train, test, epochs=2, batch=96, samples=10_000)
+    return Data(name, train, test, epochs=3, batch=96, samples=20_000)
 
 
 def _digits() -> Data:

@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="demo.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 2, digits 10")
+    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 3, digits 10, 2 with --quick")
     parser.add_argument(
         "--batch",
         type=_positive,
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
         "Debian's dataset-fashion-mnist is installed, else scikit-learn's digits",
     )
     parser.add_argument(
-        "--samples", type=_positive, metavar="N", help="train on so many images, drawn at random; default: 10000"
+        "--samples", type=_positive, metavar="N", help="train on so many images, drawn at random; default: 20000"
     )
     parser.add_argument(
         "--memory",

@@ -211,7 +211,10 @@ def _verdict(outcome: Outcome) -> Iterator[str]:
     planned, uniform = (_accuracy(outcome, run) for run in ("planned", "uniform"))
     chance = 2 * sqrt(2 * planned * (1 - planned) / outcome.tests)
     yield f"[bold]Test accuracy {planned:.2%}[/] under the plan, {uniform:.2%} with uniform low precision, evaluated in FP32."
-    yield f"One run of each: with {outcome.tests} test images a difference below {chance:.2%} is chance."
+    yield (
+        f"One run of each: with {outcome.tests} test images a difference below {chance:.2%} is chance, and another seed, or another "
+        "plan as near, moves it by more in a training this short."
+    )
     for run in RUNS:
         first, second = outcome.ran(run)
         if first.digest == second.digest:
