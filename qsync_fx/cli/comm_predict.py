@@ -212,16 +212,15 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     columns = ("codec", *sent, "a step", "faster", "coding", "communicating", "hidden", "pays below")
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, found)
+    quickest = min(found, key=lambda one: one.seconds)
+    won = 1 - quickest.seconds / without.seconds
     limit = max((one.until for one in found if one.until is not None), default=0.0)
     hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
     if chosen is without:
         limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
-        quickest = min(found, key=lambda one: one.seconds)
-        won = 1 - quickest.seconds / without.seconds
         why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
         told = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
     else:
-        won = 1 - chosen.seconds / without.seconds
         told = (
             f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
             f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."

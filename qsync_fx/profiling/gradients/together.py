@@ -93,7 +93,8 @@ class Together:
 @dataclass
 class _Hook:
     """Attributes:
-    codes: what sends gradients in a codec; None where they are on a device whose host does so.
+    codes: what sends gradients in a codec; None where they are not on the CPU.
+    group: over which those go that are sent as they are; None for the default one.
     way: what is done with those that come.
     """
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrix, moved, multiplied
+from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrices_at_the_end_of_memory, matrix, moved, multiplied
 from torch import Tensor
 
 from qsync_fx import _C
@@ -130,24 +127,12 @@ def test_operands_lie_at_any_address(isa: str, places: int) -> None:
 
 @every_isa
 def test_the_end_of_memory_is_not_passed(isa: str) -> None:
-    """Matrices that end where a page ends that nobody may read behind."""
-    page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, 2 * page)
-    whole = torch.frombuffer(memory, dtype=BF16)
-    behind = ctypes.c_void_p(whole.data_ptr() + page)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0
-    try:
-        for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
-            size = rows * columns
-            lies = whole[page // 2 - size : page // 2].copy_(torch.randint(-128, 128, (size,)))
-            for last in (lies.view(rows, columns), lies.view(columns, rows).t()):
-                other = matrix(columns, 40, "rows", BF16)
-                for a, b in ((last, other), (other.t(), last.t())):
-                    exact = (a.double() @ b.double()).float()
-                    assert torch.equal(multiplied(a, b, torch.float32, isa=isa), exact)
-    finally:
-        libc.mprotect(behind, ctypes.c_size_t(page), 3)
+    with matrices_at_the_end_of_memory(BF16) as matrices:
+        for last in matrices:
+            other = matrix(last.shape[1], 40, "rows", BF16)
+            for a, b in ((last, other), (other.t(), last.t())):
+                exact = (a.double() @ b.double()).float()
+                assert torch.equal(multiplied(a, b, torch.float32, isa=isa), exact)
 
 
 def test_sums_may_be_longer_than_those_of_int8() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrix, moved, multiplied
+from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrices_at_the_end_of_memory, matrix, moved, multiplied
 from torch import Tensor
 
 from qsync_fx import _C
@@ -93,25 +91,12 @@ def test_the_largest_sums_do_not_saturate(isa: str, sign: int) -> None:
 
 @every_isa
 def test_the_end_of_memory_is_not_passed(isa: str) -> None:
-    """Matrices that end where a page ends that nobody may read behind."""
-    page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, 2 * page)
-    whole = torch.frombuffer(memory, dtype=torch.int8)
-    behind = ctypes.c_void_p(whole.data_ptr() + page)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0
-    try:
-        for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
-            size = rows * columns
-            values = torch.randint(-128, 128, (size,), dtype=torch.int8)
-            lies = whole[page - size : page].copy_(values)
-            for last in (lies.view(rows, columns), lies.view(columns, rows).t()):
-                other = matrix(columns, 40, "rows")
-                assert torch.equal(multiplied(last, other, isa=isa), expected(last, other, torch.int32))
-                turned = other.t(), last.t()
-                assert torch.equal(multiplied(*turned, isa=isa), expected(*turned, torch.int32))
-    finally:
-        libc.mprotect(behind, ctypes.c_size_t(page), 3)
+    with matrices_at_the_end_of_memory(torch.int8) as matrices:
+        for last in matrices:
+            other = matrix(last.shape[1], 40, "rows")
+            assert torch.equal(multiplied(last, other, isa=isa), expected(last, other, torch.int32))
+            turned = other.t(), last.t()
+            assert torch.equal(multiplied(*turned, isa=isa), expected(*turned, torch.int32))
 
 
 @every_isa

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -81,3 +85,25 @@ def moved(t: Tensor, places: int) -> Tensor:
     """A copy that lies as it does, so many values behind where an allocation begins."""
     memory = torch.empty(t.numel() + places, dtype=t.dtype)
     return memory[places:].as_strided(t.shape, t.stride()).copy_(t)
+
+
+@contextlib.contextmanager
+def matrices_at_the_end_of_memory(dtype: torch.dtype) -> Iterator[Iterator[Tensor]]:
+    """Gives matrices of random whole numbers, by rows and by columns, that end where a page ends that nobody may read behind."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    whole = torch.frombuffer(memory, dtype=dtype)
+    end = page // dtype.itemsize
+    behind = ctypes.c_void_p(whole.data_ptr() + page)
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def matrices() -> Iterator[Tensor]:
+        for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
+            lies = whole[end - rows * columns : end].copy_(torch.randint(-128, 128, (rows * columns,)))
+            yield from (lies.view(rows, columns), lies.view(columns, rows).t())
+
+    assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0
+    try:
+        yield matrices()
+    finally:
+        libc.mprotect(behind, ctypes.c_size_t(page), 3)
