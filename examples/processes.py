@@ -23,6 +23,8 @@ from typing import Any
 
 from messages import Failed, Job, Result
 
+from qsync_fx.devices.huge_pages import SWITCH
+
 _SILENCE = 400.0
 """Seconds without a word of any rank, after which something must hang; more than a rank itself waits for the other."""
 
@@ -72,8 +74,7 @@ class Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # One thread a rank, also for compiling: their cores are not to be each other's.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+                env=_environment(),
                 # Ctrl-C is the launcher's to handle, and what the rank starts itself ends with it.
                 start_new_session=True,
             )
@@ -128,6 +129,18 @@ class Ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[first].wait(_GRACE)
         return RankFailed(first, f"the process ended without a word ({_how(self._processes[first].returncode)})", False)
+
+
+def _environment() -> dict[str, str]:
+    """Returns a rank's: one thread, also for compiling, as their cores are not to be each other's, and memory in huge pages.
+
+    With those steps are shorter (`qsync doctor`), and equal copies of a model, which else differ by where in memory they lie, take the
+    same: what is measured of a plan holds when it trains.
+    """
+    name, _, setting = SWITCH.partition("=")
+    given = os.environ.get(name)
+    asked = {name: f"{setting}:{given}" if given else setting}
+    return {**os.environ, **asked, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def _receive(pipe: Connection) -> Any:

@@ -2,7 +2,7 @@
 
 Machines are faster at one time than at another: others use them, or it is their clocks and heat. So the first plan of the profile runs in
 turns with those that correct it, and what they took is put as if the machine were as fast as it was then, where it differs by more than
-chance.
+chance. Where a plan is that first one, it says itself how fast the machine is now, and nothing else.
 
 Invariant: what the profile holds of other plans stays as it was measured, and it is of the same model, machine, options and optimizer. Of
 runs of one plan the latest counts.
@@ -10,6 +10,7 @@ runs of one plan the latest counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -24,6 +25,8 @@ from qsync_fx.profiling.runs import Run
 
 _CHANCE: Final = 0.02
 """By how much, of it, steps differ by chance at least, where too few were measured to know."""
+_OF_MEDIAN: Final = 1.86
+"""The standard error of a median of normal numbers, by the median of how far they lie from it and the root of their count."""
 
 
 def check_asked(plans: Sequence[Plan], precisions: object) -> None:
@@ -50,8 +53,9 @@ def corrected(profile: Profile, found: Profile) -> Profile:
 
     What the loss takes stays, too, but where it was not known.
     """
-    beside = next((run for run in found.runs if not run.planned), None)
-    pace = 1.0 if beside is None else _pace(profile.runs[0], beside)
+    then = profile.runs[0]
+    beside = next((run for run in found.runs if _states(run) == _states(then)), None)
+    pace = 1.0 if beside is None else _pace(then, beside)
     runs = [run.at_pace(pace) for run in found.runs if run.planned]
     new = [_states(run) for run in runs]
     kept = [run for run in profile.runs if not (run.planned and _states(run) in new)]
@@ -72,7 +76,12 @@ def again(profile: Profile, explanation: Explanation, asked: Mapping[str, Plan])
 def _pace(then: Run, now: Run) -> float:
     """Returns how fast the machine is now, of what it was; 1 where both differ by chance."""
     pace = then.passes / now.passes
-    return pace if abs(pace - 1) > max(_CHANCE, then.spread + now.spread) else 1.0
+    return pace if abs(pace - 1) > math.hypot(_uncertain(then), _uncertain(now)) else 1.0
+
+
+def _uncertain(run: Run) -> float:
+    """Returns the standard error of what a run's passes take, as a share of it."""
+    return _OF_MEDIAN * max(_CHANCE, run.spread) / math.sqrt(len(run.steps))
 
 
 def _states(run: Run) -> list[tuple[str, str | None, str | None]]:

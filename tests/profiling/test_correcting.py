@@ -100,9 +100,18 @@ def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
     taken = corrected(fast, found).runs[-1]
     assert taken.planned and taken.passes == pytest.approx(first.passes / 2)
     assert [one.forward for one in taken.operators] == pytest.approx([one.forward / 2 for one in first.operators])
-    # What differs by chance stays as it was measured, and so does a plan that is the profile's own.
+    # What differs by chance stays as it was measured.
     assert corrected(before, found).runs[-1] == found.runs[0]
-    assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == found.runs[0]
+    # A plan that is the profile's own is as fast as it was: else all others, measured then, would seem faster than it.
+    assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == taken
+    # How much is chance follows from how many steps there are.
+    slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
+    many = replace(before, runs=[replace(first, steps=first.steps * 10)])
+    assert (
+        corrected(before, replace(found, runs=[replace(slightly, steps=slightly.steps[:1])])).runs[-1].passes
+        > first.passes
+    )
+    assert corrected(many, replace(found, runs=[slightly])).runs[-1].passes == pytest.approx(first.passes)
 
 
 def test_a_profile_of_something_else_is_refused() -> None:
