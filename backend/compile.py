@@ -22,7 +22,7 @@ from qsync_fx.backend.dynamo.parallel import compile_anew_where_split
 from qsync_fx.backend.dynamo.record import record
 from qsync_fx.backend.dynamo.shared_code import tell_of_shared_code
 from qsync_fx.backend.dynamo.skipped import told
-from qsync_fx.backend.inductor import decompositions, dropout, keep_less, tuned
+from qsync_fx.backend.inductor import decompositions, dropout, keep_less, layout, tuned
 from qsync_fx.backend.operators.attention import attend_by_products
 from qsync_fx.backend.operators.attention_masks import lay_out_masks
 from qsync_fx.backend.operators.multiplying import conv_on_cpu
@@ -178,10 +178,16 @@ def inner_compiler(
         tuned.register_with_inductor()
         settings = {
             "inner_compile": tuned.remembering(compile_fx_inner),
-            "config_patches": tuned.inductor(device, cudagraphs, keep_less),
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
-        return lambda module, inputs: found(module, list(inputs), **settings)
+
+        def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            patches = tuned.inductor(device, cudagraphs, keep_less)
+            if device.type == "cpu" and layout.as_it_comes(module):
+                patches["layout_optimization"] = False
+            return found(module, list(inputs), **settings, config_patches=patches)
+
+        return compiled
     return lambda module, inputs: found(prepared(module), list(inputs))
 
 

@@ -1,9 +1,9 @@
 """The study's table of accuracies, and DUO's curves of loss: networks trained by two ranks whose gradients travel in few bits.
 
 A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (`support.studied`), by two processes over loopback.
-All ways begin from the same weights and see the same batches. A row is the mean of all seeds: the accuracy at the end and its deviation,
-what it is more than FP32's (`points`) with the standard error of that over seeds, and the loss of rank 0 as means over twentieths of the
-training.
+All ways begin from the same weights and see the same batches; beside them stands PowerSGD, as torch has it. A row is the mean of all
+seeds: the accuracy at the end and its deviation, what it is more than FP32's (`points`) with the standard error of that over seeds, and the
+loss of rank 0 as means over twentieths of the training.
 Rows of networks that --only leaves out stay in the file, and so do those of ways that --way leaves out, FP32's apart.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
@@ -36,11 +37,16 @@ from benchmarks.support.harness import arguments, selected, show, standing, to_w
 
 RANKS = 2
 WHOLE = "fp32"
-WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2")
+PEER = "torch's PowerSGD"
+WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", PEER)
 CURVES = (WHOLE, "qsgd2", "duo0", "duo1", "duo2")
 """Whose losses are drawn."""
 PARTS = 20
 """Of a training, whose mean loss is told."""
+PEER_RANK = 2
+"""Of the matrices that PowerSGD sends: torch's documentation has users begin with 1, and double it until accuracy is as they want it."""
+PEER_BEGINS = 0.1
+"""The share of the training that PowerSGD sends in FP32 before it begins, as its documentation advises."""
 
 
 def main() -> None:
@@ -129,6 +135,10 @@ def one(training: Training, way: str, seed: int) -> dict[str, Any]:
     handle = None
     if way.startswith("duo"):
         handle = compress(ddp, way, optimizer=optimizer, seed=seed)
+    elif way == PEER:
+        begins = max(2, round(PEER_BEGINS * training.steps))
+        state = powerSGD_hook.PowerSGDState(None, PEER_RANK, begins, random_seed=seed)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != WHOLE:
         compress(ddp, way, seed=seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, total_steps=training.steps + 1)

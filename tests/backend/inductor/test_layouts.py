@@ -59,3 +59,45 @@ def test_what_linear_layers_read_as_rows_is_quantized_as_rows() -> None:
     assert lies[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
     copied = rf"empty_strided_cpu\(\({n * h * w}, {c}\), \({c}, 1\), torch\.int8\)"
     assert not re.search(copied, code), "values are quantized, and then copied"
+
+
+class Convolved(nn.Sequential):
+    """Two convolutions of images that stay as large as they are."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "first"), [("bf16", 4, True), ("fp32", 4, True), ("bf16", 16, False), ("int8", 4, False)]
+)
+def test_images_keep_their_layout_where_weights_are_far_more(precision: str, size: int, first: bool) -> None:
+    """Weights with channels first were else laid out anew in every step; kernels of INT8 read channels last."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    n, c = 2, 48
+    model, x = Convolved(c), torch.randn(n, c, size, size)
+    compiled = torch.compile(model, backend="qsync", options={"precision": precision})
+    with torch.compiler.config.patch(force_disable_caches=True):
+        y, (code,) = run_and_get_code(compiled, x)
+    size_of, weights_of = rf"\({n}, {c}, {size}, {size}\)", rf"\({c}, {c}, 3, 3\)"
+    last = rf"{size_of}, \({size * size * c}, 1, {size * c}, {c}\)|{weights_of}, \({9 * c}, 1, {3 * c}, {c}\)"
+    assert bool(re.search(last, code)) is not first
+    torch.testing.assert_close(y, model(x), atol=0.1, rtol=0.1)
+    y.square().sum().backward()
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+
+
+def test_images_with_channels_last_keep_them() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = Convolved(48).to(memory_format=torch.channels_last), torch.randn(2, 48, 4, 4)  # type: ignore[call-overload]
+    compiled = torch.compile(model, backend="qsync", options={"precision": "bf16"})
+    with torch.compiler.config.patch(force_disable_caches=True):
+        y, _ = run_and_get_code(compiled, x.to(memory_format=torch.channels_last))
+    assert y.is_contiguous(memory_format=torch.channels_last)
