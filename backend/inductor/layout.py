@@ -15,7 +15,11 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
-_CONVOLUTIONS: Final = (torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default)
+import qsync_fx.backend.operators.convolution  # noqa: F401 - registers the operator
+from qsync_fx.precision import precision
+
+_OURS: Final = torch.ops.qsync.convolution.default
+_CONVOLUTIONS: Final = (torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default, _OURS)
 _SPATIAL: Final = 4
 """Dimensions of images and of their weights."""
 FAR: Final = 4
@@ -25,9 +29,10 @@ FAR: Final = 4
 def as_it_comes(module: fx.GraphModule) -> bool:
     """Returns whether Inductor is to leave the images of a graph's convolutions as they lie.
 
-    Kernels of ours read channels last: where a convolution is one of them, images are laid out for all.
+    Kernels of ours read channels last. Where they compute both products of a backward pass, too, images are laid out for all; where
+    they compute the output alone, less is laid out anew in front of them than weights are.
     """
-    if any(node.target is torch.ops.qsync.convolution.default for node in module.graph.nodes):
+    if any(_scales_gradients(node) for node in module.graph.nodes):
         return False
     images = weights = 0
     for image, weight in _operands(module.graph):
@@ -35,6 +40,14 @@ def as_it_comes(module: fx.GraphModule) -> bool:
             return False
         images, weights = images + image.numel(), weights + weight.numel()
     return weights >= FAR * images > 0
+
+
+def _scales_gradients(node: fx.Node) -> bool:
+    """Returns whether a node is a convolution of ours whose gradients are rounded to a format that has scales."""
+    if node.target is not _OURS:
+        return False
+    names = [argument.name for argument in _OURS._schema.arguments]
+    return precision(str(node.args[names.index("fmt")])).gradient.scaled
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:

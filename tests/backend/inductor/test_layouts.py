@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from qsync_fx.backend.inductor import layout
+from qsync_fx.backend.inductor.layout import as_it_comes
 from qsync_fx.backend.inductor.tuned import register_with_inductor
 
 
@@ -70,11 +72,9 @@ class Convolved(nn.Sequential):
         )
 
 
-@pytest.mark.parametrize(
-    ("precision", "size", "first"), [("bf16", 4, True), ("fp32", 4, True), ("bf16", 16, False), ("int8", 4, False)]
-)
+@pytest.mark.parametrize(("precision", "size", "first"), [("bf16", 4, True), ("fp32", 4, True), ("bf16", 16, False)])
 def test_images_keep_their_layout_where_weights_are_far_more(precision: str, size: int, first: bool) -> None:
-    """Weights with channels first were else laid out anew in every step; kernels of INT8 read channels last."""
+    """Weights with channels first were else laid out anew in every step."""
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
@@ -91,6 +91,24 @@ def test_images_keep_their_layout_where_weights_are_far_more(precision: str, siz
     weight = model[0].weight
     assert isinstance(weight, nn.Parameter) and weight.grad is not None
     assert weight.grad.stride() == weight.stride()
+
+
+@pytest.mark.parametrize(("precision", "comes"), [("int8", True), ("int8_grad", False)])
+def test_kernels_of_int8_have_images_laid_out_for_gradients_alone(
+    precision: str, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[bool] = []
+
+    def spied(module: fx.GraphModule) -> bool:
+        said.append(as_it_comes(module))
+        return said[-1]
+
+    monkeypatch.setattr(layout, "as_it_comes", spied)
+    model, x = Convolved(48), torch.randn(2, 48, 4, 4)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        y = torch.compile(model, backend="qsync", options={"precision": precision})(x)
+    assert said == [comes]
+    torch.testing.assert_close(y, model(x), atol=0.2, rtol=0.2)
 
 
 def test_images_with_channels_last_keep_them() -> None:
