@@ -54,7 +54,7 @@ def corrected(profile: Profile, found: Profile) -> Profile:
     What the loss takes stays, too, but where it was not known.
     """
     then = profile.runs[0]
-    beside = next((run for run in found.runs if _states(run) == _states(then)), None)
+    beside = next((run for run in found.runs if not run.planned or _states(run) == _states(then)), None)
     pace = 1.0 if beside is None else _pace(then, beside)
     runs = [run.at_pace(pace) for run in found.runs if run.planned]
     new = [_states(run) for run in runs]
