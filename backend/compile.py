@@ -176,18 +176,14 @@ def inner_compiler(
         from torch._inductor.compile_fx import compile_fx_inner
 
         tuned.register_with_inductor()
+        patches = tuned.inductor(device, cudagraphs, keep_less)
         settings = {
             "inner_compile": tuned.remembering(compile_fx_inner),
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
-
-        def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            patches = tuned.inductor(device, cudagraphs, keep_less)
-            if device.type == "cpu" and layout.as_it_comes(module):
-                patches["layout_optimization"] = False
-            return found(module, list(inputs), **settings, config_patches=patches)
-
-        return compiled
+        return lambda module, inputs: found(
+            module, list(inputs), **settings, config_patches=patches | layout.settings(device, module)
+        )
     return lambda module, inputs: found(prepared(module), list(inputs))
 
 

@@ -26,6 +26,11 @@ FAR: Final = 4
 """How many values of weights for one of images are far more: with about as many of both a step took as long either way."""
 
 
+def settings(device: torch.device, module: fx.GraphModule) -> dict[str, bool]:
+    """Returns the settings of `torch._inductor.config` for how a graph's images lie on a device."""
+    return {"layout_optimization": False} if device.type == "cpu" and as_it_comes(module) else {}
+
+
 def as_it_comes(module: fx.GraphModule) -> bool:
     """Returns whether Inductor is to leave the images of a graph's convolutions as they lie.
 

@@ -27,7 +27,7 @@ from qsync_fx import Plan, Profile
 from qsync_fx.predictor.mapper import CostMapper
 from qsync_fx.profiling import measurement
 from qsync_fx.profiling.measurement import label_of
-from qsync_fx.profiling.runs import Run, faster_half
+from qsync_fx.profiling.runs import Run, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -216,17 +216,6 @@ def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | Non
     return profile, [runs[label] for plan in plans if (label := label_of(plan)) in runs]
 
 
-def undisturbed(plans: Sequence[Sequence[float]]) -> list[float]:
-    """Returns what plans' optimizers took as if others had disturbed all alike, as `levelled` does for their passes.
-
-    An optimizer's temporary tensors are new memory in every step: a system that has to find it first takes, now and then, four times as
-    long as the update, whatever the plan.
-    """
-    faster = [faster_half(seconds) for seconds in plans]
-    level = statistics.median(statistics.median(seconds) / half for seconds, half in zip(plans, faster, strict=True))
-    return [half * level for half in faster]
-
-
 def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None) -> list[Row]:
     explanation = qsync_fx.explain(case.model, case.batch[0])
     ids = [str(op_id) for op_id in explanation.plan().operators]
@@ -235,8 +224,12 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     profile, runs = measured(case, plans, rounds, partial)
     targets = {run.label: run for run in runs}
     real = {label: run.passes for label, run in targets.items()}
-    updates = undisturbed([[step[2] for step in run.steps] for run in targets.values()])
-    steps = {label: seconds + update for (label, seconds), update in zip(real.items(), updates, strict=True)}
+    # An optimizer's temporary tensors are new memory in every step: now and then finding it takes a system far longer than the update.
+    updates = [[update for *_, update in run.steps] for run in targets.values()]
+    steps = {
+        label: real[label] + pace * statistics.median(update)
+        for label, pace, update in zip(targets, paces(updates), updates, strict=True)
+    }
     halves = [
         {label: replace(run, steps=run.steps[start::2]).undisturbed for label, run in targets.items()}
         for start in (0, 1)

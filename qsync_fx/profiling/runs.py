@@ -123,15 +123,21 @@ def faster_half(seconds: Sequence[float]) -> float:
     return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
-def levelled(runs: Sequence[Run]) -> list[Run]:
-    """Returns runs of plans that took turns as if others had disturbed all of them alike.
+def paces(plans: Sequence[Sequence[float]]) -> list[float]:
+    """Returns by what the typical seconds of plans that took turns are to be multiplied, as if others had disturbed all plans alike.
 
     What else a machine does makes steps longer, never shorter, and by chance those of one plan more than those of another. So plans are to
     one another as their undisturbed steps are; how much longer the typical step is follows from all of them together.
     """
-    shares = [run.undisturbed / run.passes for run in runs]
+    shares = [faster_half(seconds) / statistics.median(seconds) for seconds in plans]
     level = statistics.median(shares)
-    return [run.at_pace(share / level) for run, share in zip(runs, shares, strict=True)]
+    return [share / level for share in shares]
+
+
+def levelled(runs: Sequence[Run]) -> list[Run]:
+    """Returns runs of plans that took turns as if others had disturbed all of them alike: see `paces`."""
+    taken = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
+    return [run.at_pace(pace) for run, pace in zip(runs, taken, strict=True)]
 
 
 def sizes(value: Any) -> str | None:
