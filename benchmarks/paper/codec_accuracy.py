@@ -37,7 +37,7 @@ from benchmarks.support.harness import arguments, selected, show, standing, to_w
 
 RANKS = 2
 WHOLE = "fp32"
-PEER = "torch's PowerSGD"
+PEER = "powerSGD_hook"
 WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", PEER)
 CURVES = (WHOLE, "qsgd2", "duo0", "duo1", "duo2")
 """Whose losses are drawn."""

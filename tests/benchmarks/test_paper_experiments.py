@@ -159,7 +159,7 @@ def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared
     log = tmp_path / "log"
     assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, log.read_text()
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {"fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2"} == set(rows)
+    assert {"fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", "powerSGD_hook"} == set(rows)
     assert rows["fp32"]["points"] == 0.0
     losses = {way: row["loss"] for way, row in rows.items()}
     assert len({loss[0] for loss in losses.values()}) == 1, "all begin with the same weights and batch"
