@@ -61,7 +61,8 @@ def for_inductor(device: torch.device, fast_dropout: bool = False, keep_less: bo
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:
         table = {**table, dropping: decomposition(bits=keep_less)}
-    elif keep_less:
+    elif keep_less and dropping in table:
+        # It is missing where Inductor draws as torch does, under which setting a graph is read from torch's caches.
         table = {**table, dropping: in_bits(table[dropping])}
     ours: dict[OpOverload, Callable[..., Any]] = {
         aten.convolution_backward.default: depthwise.convolution_backward,

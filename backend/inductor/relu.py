@@ -8,15 +8,18 @@ Invariant: gradients are those of `aten::threshold_backward`, to the bit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+import qsync_fx.backend.operators.bits  # noqa: F401 - registers the operator
 from qsync_fx.backend.operators.gradients.gate import gate
 
 aten, prims = torch.ops.aten, torch.ops.prims
+_MADE_OF: Final = (prims.convert_element_type.default, aten.permute.default, torch.ops.qsync.pack_bits.default)
+"""What becomes of a comparison: bytes, and of these with channels last their bits (`qsync_fx.backend.inductor.closed_bits`)."""
 
 
 def threshold_backward(gradient: Tensor, result: Tensor, threshold: float) -> Tensor:
@@ -36,7 +39,7 @@ def lower_gate(gradient: Any, closed: Any) -> Any:
 
 
 class EarlyBytes(CustomGraphPass):
-    """Puts the bytes that a forward graph returns, to be kept, right behind the results that they come from.
+    """Puts the bytes that a forward graph returns, to be kept, right behind the results that they come from; and their bits.
 
     A partitioner puts them at the end of the graph, and Inductor looks for tensors with channels last up to the last convolution only:
     bytes behind it would be transposed when they are written and when they are read.
@@ -45,13 +48,15 @@ class EarlyBytes(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.le.Scalar):
             chain = [node]
-            while len(chain) < 3 and len(chain[-1].users) == 1:
-                follower = next(iter(chain[-1].users))
-                if follower.target is not prims.convert_element_type.default:
+            while len(chain[-1].users) == 1:
+                (follower,) = chain[-1].users
+                if follower.target not in _MADE_OF:
                     break
                 chain.append(follower)
+            if len(chain) < 3 or [one.target for one in chain[1:3]] != [prims.convert_element_type.default] * 2:
+                continue
             kept = graph.output_node() in chain[-1].users and node.args[0].op != "placeholder"
-            if len(chain) == 3 and chain[-1].args[1] is torch.int8 and kept:
+            if chain[2].args[1] is torch.int8 and kept:
                 for place, moved in zip((node.args[0], *chain), chain, strict=False):
                     place.append(moved)
 

@@ -22,7 +22,7 @@ from torch.backends import cuda
 import qsync_fx
 import qsync_fx.passes
 from qsync_fx.backend.cuda.run import quantizing
-from qsync_fx.backend.inductor import fusing, gradients, keep_less as keeping, relu
+from qsync_fx.backend.inductor import closed_bits, fusing, gradients, keep_less as keeping, relu
 from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.options import Options
@@ -135,7 +135,9 @@ def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = F
     if device.type != "cpu":
         repeated = {"joint_custom_post_pass": own or repeats} if keep_less else {}
         return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
-    return {
+    settings = torch._inductor.config
+    packs = {"custom_partitioner_fn": closed_bits.InBits(settings.custom_partitioner_fn)} if keep_less else {}
+    return packs | {
         "joint_custom_post_pass": own or gradients.AsWeights(repeats),
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
         # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.

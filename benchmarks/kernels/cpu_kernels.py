@@ -259,41 +259,49 @@ def told(case: str, what: str, times: Times, work: float, peak: float) -> list[R
     ]
 
 
-def main() -> None:
-    options = arguments(
-        __doc__, only={"choices": ("grouped", "bf16"), "help": "measure these alone, and keep other rows"}
-    )
+def product_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
+    for count in (32,) if quick else ROWS:
+        for channels, inner in ((48, 64),) if quick else LAYERS:
+            peak = _C.gemm_peak() * threads
+            for what, compared in cases(count, channels, inner).items():
+                work = 2 * count * channels * inner * (3 if what == "layer" else 1)
+                times = measure(compared, repeats, clock=clock(threads))
+                rows += told(f"{count}x{channels}x{inner}", what, times, work, peak)
+    return rows
+
+
+def small_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for shape in SMALL[:1] if quick else SMALL:
+        layer = measure(cases(*shape)["layer"], repeats, clock=clock(threads))
+        rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), _C.gemm_peak() * threads)
+    return rows
+
+
+def bf16_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
+    return bf16_products.product_rows(repeats, threads, quick, clock(threads))
+
+
+PARTS: Mapping[str, Callable[[int, int, bool], list[Row]]] = {
+    "products": product_rows,
+    "small": small_rows,
+    "convolutions": convolution_rows,
+    "grouped": grouped_rows,
+    "bf16": bf16_rows,
+}
+
+
+def main() -> None:
+    options = arguments(__doc__, only={"choices": tuple(PARTS), "help": "measure these alone, and keep other rows"})
     repeats = 3 if options.quick else 15
     if options.only:
-        if options.only == "bf16":
-            rows = bf16_products.product_rows(repeats, options.threads, options.quick, clock(options.threads))
-        else:
-            rows = grouped_rows(repeats, options.threads, options.quick)
+        rows = PARTS[options.only](repeats, options.threads, options.quick)
         if options.json:
             write_cases(options.json, rows, quick=options.quick)
         show(rows)
         return
-    for count in (32,) if options.quick else ROWS:
-        for channels, inner in ((48, 64),) if options.quick else LAYERS:
-            peak = _C.gemm_peak() * options.threads
-            for what, compared in cases(count, channels, inner).items():
-                work = 2 * count * channels * inner * (3 if what == "layer" else 1)
-                rows += told(
-                    f"{count}x{channels}x{inner}",
-                    what,
-                    measure(compared, repeats, clock=clock(options.threads)),
-                    work,
-                    peak,
-                )
-    for shape in SMALL[:1] if options.quick else SMALL:
-        layer = measure(cases(*shape)["layer"], repeats, clock=clock(options.threads))
-        peak = _C.gemm_peak() * options.threads
-        rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), peak)
-    rows += convolution_rows(repeats, options.threads, options.quick)
-    rows += grouped_rows(repeats, options.threads, options.quick)
-    rows += bf16_products.product_rows(repeats, options.threads, options.quick, clock(options.threads))
-    finish(options, rows)
+    finish(options, [row for part in PARTS.values() for row in part(repeats, options.threads, options.quick)])
 
 
 if __name__ == "__main__":

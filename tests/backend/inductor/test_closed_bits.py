@@ -1,0 +1,126 @@
+"""What a ReLU keeps under "keep_less" are bits, of which gradients come out as of bytes."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiers
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from qsync_fx.backend.inductor import closed_bits, relu, tuned
+from qsync_fx.backend.inductor.decompositions import for_inductor
+
+
+class Seen(CustomGraphPass):
+    """What becomes of a forward graph, and of a backward graph, before Inductor compiles them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        relu.EarlyBytes()(graph)
+        self.graphs.append(graph)
+
+    def uuid(self) -> Any:
+        return None  # nothing compiled before is taken from a cache
+
+
+class Residual(nn.Module):
+    """Sums whose ReLU cannot be told from what is kept anyway: that is rounded."""
+
+    def __init__(self, layer: type[nn.Module], *how: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(5, 5, *how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x) + x)
+        return x
+
+
+NETWORKS = {
+    "rows": (lambda: Residual(nn.Linear), (7, 5)),
+    "images": (lambda: Residual(nn.Conv2d, 3, 1, 1), (3, 5, 9, 7)),
+    "volumes": (lambda: Residual(nn.Conv3d, 3, 1, 1), (2, 5, 3, 5, 4)),
+}
+
+
+@pytest.fixture
+def settings() -> Iterator[Seen]:
+    seen = Seen()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=seen):
+        yield seen
+    torch._dynamo.reset()
+
+
+def gradients_of(network: str, x: Tensor) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = NETWORKS[network][0]()
+    step: Any = torch.compile(model, backend="qsync", options={"precision": "int8", "keep_less": True})
+    x = x.clone().requires_grad_()
+    step(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item, misc]
+
+
+@pytest.mark.parametrize(
+    "network", [pytest.param("rows", marks=tiers.ALL), "images", pytest.param("volumes", marks=tiers.ALL)]
+)
+def test_gradients_are_those_of_bytes_to_the_bit(network: str, settings: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(NETWORKS[network][1])
+    found = gradients_of(network, x)
+    forward, backward = settings.graphs[:2]
+    kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
+    bits = [node for node in kept if node.target is torch.ops.qsync.pack_bits.default]
+    masks = [node for node in kept if node.meta["val"].dtype in (torch.bool, torch.int8) and node not in bits]
+    assert bits
+    assert all(node.target is operator.getitem for node in masks), "but for what quantizers round, no byte is kept"
+    order = {node: at for at, node in enumerate(forward.nodes)}
+    for node in bits:
+        source: Any = node
+        while source.target is not torch.ops.aten.relu.default:
+            source = source.args[0]
+        assert order[node] - order[source] <= 5, "right behind what it is made of, and not at the end"
+    assert len(backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)) == len(bits)
+
+    monkeypatch.setattr(
+        closed_bits.InBits, "__call__", lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how)
+    )
+    wanted = gradients_of(network, x)
+    assert not settings.graphs[2].find_nodes(op="call_function", target=torch.ops.qsync.pack_bits.default)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
+    asked = []
+
+    class Theirs(closed_bits.InBits):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            asked.append(gm)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
+
+    with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
+        ours = tuned.inductor(torch.device("cpu"), keep_less=True)["custom_partitioner_fn"]
+        assert isinstance(ours.partition, Theirs)
+        assert ours.uuid() != closed_bits.InBits().uuid()
+        assert "custom_partitioner_fn" not in tuned.inductor(torch.device("cpu"))
+    joint = fx.symbolic_trace(lambda primals_1, tangents_1: (primals_1 * 2, tangents_1 * 2))
+    for node in joint.graph.nodes:
+        node.meta["val"] = torch.empty(2)
+    forward, _ = ours(joint, ([torch.empty(2)], [torch.empty(2)]), num_fwd_outputs=1)
+    assert asked == [joint]
+    assert torch.equal(forward(torch.ones(2))[0], torch.full((2,), 2.0))
+
+
+def test_a_graph_is_read_from_torchs_caches_under_the_settings_that_it_was_compiled_in() -> None:
+    """Where Inductor draws as torch does, its table has no dropout to put ours around."""
+    table = for_inductor(torch.device("cpu"), keep_less=True)
+    with torch._inductor.config.patch(fallback_random=True):
+        assert pickle.loads(pickle.dumps(table))
