@@ -71,7 +71,7 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
         "backend/operators/multiplying/on_cpu.py": "what the native module multiplies, and gives out",
         "backend/operators/multiplying/conv_on_cpu.py": "the same of convolutions",
         "backend/inductor/depthwise.py": "the one type of which oneDNN's gradients of some convolutions were measured to be slow",
-        "backend/inductor/relu.py": "a byte that says yes or no, and is no number",
+        "backend/operators/bits.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
 

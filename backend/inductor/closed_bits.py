@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
-import qsync_fx.backend.operators.bits
-import qsync_fx.backend.operators.gradients.gate  # noqa: F401 - register the operators
+import qsync_fx.backend.operators.gradients.gate  # noqa: F401 - registers the operator
+from qsync_fx.backend.operators.bits import BYTE
 
 aten, prims, qsync = torch.ops.aten, torch.ops.prims, torch.ops.qsync
 _LAST: Final = {4: ((0, 2, 3, 1), (0, 3, 1, 2)), 5: ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3))}
@@ -60,7 +60,7 @@ def _closes(node: Any, given: dict[str, fx.Node]) -> bool:
     if not isinstance(node, fx.Node) or node.name not in given:
         return False
     value: Any = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype != torch.int8 or value.device.type != "cpu":
+    if not isinstance(value, Tensor) or value.dtype != BYTE or value.device.type != "cpu":
         return False
     # Of two conversions, to FP32 and to bytes.
     source: Any = node
@@ -93,7 +93,7 @@ def _unpacked(graph: fx.Graph, taken: fx.Node, bits: fx.Node) -> None:
     size = tuple(value.shape[at] for at in turned[0]) if turned else tuple(value.shape)
     with graph.inserting_before(readers[0]):
         lies = value.new_empty(size)
-        found = _called(graph, qsync.unpack_bits.default, (taken, size, torch.int8), lies)
+        found = _called(graph, qsync.unpack_bits.default, (taken, size, BYTE), lies)
         if turned:
             found = _called(graph, aten.permute.default, (found, turned[1]), lies.permute(turned[1]))
     for reader in readers:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-import qsync_fx.backend.operators.bits  # noqa: F401 - registers the operator
+from qsync_fx.backend.operators.bits import BYTE
 from qsync_fx.backend.operators.gradients.gate import gate
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -27,7 +27,7 @@ def threshold_backward(gradient: Tensor, result: Tensor, threshold: float) -> Te
 
     Of the tensors on the way it keeps the smallest, and of equal ones that which is nearest to the backward pass: the byte.
     """
-    return gate(gradient, (result <= threshold).to(torch.float32).to(torch.int8))
+    return gate(gradient, (result <= threshold).to(torch.float32).to(BYTE))
 
 
 def lower_gate(gradient: Any, closed: Any) -> Any:
@@ -56,7 +56,7 @@ class EarlyBytes(CustomGraphPass):
             if len(chain) < 3 or [one.target for one in chain[1:3]] != [prims.convert_element_type.default] * 2:
                 continue
             kept = graph.output_node() in chain[-1].users and node.args[0].op != "placeholder"
-            if chain[2].args[1] is torch.int8 and kept:
+            if chain[2].args[1] is BYTE and kept:
                 for place, moved in zip((node.args[0], *chain), chain, strict=False):
                     place.append(moved)
 

@@ -26,18 +26,24 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
 }
 
 
-@torch.no_grad()
 def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns `(q, scale)` with `q * scale` near `x`; see `qsync::quantize`."""
     q = reference.empty_quantized(x, row.dtype)
-    random = _random(seed, stream, rounding)
     rows = _rows(q, keep) if row.dtype == torch.int8 else None
-    if rows is not None:
-        scale = torch.empty([int(size) for size in reference.scale_shape(x, keep)])
-        _quantize(_filled(x, q.stride()), q, scale, rows, row, rounding, random)
-        return q, scale
+    if rows is None:
+        return _in_two_passes(x, q, _random(seed, stream, rounding), row, rounding, keep)
+    scale = torch.empty([int(size) for size in reference.scale_shape(x, keep)])
+    _quantize(_filled(x, q.stride()), q, scale, rows, row, rounding, _random(seed, stream, rounding))
+    return q, scale
+
+
+@torch.no_grad()
+def _in_two_passes(
+    x: Tensor, q: Tensor, random: tuple[int, int], row: Precision, rounding: Rounding, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Fills `q` where torch divides by the scales; returns it with them."""
     scale = reference.scales(x, row, keep)
     # One value more than there are elements; what for is said below.
     memory = torch.zeros(x.numel() + 1)
@@ -72,11 +78,13 @@ def _filled(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     dtype = x.dtype if x.dtype in _TYPES else torch.float32
     if x.dtype == dtype and x.stride() == stride:
         return x
-    return torch.empty_strided(x.size(), stride, dtype=dtype).copy_(x)
+    return torch.empty_strided(x.size(), stride, dtype=dtype).copy_(x.detach())
 
 
 def _rows(q: Tensor, keep: Sequence[int]) -> int | None:
     """Returns the number of runs of memory that are the groups of `q`, in the order of the scales; None if no runs are."""
+    if not keep:
+        return 1
     kept = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
     outer = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
     return math.prod(q.shape[dim] for dim in kept) if outer[: len(kept)] == kept else None

@@ -15,7 +15,9 @@ from torch import SymInt, Tensor
 from qsync_fx import _C
 from qsync_fx.backend.operators.library import define, require
 
-_IN_BYTES: Final = (torch.bool, torch.int8)
+BYTE: Final = torch.int8
+"""The type of a byte that says yes or no where bools would be read one at a time."""
+_IN_BYTES: Final = (torch.bool, BYTE)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ they are. On the CPU it is plain torch, which says what every kernel computes, a
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ def gemm(
     return found
 
 
+@functools.cache
 def multiplies(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether operands of these types have a product: formats that products take, and the same, but for floats of one byte."""
     bytes_of_floats = a.is_floating_point and b.is_floating_point and a.itemsize == b.itemsize == 1
@@ -112,12 +114,12 @@ def _check(x: _Asked) -> None:
     where, a, bias = "qsync::gemm", x.a, x.bias
     check_types(a, x.b, x.out_dtype, where)
     require(a.dim() == 2 and x.b.dim() == 2, lambda: f"{where}: operands are matrices")
-    b = x.right
-    require(a.shape[1] == b.shape[0], lambda: f"{where}: {list(a.shape)} and {list(b.shape)} cannot be multiplied")
+    inner, columns = reversed(x.b.shape) if x.turned else x.b.shape
+    require(a.shape[1] == inner, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied")
     check_scale(x.a_scale, (a.shape[0], 1), "a_scale", where)
-    check_scale(x.b_scale, (1, b.shape[1]), "b_scale", where)
+    check_scale(x.b_scale, (1, columns), "b_scale", where)
     if bias is not None:
-        require(bias.dim() == 1 and bias.shape[0] == b.shape[1], lambda: f"{where}: bias is [{b.shape[1]}]")
+        require(bias.dim() == 1 and bias.shape[0] == columns, lambda: f"{where}: bias is [{columns}]")
 
 
 def _fake(*given: Any) -> Tensor:
@@ -130,7 +132,7 @@ def _on_cpu(*given: Any) -> Tensor:
     x = _Asked(*given)
     _check(x)
     how = x.a, x.right, x.a_scale, x.b_scale, x.bias, x.out_dtype
-    return on_cpu.gemm(*how) if on_cpu.multiplies(x.a, x.right) else fallback.gemm(*how)
+    return on_cpu.gemm(*how) if on_cpu.multiplies(*how[:2]) else fallback.gemm(*how)
 
 
 def _kernel(

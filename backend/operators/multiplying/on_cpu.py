@@ -123,7 +123,9 @@ def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[...,
 
 def _vector(t: Tensor | None) -> Tensor | None:
     """Returns scales or a bias as the native module reads them."""
-    return None if t is None else t.to(torch.float32).contiguous()
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+        return t
+    return t.to(torch.float32).contiguous()
 
 
 def _address(t: Tensor | None) -> int:
