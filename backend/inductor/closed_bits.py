@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
-import qsync_fx.backend.operators.gradients.gate  # noqa: F401 - registers the operator
+from qsync_fx.backend.inductor import relu
 from qsync_fx.backend.operators.bits import BYTE
 
-aten, prims, qsync = torch.ops.aten, torch.ops.prims, torch.ops.qsync
+aten, qsync = torch.ops.aten, torch.ops.qsync
 _LAST: Final = {4: ((0, 2, 3, 1), (0, 3, 1, 2)), 5: ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3))}
 """Of what has spatial dimensions: the order that puts channels last, and the one that turns it back."""
 
@@ -56,46 +56,34 @@ class InBits(CustomPartitionerFn):
 
 
 def _closes(node: Any, given: dict[str, fx.Node]) -> bool:
-    """Whether what a forward graph keeps are the bytes of a ReLU (`qsync_fx.backend.inductor.relu`), which gates alone read."""
-    if not isinstance(node, fx.Node) or node.name not in given:
+    """Whether what a forward graph keeps are the bytes of a ReLU, which gates alone read."""
+    if not isinstance(node, fx.Node) or node.name not in given or len(relu.closing(node)) != 3:
         return False
-    value: Any = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype != BYTE or value.device.type != "cpu":
-        return False
-    # Of two conversions, to FP32 and to bytes.
-    source: Any = node
-    while isinstance(source, fx.Node) and source.target is prims.convert_element_type.default:
-        source = source.args[0]
-    if not isinstance(source, fx.Node) or source.target is not aten.le.Scalar:
-        return False
-    taken = given[node.name]
-    gates = bool(taken.users) and all(user.target is qsync.gate.default for user in taken.users)
-    return gates and all(type(size) is int for size in value.shape)
+    value, readers = node.meta["val"], given[node.name].users
+    gates = bool(readers) and all(reader.target is qsync.gate.default for reader in readers)
+    return gates and value.device.type == "cpu" and all(type(size) is int for size in value.shape)
 
 
 def _packed(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Puts the bits of bytes behind them. Inductor has a network's images channels last, if it lays them out: so they are read."""
-    value, turned = node.meta["val"], _turned(node.meta["val"])
-    if turned:
+    if turned := _turned(node.meta["val"]):
         with graph.inserting_after(node):
-            node = _called(graph, aten.permute.default, (node, turned[0]), value.permute(turned[0]))
+            node = _called(graph, aten.permute.default, node, turned[0])
     with graph.inserting_after(node):
-        bits = value.new_empty((value.numel() + 7) // 8, dtype=torch.uint8)
-        return _called(graph, qsync.pack_bits.default, (node,), bits)
+        return _called(graph, qsync.pack_bits.default, node)
 
 
 def _unpacked(graph: fx.Graph, taken: fx.Node, bits: fx.Node) -> None:
     """Has a backward graph take bits for bytes."""
-    value, turned = taken.meta["val"], _turned(taken.meta["val"])
-    readers = list(taken.users)
+    value, readers = taken.meta["val"], list(taken.users)
+    turned = _turned(value)
     taken.meta["val"] = bits.meta["val"]
     taken.meta.pop("tensor_meta", None)
-    size = tuple(value.shape[at] for at in turned[0]) if turned else tuple(value.shape)
+    size = (value.permute(turned[0]) if turned else value).shape
     with graph.inserting_before(readers[0]):
-        lies = value.new_empty(size)
-        found = _called(graph, qsync.unpack_bits.default, (taken, size, BYTE), lies)
+        found = _called(graph, qsync.unpack_bits.default, taken, tuple(size), BYTE)
         if turned:
-            found = _called(graph, aten.permute.default, (found, turned[1]), lies.permute(turned[1]))
+            found = _called(graph, aten.permute.default, found, turned[1])
     for reader in readers:
         reader.replace_input_with(taken, found)
 
@@ -104,7 +92,7 @@ def _turned(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return _LAST.get(value.dim()) if torch._inductor.config.layout_optimization else None
 
 
-def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = value
+def _called(graph: fx.Graph, target: Any, of: fx.Node, *others: Any) -> fx.Node:
+    node = graph.call_function(target, (of, *others))
+    node.meta["val"] = target(of.meta["val"], *others)
     return node

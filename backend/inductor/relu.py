@@ -38,6 +38,16 @@ def lower_gate(gradient: Any, closed: Any) -> Any:
     return lowerings[aten.where.self](is_closed, 0.0, gradient)
 
 
+def closing(node: fx.Node) -> list[Any]:
+    """Returns the nodes that a ReLU's bytes, or their bits, are made by, from the comparison to `node`; none where it is neither."""
+    chain: list[Any] = [node]
+    while chain[0].target in _MADE_OF:
+        chain.insert(0, chain[0].args[0])
+    compared = chain[0].target is aten.le.Scalar and len(chain) >= 3
+    converted = compared and all(one.target is prims.convert_element_type.default for one in chain[1:3])
+    return chain if converted and chain[2].args[1] is BYTE else []
+
+
 class EarlyBytes(CustomGraphPass):
     """Puts the bytes that a forward graph returns, to be kept, right behind the results that they come from; and their bits.
 
@@ -46,18 +56,10 @@ class EarlyBytes(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=aten.le.Scalar):
-            chain = [node]
-            while len(chain[-1].users) == 1:
-                (follower,) = chain[-1].users
-                if follower.target not in _MADE_OF:
-                    break
-                chain.append(follower)
-            if len(chain) < 3 or [one.target for one in chain[1:3]] != [prims.convert_element_type.default] * 2:
-                continue
-            kept = graph.output_node() in chain[-1].users and node.args[0].op != "placeholder"
-            if chain[2].args[1] is BYTE and kept:
-                for place, moved in zip((node.args[0], *chain), chain, strict=False):
+        for kept in graph.output_node().all_input_nodes:
+            chain = closing(kept)
+            if chain and chain[0].args[0].op != "placeholder":
+                for place, moved in zip((chain[0].args[0], *chain), chain, strict=False):
                     place.append(moved)
 
     def uuid(self) -> Any:

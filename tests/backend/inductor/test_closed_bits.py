@@ -10,26 +10,12 @@ from typing import Any
 import pytest
 import tiers
 import torch
+from early_bytes import Graphs
 from torch import Tensor, fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from qsync_fx.backend.inductor import closed_bits, relu, tuned
+from qsync_fx.backend.inductor import closed_bits, tuned
 from qsync_fx.backend.inductor.decompositions import for_inductor
-
-
-class Seen(CustomGraphPass):
-    """What becomes of a forward graph, and of a backward graph, before Inductor compiles them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.Graph] = []
-
-    def __call__(self, graph: fx.Graph) -> None:
-        relu.EarlyBytes()(graph)
-        self.graphs.append(graph)
-
-    def uuid(self) -> Any:
-        return None  # nothing compiled before is taken from a cache
 
 
 class Residual(nn.Module):
@@ -53,8 +39,8 @@ NETWORKS = {
 
 
 @pytest.fixture
-def settings() -> Iterator[Seen]:
-    seen = Seen()
+def settings() -> Iterator[Graphs]:
+    seen = Graphs()
     with torch._inductor.config.patch(post_grad_custom_pre_pass=seen):
         yield seen
     torch._dynamo.reset()
@@ -73,10 +59,12 @@ def gradients_of(network: str, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "network", [pytest.param("rows", marks=tiers.ALL), "images", pytest.param("volumes", marks=tiers.ALL)]
 )
-def test_gradients_are_those_of_bytes_to_the_bit(network: str, settings: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_bytes_to_the_bit(
+    network: str, settings: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(NETWORKS[network][1])
     found = gradients_of(network, x)
-    forward, backward = settings.graphs[:2]
+    forward, backward = settings.seen[:2]
     kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
     bits = [node for node in kept if node.target is torch.ops.qsync.pack_bits.default]
     masks = [node for node in kept if node.meta["val"].dtype in (torch.bool, torch.int8) and node not in bits]
@@ -94,7 +82,7 @@ def test_gradients_are_those_of_bytes_to_the_bit(network: str, settings: Seen, m
         closed_bits.InBits, "__call__", lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how)
     )
     wanted = gradients_of(network, x)
-    assert not settings.graphs[2].find_nodes(op="call_function", target=torch.ops.qsync.pack_bits.default)
+    assert not settings.seen[2].find_nodes(op="call_function", target=torch.ops.qsync.pack_bits.default)
     assert all(map(torch.equal, found, wanted))
 
 

@@ -11,8 +11,8 @@ import tiers
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from early_bytes import Graphs
+from torch import Tensor, nn
 
 from qsync_fx.backend.inductor import relu, tuned
 from qsync_fx.backend.operators.gradients.gate import gate
@@ -126,25 +126,11 @@ def test_a_closed_gate_lets_nothing_through() -> None:
     torch.library.opcheck(torch.ops.qsync.gate.default, (incoming, closed), test_utils=CHECKS)
 
 
-class _Graphs(CustomGraphPass):
-    """Our pass, and a record of what the graphs are when it is done."""
-
-    def __init__(self) -> None:
-        self.seen: list[fx.Graph] = []
-
-    def __call__(self, graph: fx.Graph) -> None:
-        relu.EarlyBytes()(graph)
-        self.seen.append(graph)
-
-    def uuid(self) -> Any:
-        return None  # nothing compiled before is taken from a cache
-
-
 @tiers.ALL
 def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    graphs = _Graphs()
+    graphs = Graphs()
 
     with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs):
         step = torch.compile(model, backend="qsync", options={"precision": "int8"})
@@ -163,7 +149,7 @@ def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
 
 
 def test_a_pass_of_the_users_own_is_not_replaced() -> None:
-    theirs = _Graphs()
+    theirs = Graphs()
     with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
         assert tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
     assert isinstance(tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], relu.EarlyBytes)
