@@ -7,9 +7,7 @@ start from operands that are ready, and those of convolutions do, channels last.
 this unit reached in this run, from the first cache, on as many threads. One thread is timed by its own clock, which leaves out what else
 runs on its core.
 
-Grouped and depthwise convolutions, which are left to oneDNN, are measured in its BF16 beside its FP32, the three products each, and beside
-a copy of what they read and write in BF16 ("copy"): no kernel that goes over memory once is much faster than that. Gradients that are slow
-in BF16 are measured as this backend has them computed, too, with what is converted for them. Products of BF16 are `bf16_products`.
+Grouped and depthwise convolutions are `grouped_convolutions`, products of BF16 `bf16_products`.
 """
 
 from __future__ import annotations
@@ -25,14 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsync_fx import _C
-from qsync_fx.backend.inductor import depthwise
 from qsync_fx.backend.operators.casts.quantize import quantize
 from qsync_fx.backend.operators.multiplying.gemm import gemm
 from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.kernels import bf16_products
+from benchmarks.kernels import bf16_products, grouped_convolutions
 from benchmarks.support.harness import Row, Times, arguments, finish, measure, show, write_cases
 
 BF16 = torch.bfloat16
@@ -56,22 +53,7 @@ CONVOLUTIONS = {
     "fewer channels": ((16, 32, 16, 3, 1), (32, 32, 32, 3, 1)),
 }
 """Input channels, side of the image, output channels, side of the kernel, stride; batches of eight."""
-BATCH = 8
-
-GROUPED = {
-    "MobileNetV2": (
-        (96, 56, 96, 3, 2, 96),
-        (144, 56, 144, 3, 1, 144),
-        (384, 14, 384, 3, 1, 384),
-        (576, 14, 576, 3, 2, 576),
-        (960, 7, 960, 3, 1, 960),
-    ),
-    "EfficientNet-B0": ((144, 56, 144, 5, 2, 144), (480, 14, 480, 5, 1, 480)),
-    "ConvNeXt": ((96, 56, 96, 7, 1, 96), (384, 14, 384, 7, 1, 384)),
-    "ResNeXt-50": ((128, 56, 128, 3, 1, 32), (256, 28, 256, 3, 1, 32), (512, 14, 512, 3, 1, 32)),
-    "small": ((32, 8, 32, 3, 1, 32), (64, 16, 64, 3, 1, 64), (64, 16, 64, 3, 1, 4), (256, 4, 256, 3, 1, 256)),
-}
-"""As above, and groups."""
+BATCH = grouped_convolutions.BATCH
 
 Cases = Mapping[str, Callable[[], object]]
 
@@ -194,49 +176,11 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     return rows
 
 
-def grouped_cases(inner: int, side: int, channels: int, kernel: int, stride: int, groups: int) -> dict[str, Cases]:
-    padding = kernel // 2
-    out = (side + 2 * padding - kernel) // stride + 1
-    shapes = (BATCH, inner, side, side), (channels, inner // groups, kernel, kernel), (BATCH, channels, out, out)
-    wide = tuple(torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
-    rest = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups
-
-    def forward(tensors: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-        x, weight, _ = tensors
-        return lambda: torch.ops.aten.convolution.default(x, weight, None, *rest)
-
-    def backward(tensors: tuple[Tensor, ...], of_input: bool) -> Callable[[], object]:
-        x, weight, gradient = tensors
-        mask = [of_input, not of_input, False]
-        return lambda: torch.ops.aten.convolution_backward.default(gradient, x, weight, None, *rest, mask)
-
-    narrow = tuple(t.to(BF16) for t in wide)
-    x, weight, gradient = narrow
-    copy = {"copy": lambda: (x.clone(), gradient.clone())}
-
-    def converted(of_input: bool) -> Cases:
-        """What Inductor is given in place of a gradient that is slow in BF16."""
-        mask = [of_input, not of_input, False]
-        arguments = gradient, x, weight, None, *rest, mask
-        slow = depthwise.slow(weight, [stride] * 2, False, groups)[not of_input]
-        return {"bf16 by way of fp32": lambda: depthwise.convolution_backward(*arguments)} if slow else {}
-
-    return {
-        "forward": {PEER: forward(narrow), "fp32": forward(wide), **copy},
-        "input gradient": {PEER: backward(narrow, True), "fp32": backward(wide, True), **copy, **converted(True)},
-        "weight gradient": {PEER: backward(narrow, False), "fp32": backward(wide, False), **copy, **converted(False)},
-    }
-
-
 def grouped_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
-    for model, layers in GROUPED.items():
-        for layer in layers[:1] if quick else layers:
-            inner, side, channels, kernel, stride, groups = layer
-            work = 2 * BATCH * (side // stride) ** 2 * (inner // groups) * channels * kernel**2
-            case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}, {groups} groups"
-            for what, compared in grouped_cases(*layer).items():
-                rows += told(case, what, measure(compared, repeats, clock=clock(threads)), work, 1.0)
+    for case, work, compared in grouped_convolutions.layers(quick):
+        for what, ways in compared.items():
+            rows += told(case, what, measure(ways, repeats, clock=clock(threads)), work, 1.0)
     return rows
 
 
