@@ -85,8 +85,8 @@ bool agree_on(const Kernels &first, const Kernels &second, std::size_t size) {
             if (first.absmax[type](source.data(), size) != second.absmax[type](source.data(), size)) return false;
             for (int rounding = 0; rounding < ROUNDINGS; ++rounding) {
                 std::vector<std::int8_t> a(size), b(size);
-                first.quantize[type][rounding](source.data(), a.data(), size, scale, 127.0f, 5u);
-                second.quantize[type][rounding](source.data(), b.data(), size, scale, 127.0f, 5u);
+                first.quantize[type][rounding](source.data(), a.data(), size, scale, 127.0f, 5u, source.data());
+                second.quantize[type][rounding](source.data(), b.data(), size, scale, 127.0f, 5u, source.data());
                 if (a != b) return false;
             }
         }

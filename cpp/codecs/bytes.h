@@ -1,6 +1,8 @@
 // What kernels of codecs read from bytes and write there.
 #pragma once
 
+#include "ahead.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

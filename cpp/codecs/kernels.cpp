@@ -8,7 +8,23 @@
 namespace qsync {
 namespace {
 
+// The sums of a unit's values of either sign, and what has which.
+struct Signs {
+    F above = all(0.0f), below = above;
+    uint32_t count = 0;
+
+    // Adds the first ones of sixteen, as many as there are, and writes which are not negative.
+    void add(const F &v, size_t there, uint8_t *words) {
+        const uint32_t valid = there >= LANES ? 0xFFFFu : (1u << there) - 1u, which = not_negative(v) & valid;
+        above = with(above, which, v);
+        below = with(below, ~which & valid, v);
+        count += static_cast<uint32_t>(__builtin_popcount(which));
+        put(words, static_cast<std::uint16_t>(which));
+    }
+};
+
 void onebit_encode(const float *x, float *residual, size_t n, size_t unit, uint8_t *means, uint8_t *words) {
+    constexpr size_t HELD = 4;
     for (size_t begin = 0; begin < n; begin += unit, means += 2 * sizeof(float)) {
         const size_t size = smaller(unit, n - begin);
         const float *values = x + begin;
@@ -17,27 +33,34 @@ void onebit_encode(const float *x, float *residual, size_t n, size_t unit, uint8
             const F v = load_some(values + i, size - i);
             return left_over == nullptr ? v : v + load_some(left_over + i, size - i);
         };
-        F above = all(0.0f), below = above;
-        uint32_t count = 0;
-        for (size_t i = 0; i < size; i += LANES) {
-            const F v = value(i);
-            const uint32_t valid = size - i >= LANES ? 0xFFFFu : (1u << (size - i)) - 1u;
-            const uint32_t which = not_negative(v) & valid;
-            above = above + chosen(which, v, all(0.0f));
-            below = below + chosen(~which & valid, v, all(0.0f));
-            count += static_cast<uint32_t>(__builtin_popcount(which));
-            put(words + i / 8, static_cast<std::uint16_t>(which));
+        Signs signs;
+        const auto add = [&](size_t i, const F &v) {
+            ask_ahead(values + i, LANES * sizeof(float));
+            if (left_over != nullptr) ask_ahead(left_over + i, LANES * sizeof(float));
+            signs.add(v, size - i, words + i / 8);
+        };
+        // Most units have so many values: they are read once, and stay in registers.
+        const bool whole = size == HELD * LANES;
+        F held[HELD];
+        if (whole) {
+            for (size_t k = 0; k < HELD; ++k) add(k * LANES, held[k] = value(k * LANES));
+        } else {
+            for (size_t i = 0; i < size; i += LANES) add(i, value(i));
+            if ((size + LANES - 1) / LANES % 2 != 0) put(words + (size + LANES - 1) / LANES * 2, std::uint16_t{0});
         }
-        if ((size + LANES - 1) / LANES % 2 != 0) put(words + (size + LANES - 1) / LANES * 2, std::uint16_t{0});
-        float high = count != 0 ? folded(above) / static_cast<float>(count) : 0.0f;
-        float low = count != size ? folded(below) / static_cast<float>(size - count) : 0.0f;
+        float high = signs.count != 0 ? folded(signs.above) / static_cast<float>(signs.count) : 0.0f;
+        float low = signs.count != size ? folded(signs.below) / static_cast<float>(size - signs.count) : 0.0f;
         const bool finite = high - high == 0.0f && low - low == 0.0f;
         put(means, finite ? high : __builtin_nanf(""));
         put(means + sizeof(float), finite ? low : __builtin_nanf(""));
         if (finite && left_over != nullptr) {
             const F a = all(high), b = all(low);
-            for (size_t i = 0; i < size; i += LANES)
-                store_some(left_over + i, value(i) - chosen(get<std::uint16_t>(words + i / 8), a, b), size - i);
+            if (whole)
+                for (size_t k = 0; k < HELD; ++k)
+                    store(left_over + k * LANES, held[k] - chosen(get<std::uint16_t>(words + k * LANES / 8), a, b));
+            else
+                for (size_t i = 0; i < size; i += LANES)
+                    store_some(left_over + i, value(i) - chosen(get<std::uint16_t>(words + i / 8), a, b), size - i);
         }
         words += (size + 31) / 32 * 4;
     }
@@ -51,10 +74,12 @@ void onebit_decode(const uint8_t *means, const uint8_t *words, size_t n, size_t 
         const F high = all(get<float>(means)), low = all(get<float>(means + sizeof(float)));
         for (size_t i = 0; i < size; i += LANES) {
             const F found = chosen(get<std::uint16_t>(words + i / 8), high, low);
-            if (past && size - i >= LANES)
+            if (past && size - i >= LANES) {
                 store_past(values + i, found);
-            else
+            } else {
+                ask_ahead(values + i, LANES * sizeof(float));
                 store_some(values + i, add ? load_some(values + i, size - i) + found : found, size - i);
+            }
         }
         words += (size + 31) / 32 * 4;
     }

@@ -237,10 +237,12 @@ void qsgd_decode(const uint8_t *scales, const uint8_t *codes, size_t n, size_t u
             for (size_t k = 0; k < P::PER_BYTE; ++k) {
                 float *to = values + i + k * LANES;
                 const F found = Code<B, L>::decode(code[k], step, after);
-                if (past)
+                if (past) {
                     store_past(to, found);
-                else
+                } else {
+                    ask_ahead(to, LANES * sizeof(float));
                     store(to, add ? load(to) + found : found);
+                }
             }
         }
         if (i < size) {

@@ -40,6 +40,8 @@ inline I merged(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.v, b.v, 
 // A bit for each lane that is zero or more, the first lane's the lowest.
 inline std::uint32_t not_negative(F a) { return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GE_OQ); }
 inline F chosen(std::uint32_t which, F a, F b) { return {_mm512_mask_blend_ps(static_cast<__mmask16>(which), b.v, a.v)}; }
+// a + b in these lanes, a in the others.
+inline F with(F a, std::uint32_t which, F b) { return {_mm512_mask_add_ps(a.v, static_cast<__mmask16>(which), a.v, b.v)}; }
 inline void store_bytes(std::uint8_t *p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline I load_bytes(const std::uint8_t *p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
 inline void store_words(std::uint8_t *p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(a.v)); }

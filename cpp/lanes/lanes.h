@@ -53,6 +53,10 @@ inline std::int32_t highest(const I &a) {
 }
 #endif
 
+#if !defined(__AVX512F__)
+inline F with(const F &a, std::uint32_t which, const F &b) { return chosen(which, a + b, a); }
+#endif
+
 inline F magnitude(const F &a) { return as_float(bits(a) & all(std::int32_t{0x7FFFFFFF})); }
 
 // Whether n values from `p` on, in units of so many, are better written past the caches, by `store_past`: more than a core's own cache holds,

@@ -8,6 +8,7 @@
 // most 1/2 no quotient underflows to zero, which is all that matters of one that is small.
 #pragma once
 
+#include "ahead.h"
 #include "random.h"
 
 #include <cstddef>
@@ -37,7 +38,8 @@ inline __m512i random_left(__m512i x) {
 
 // Quantizes values 64 at a time; returns how many it did: none where the scale is not one that it takes.
 template <class Stored>
-std::size_t quantize_in_fixed_point(const Stored *x, std::int8_t *target, std::size_t n, float scale, float levels, std::uint32_t counter) {
+std::size_t quantize_in_fixed_point(const Stored *x, std::int8_t *target, std::size_t n, float scale, float levels, std::uint32_t counter,
+                                    const void *next) {
     if (!(scale >= 0x1p-102f && scale <= 0.5f)) return 0;
     const __m512 divisor = _mm512_set1_ps(scale * 0x1p-24f), most = _mm512_set1_ps(levels * 0x1p24f);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -46,6 +48,7 @@ std::size_t quantize_in_fixed_point(const Stored *x, std::int8_t *target, std::s
     __m512i index = _mm512_add_epi32(_mm512_mullo_epi32(lanes, weyl), _mm512_set1_epi32(static_cast<int>(counter)));
     std::size_t done = 0;
     for (; done + 64 <= n; done += 64) {
+        ask(static_cast<const Stored *>(next) + done, 64 * sizeof(Stored));
         __m512i q[4];
         for (std::size_t k = 0; k < 4; ++k) {
             constexpr int SMALLER_MAGNITUDE = 2;

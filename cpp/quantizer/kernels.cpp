@@ -4,6 +4,7 @@
 // Invariant: only IEEE operations that every instruction set rounds alike (no reciprocal, no contraction), hence equal bits. Nothing
 // here may be inline and external (a standard library template, say): the linker would keep one path's code for all of them.
 
+#include "ahead.h"
 #include "quantizer/kernels.h"
 #include "random.h"
 
@@ -61,11 +62,19 @@ template <> struct Element<FLOAT16> {
 template <Type T> uint32_t absmax(const void *source, size_t n) {
     using Stored = typename Element<T>::Stored;
     const auto *x = static_cast<const Stored *>(source);
-    Stored most = 0;
-    for (size_t i = 0; i < n; ++i) {
-        const Stored magnitude = x[i] & Element<T>::MAGNITUDE;
-        most = magnitude > most ? magnitude : most;
+    const auto larger = [](Stored most, Stored value) {
+        const Stored magnitude = value & Element<T>::MAGNITUDE;
+        return magnitude > most ? magnitude : most;
+    };
+    constexpr size_t PART = 128 / sizeof(Stored);
+    Stored each[PART] = {}, most = 0;
+    size_t i = 0;
+    for (; i + PART <= n; i += PART) {
+        ask_ahead(x + i, sizeof each);
+        for (size_t k = 0; k < PART; ++k) each[k] = larger(each[k], x[i + k]);
     }
+    for (; i < n; ++i) most = larger(most, x[i]);
+    for (const Stored found : each) most = larger(most, found);
     return Element<T>::magnitude(most);
 }
 
@@ -85,18 +94,24 @@ template <Rounding R> inline double rounded(double u, uint32_t counter) {
 }
 
 template <Type T, Rounding R>
-void quantize(const void *source, int8_t *target, size_t n, float scale, float levels, uint32_t counter) {
+void quantize(const void *source, int8_t *target, size_t n, float scale, float levels, uint32_t counter, const void *next) {
     const auto *x = static_cast<const typename Element<T>::Stored *>(source);
     size_t i = 0;
 #if defined(__AVX512DQ__)
-    if constexpr (R == STOCHASTIC && T != FLOAT16) i = quantize_in_fixed_point(x, target, n, scale, levels, counter);
+    if constexpr (R == STOCHASTIC && T != FLOAT16) i = quantize_in_fixed_point(x, target, n, scale, levels, counter, next);
     counter += static_cast<uint32_t>(i) * WEYL;
 #endif
-    for (; i < n; ++i, counter += WEYL) {
-        float q = rounded<R>(Element<T>::value(x[i]) / scale, counter);
-        q = q > levels ? levels : q;
-        q = q < -levels ? -levels : q;
-        target[i] = static_cast<int8_t>(static_cast<int32_t>(q));
+    // In parts, as what asks for memory is no loop that a compiler vectorizes.
+    constexpr size_t PART = 256;
+    while (i < n) {
+        const size_t end = n - i < PART ? n : i + PART;
+        ask(static_cast<const typename Element<T>::Stored *>(next) + i, PART * sizeof *x);
+        for (; i < end; ++i, counter += WEYL) {
+            float q = rounded<R>(Element<T>::value(x[i]) / scale, counter);
+            q = q > levels ? levels : q;
+            q = q < -levels ? -levels : q;
+            target[i] = static_cast<int8_t>(static_cast<int32_t>(q));
+        }
     }
 }
 

@@ -48,28 +48,37 @@ struct Quantizer {
     int levels;
     std::uint32_t key;
 
-    void run(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, float scale) const {
+    // `next` is where the values lie that come next, as many of them.
+    void run(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, float scale, const void *next) const {
         if (scale != scale) {
             std::memset(target, 0, n);
             return;
         }
         by_counter(key, first, n, [&](std::size_t offset, std::size_t size, std::uint32_t counter) {
-            kernels.quantize[type][rounding](at(source, offset, type), target + offset, size, scale, static_cast<float>(levels), counter);
+            kernels.quantize[type][rounding](at(source, offset, type), target + offset, size, scale, static_cast<float>(levels), counter,
+                                             at(next, offset, type));
         });
+    }
+
+    std::uint32_t absmax(const void *source, std::size_t n, int threads) const {
+        if (threads == 1) return kernels.absmax[type](source, n); // a short row would wait for memory to be allocated
+        std::vector<std::uint32_t> most(static_cast<std::size_t>(threads), 0);
+        parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t thread) {
+            most[thread] = kernels.absmax[type](at(source, begin, type), end - begin);
+        });
+        return *std::max_element(most.begin(), most.end());
     }
 
     // One row on all threads: every thread finds the largest of its range, then quantizes the same range from its end, whose values
     // are still in its cache.
     float row(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, int threads) const {
-        std::vector<std::uint32_t> most(static_cast<std::size_t>(threads), 0);
-        parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t thread) {
-            most[thread] = kernels.absmax[type](at(source, begin, type), end - begin);
-        });
-        const float scale = scale_of(*std::max_element(most.begin(), most.end()), levels);
+        const float scale = scale_of(absmax(source, n, threads), levels);
         parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
             while (end > begin) {
                 const std::size_t start = begin + (end - begin - 1) / GRAIN * GRAIN;
-                run(at(source, start, type), target + start, end - start, first + start, scale);
+                // The next piece is the one before, or, of a row that is a piece, the next row.
+                const void *next = start == begin ? at(source, end, type) : at(source, start - GRAIN, type);
+                run(at(source, start, type), target + start, end - start, first + start, scale, next);
                 end = start;
             }
         });
