@@ -153,6 +153,8 @@ inline void encode_units(const float *x, size_t n, size_t unit, Norm norm, uint8
     using P = Packed<B>;
     float ahead = 0.0f;
     bool known = false;
+    // What memory is asked for meanwhile: the next unit, or, where it would be searched before it has come, one behind it.
+    const size_t further = unit < BLOCK ? BLOCK : unit;
     for (size_t begin = 0; begin < n; begin += unit, scales += sizeof(float), counter += WEYL * static_cast<uint32_t>(unit)) {
         const size_t size = smaller(unit, n - begin), bytes = P::bytes(size), next = smaller(unit, n - begin - size);
         const float *values = x + begin;
@@ -166,7 +168,7 @@ inline void encode_units(const float *x, size_t n, size_t unit, Norm norm, uint8
                 for (size_t at = 0; at < size; at += BLOCK) {
                     const uint32_t first = counter + WEYL * static_cast<uint32_t>(at);
                     uint8_t *to = codes + at / P::VALUES * P::BYTES;
-                    encode_codes<B, L>(values + at, smaller(BLOCK, size - at), values + unit + at, scaled, to, first);
+                    encode_codes<B, L>(values + at, smaller(BLOCK, size - at), values + at + further, scaled, to, first);
                     if (known && at < next) ahead = larger(ahead, absmax(values + unit + at, smaller(BLOCK, next - at)));
                 }
             };

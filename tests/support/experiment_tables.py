@@ -177,6 +177,22 @@ def gpu_codecs() -> str:
     )
 
 
+def gradient_codecs() -> str:
+    """How fast codecs are on the best path that was measured, AVX-512's."""
+
+    def times(way: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[f'{way}_to_copy']:.2f}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "codec": lambda row: f"`{row['codec']}`",
+        "bits": lambda row: f"{row['bits']:.4g}",
+        "encode": times("encode"),
+        "decode to where nothing is": times("read"),
+        "decode into a sum": times("decode"),
+    }
+    return _table("gradient_codecs", columns, lambda row: row["isa"] == "avx512")
+
+
 def huge_pages() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: row["case"],
@@ -213,6 +229,7 @@ TABLES = {
         codec_accuracy,
         aqgb_fig3,
         slow_links,
+        gradient_codecs,
         gpu_codecs,
         convergence,
         hybrid,
