@@ -22,7 +22,7 @@ ALL_IMAGES = Size(samples=60_000, tests=10_000, epochs=5, batch=64)
 """Five times the training: the study trained its networks until accuracy grew no more."""
 TEXTS, EACH = 800, 32
 """Texts of a package, and of a rank in a step."""
-EPOCHS = {"LSTM": 8, "GPT": 3}
+EPOCHS = {"LSTM": 8, "GPT": 12}
 WIDTH = 64
 
 

@@ -56,7 +56,7 @@ class Rates:
 
 
 COPY: Final = 12e9
-"""Bytes a second that memcpy copies on one core: of the machines measured 9 to 27 GB/s, 12 where memory was slow (docs/communication.md)."""
+"""Bytes a second that memcpy copies on one core: 9 to 27 GB/s where it was measured, 12 where memory is slow (docs/communication.md)."""
 
 _TO_COPY: Final = {
     PLAIN.name: (0.96, 1.09),
