@@ -9,13 +9,23 @@ _STEPS = ("", "K", "M", "G", "T", "P")
 _NO_TIME = 1e-12
 
 
+def number(size: Any) -> int | float | None:
+    """Returns a size as a number, which may be one of sympy's (shares of a whole add up to such); None for a formula."""
+    if isinstance(size, (int, float)):
+        return size
+    if not getattr(size, "is_number", False):
+        return None
+    return int(size) if size.is_Integer else float(size)
+
+
 def short(size: Any, unit: str = "") -> str:
-    """Returns 1536000 as "1.5M"; a sympy expression as itself; zero as "-"."""
-    if not isinstance(size, (int, float)):
+    """Returns 1536000 as "1.54M"; a formula as itself; zero as "-"."""
+    known = number(size)
+    if known is None:
         return f"{size}{unit}"
-    if size == 0:
+    if known == 0:
         return "-"
-    value, step = float(size), 0
+    value, step = float(known), 0
     while abs(value) >= 1000 and step < len(_STEPS) - 1:
         value, step = value / 1000, step + 1
     return f"{value:.3g}{_STEPS[step]}{unit}"

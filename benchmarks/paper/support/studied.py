@@ -22,7 +22,7 @@ ALL_IMAGES = Size(samples=60_000, tests=10_000, epochs=5, batch=64)
 """Five times the training: the study trained its networks until accuracy grew no more."""
 TEXTS, EACH = 800, 32
 """Texts of a package, and of a rank in a step."""
-EPOCHS = {"LSTM": 8, "GPT": 12}
+EPOCHS = {"LSTM": 8, "GPT": 12, "GPT, longer": 36}
 WIDTH = 64
 
 
@@ -125,7 +125,7 @@ def lstm(ranks: int, seed: int, quick: bool) -> Training:
     return _on_texts(texts, Lstm, EPOCHS["LSTM"], loss, accuracy, ranks, seed, quick)
 
 
-def gpt(ranks: int, seed: int, quick: bool) -> Training:
+def gpt(ranks: int, seed: int, quick: bool, epochs: int = EPOCHS["GPT"]) -> Training:
     texts = _loaded(quick)
 
     def loss(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
@@ -140,7 +140,7 @@ def gpt(ranks: int, seed: int, quick: bool) -> Training:
             right, words = right + int((found == asked)[there].sum()), words + int(there.sum())
         return right / words
 
-    return _on_texts(texts, Gpt, EPOCHS["GPT"], loss, accuracy, ranks, seed, quick)
+    return _on_texts(texts, Gpt, epochs, loss, accuracy, ranks, seed, quick)
 
 
 def _on_texts(
@@ -180,6 +180,7 @@ TASKS: Mapping[str, Task] = {
     "ResNet-8, all images": functools.partial(resnet, of=ALL_IMAGES),
     "LSTM, texts": lstm,
     "GPT, next word": gpt,
+    "GPT, next word, longer": functools.partial(gpt, epochs=EPOCHS["GPT, longer"]),
 }
 _TEXTS = f"{TEXTS} texts of each of {len(text.PACKAGES)} packages, {EACH} of a rank in a step"
 
@@ -193,5 +194,6 @@ SIZES: Mapping[str, str] = {
     "ResNet-8, all images": _images(ALL_IMAGES),
     "LSTM, texts": f"{EPOCHS['LSTM']} epochs over {_TEXTS}",
     "GPT, next word": f"{EPOCHS['GPT']} epochs over {_TEXTS}",
+    "GPT, next word, longer": f"{EPOCHS['GPT, longer']} epochs over {_TEXTS}",
 }
 """How much each is trained, where it is not a quick run."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qsync_fx.cli import model, output
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import QSyncError
+from qsync_fx.report.numbers import number
 
 if TYPE_CHECKING:
     from qsync_fx.explanation import Explanation
@@ -104,7 +105,7 @@ def operator_as_json(operator: Operator) -> Mapping[str, object]:
 
 def _number(size: Any) -> object:
     """Returns a size as a number, or as the text of its formula where it depends on symbolic shapes."""
-    return size if size is None or isinstance(size, int | float) else str(size)
+    return None if size is None else str(size) if (known := number(size)) is None else known
 
 
 COMMAND = Command("what the backend does to a model", _inspect, _arguments, _ABOUT, _EXAMPLES)
