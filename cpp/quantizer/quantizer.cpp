@@ -1,5 +1,6 @@
 #include "quantizer/quantizer.h"
 
+#include "ahead.h"
 #include "parallel.h"
 #include "random.h"
 
@@ -69,18 +70,13 @@ struct Quantizer {
         return *std::max_element(most.begin(), most.end());
     }
 
-    // One row on all threads: every thread finds the largest of its range, then quantizes the same range from its end, whose values
-    // are still in its cache.
+    // One row on all threads: every thread finds the largest of its range, then quantizes the same range.
     float row(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, int threads) const {
         const float scale = scale_of(absmax(source, n, threads), levels);
         parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
-            while (end > begin) {
-                const std::size_t start = begin + (end - begin - 1) / GRAIN * GRAIN;
-                // The next piece is the one before, or, of a row that is a piece, the next row.
-                const void *next = start == begin ? at(source, end, type) : at(source, start - GRAIN, type);
-                run(at(source, start, type), target + start, end - start, first + start, scale, next);
-                end = start;
-            }
+            // Of a short range all values are in a core's caches now, and those of the next row may be asked for.
+            const std::size_t next = end - begin <= GRAIN ? end : begin + AHEAD / size_of(type);
+            run(at(source, begin, type), target + begin, end - begin, first + begin, scale, at(source, next, type));
         });
         return scale;
     }
