@@ -88,13 +88,13 @@ def main() -> None:
 
 
 def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Returns what DUO's losses are beside FP32's and those of a codec with as many bits, by network and way."""
+    """Returns what DUO's losses are beside FP32's and those of a codec with as many bits, by network and way; of networks DUO trained."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for one in rows:
         if one["way"] in CURVES:
             points = [(100 * (at + 0.5) / len(one["loss"]), loss) for at, loss in enumerate(one["loss"])]
             panels.setdefault(one["task"], {})[one["way"]] = points
-    return panels
+    return {task: curves for task, curves in panels.items() if len(curves) > 1}
 
 
 def row(task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> dict[str, Any]:
