@@ -14,10 +14,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
+import communication_tables
 import cuda_tables
 import experiment_tables
 import forks
@@ -187,7 +188,7 @@ def test_targets_of_make_exist() -> None:
 def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str) -> str:
         own = {"options": options, "formats": formats, "devices": lambda: devices(monkeypatch)} | cuda_tables.TABLES
-        rows = {**own, **experiment_tables.TABLES}[name]()
+        rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows
         # A new format is one row in one file: a page may leave it out, but what a page says of a format is right.
@@ -195,11 +196,6 @@ def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return "\n".join(line for line in rows.splitlines() if line in shown)
 
     update_or_compare(path, pages.with_generated(path.read_text(), make))
-
-
-def markdown(head: str, rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [head, re.sub(r"[^|]+", "---", head), *("| " + " | ".join(row) + " |" for row in rows)]
-    return "\n".join(lines)
 
 
 def options() -> str:
@@ -210,7 +206,7 @@ def options() -> str:
         return "none" if value is None else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
 
     rows = ((f"[`{name}`](docs/options.md#{name})", default(name), text) for name, text in DOCUMENTED.items())
-    return markdown("| option | default | what it is |", rows)
+    return pages.markdown(("option", "default", "what it is"), rows)
 
 
 def formats() -> str:
@@ -220,8 +216,8 @@ def formats() -> str:
         kept = str(fmt.dtype).removeprefix("torch.") + (" and a scale" if fmt.scaled else "")
         return f"`{fmt.name}`", str(fmt.bits), kind, largest, kept, *map(str, (fmt.output, fmt.gradient, fmt.elsewhere))
 
-    head = "| format | bits | kind | largest | kept as | output | gradient rounded to | where it cannot run |"
-    return markdown(head, map(row, FORMATS.values()))
+    head = ("format", "bits", "kind", "largest", "kept as", "output", "gradient rounded to", "where it cannot run")
+    return pages.markdown(head, map(row, FORMATS.values()))
 
 
 def devices(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -253,7 +249,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
         found = list(dict.fromkeys(on_cpu(fmt, units) for units in (True, False)))
         return f"`{fmt.name}`", "; or ".join(f"{s.how}: {s.reason}" for s in found), on_cuda(fmt)
 
-    return markdown("| format | on the CPU | native on CUDA (compute capability) |", map(row, FORMATS.values()))
+    head = ("format", "on the CPU", "native on CUDA (compute capability)")
+    return pages.markdown(head, map(row, FORMATS.values()))
 
 
 def test_every_option_has_a_section_with_an_example() -> None:

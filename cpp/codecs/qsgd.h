@@ -125,7 +125,7 @@ inline void encode_codes(const float *x, size_t n, const float *coming, const Sc
     size_t i = 0;
     const auto add = [&](const I &packed, const F &values, auto place) {
         const I found = with_code<B, L>(packed, values, scaled, at, place);
-        __builtin_prefetch(coming + i);
+        ask(coming + i, LANES * sizeof(float));
         at = at + next;
         i += LANES;
         return found;

@@ -1,4 +1,4 @@
-"""Tables of docs/experiments.md, docs/communication.md and docs/predictor.md, from the results of benchmarks.
+"""Tables of docs/experiments.md and docs/predictor.md, from the results of benchmarks, and how a table is made of results.
 
 Invariant: each number is one of the file's, rounded; what was run where stands above its table.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import markdown
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Row = Mapping[str, Any]
 
@@ -20,12 +22,12 @@ def table2() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "network": lambda row: row["network"],
         "indicator": lambda row: row["indicator"],
-        "accuracy": _accuracy,
+        "accuracy": accuracy_of,
         "variance": lambda row: f"{row['variance']:.3g}",
         "memory": lambda row: f"{row['peak_mb']:.2f} of {row['allowed_mb']:.2f} MB",
         "T4": _operators,
     }
-    return _table("table2", columns)
+    return table_of("table2", columns)
 
 
 def table3() -> str:
@@ -44,15 +46,15 @@ def table3() -> str:
         "cost mapper (each)": off("cost mapper"),
         "without casts and cascades (each)": off("dPRO's view"),
     }
-    return _table("table3", columns)
+    return table_of("table3", columns)
 
 
 def table4() -> str:
-    return _table("table4", {"network": lambda row: row["network"], **_ways("table4")})
+    return table_of("table4", {"network": lambda row: row["network"], **_ways("table4")})
 
 
 def table6() -> str:
-    return _table("table6", _ways("table6"))
+    return table_of("table6", _ways("table6"))
 
 
 def fig6() -> str:
@@ -64,7 +66,7 @@ def fig6() -> str:
         "variance": lambda row: f"{row['variance']:.3g}",
         "T4": _operators,
     }
-    return _table("fig6", columns)
+    return table_of("fig6", columns)
 
 
 def fig8() -> str:
@@ -75,33 +77,19 @@ def fig8() -> str:
         "from one update to the next": lambda row: f"{row['kept']:.2f}",
         "first ten to last ten": lambda row: f"{row['early']:.2f}",
     }
-    return _table("fig8", columns, lambda row: "kept" in row)
-
-
-def codec_accuracy() -> str:
-    columns: dict[str, Callable[[Row], str]] = {
-        "network": lambda row: row["task"],
-        "gradients": lambda row: f"`{row['way']}`",
-        "accuracy": _accuracy,
-        "points more than FP32": lambda row: (
-            "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
-        ),
-        "seeds": lambda row: str(len(row["each"])),
-    }
-    sizes = dict.fromkeys(f"{row['task']}: {row['size']}" for row in _rows("codec_accuracy") if "size" in row)
-    return "\n".join([_table("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
+    return table_of("fig8", columns, lambda row: "kept" in row)
 
 
 def convergence() -> str:
     columns: dict[str, Callable[[Row], str]] = {
         "format": lambda row: f"`{row['format']}`",
-        "accuracy": _accuracy,
+        "accuracy": accuracy_of,
         "each seed": lambda row: ", ".join(f"{100 * one:.2f}" for one in row["each"]),
         "points more than FP32": lambda row: (
             "" if row["format"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
         ),
     }
-    return _table("convergence", columns)
+    return table_of("convergence", columns)
 
 
 def hybrid() -> str:
@@ -117,7 +105,7 @@ def hybrid() -> str:
         "accuracy": lambda row: f"{row['accuracy']:.2%}",
         "uniform's": lambda row: f"{row['uniform_accuracy']:.2%}",
     }
-    return _table("hybrid", columns)
+    return table_of("hybrid", columns)
 
 
 def ddp_accuracy() -> str:
@@ -129,12 +117,12 @@ def ddp_accuracy() -> str:
         "at worst": lambda row: f"{row['worst_%']:.1f}%",
         "in the mean, with its sign": lambda row: f"{row['bias_%']:+.1f}%" if "bias_%" in row else "",
     }
-    return _table("ddp_accuracy", columns)
+    return table_of("ddp_accuracy", columns)
 
 
 def replay_accuracy() -> str:
     """How far forward and backward pass of mixed plans are off, in the mean and at worst, a model a row."""
-    by_way = {(row["case"], row["way"]): row for row in _rows("replay_accuracy")}
+    by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
     def off(way: str) -> Callable[[Row], str]:
         return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(**by_way[row["case"], way])
@@ -148,49 +136,7 @@ def replay_accuracy() -> str:
         "operators summed up, without casts and cascades": off("additive, no casts or cascades"),
         "odd and even rounds": off("floor: odd against even rounds"),
     }
-    return _table("replay_accuracy", columns, lambda row: row["way"] == "mapper")
-
-
-def aqgb_fig3() -> str:
-    columns: dict[str, Callable[[Row], str]] = {
-        "link": lambda row: row["link"],
-        "way": lambda row: row["way"],
-        "overlap": lambda row: f"{_share(row['overlap'])} ({_share(row['by the rule'])})",
-        "paper": lambda row: "" if row["paper"] is None else f"{row['paper']:.0%}",
-        "to 0.68 s": lambda row: f"{_share(row['overlap_last'])} ({_share(row['rule_last'])})",
-        "all delivered at": lambda row: f"{row['end']:.3f} s",
-        "ratios": lambda row: "" if row["way"] == "fp32" else ", ".join(f"{one:.2f}" for one in row["ratios"]),
-    }
-    return _table("aqgb_fig3", columns)
-
-
-def gpu_codecs() -> str:
-    """What codecs take on a GPU, of the larger number of values that was measured of each."""
-    found: dict[str, dict[str, float]] = {}
-    for row in _rows("gpu_codecs"):
-        name, size = row["case"].split(", ")
-        if size == "100 MB":
-            found.setdefault(name, {})[row["name"]] = row["microseconds"]
-    ways = list(dict.fromkeys(way for one in found.values() for way in one))
-    return "\n".join(
-        _lines(["codec", *ways], [[f"`{name}`", *(f"{one[way]:,.0f}" for way in ways)] for name, one in found.items()])
-    )
-
-
-def gradient_codecs() -> str:
-    """How fast codecs are on the best path that was measured, AVX-512's."""
-
-    def times(way: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[f'{way}_to_copy']:.2f}"
-
-    columns: dict[str, Callable[[Row], str]] = {
-        "codec": lambda row: f"`{row['codec']}`",
-        "bits": lambda row: f"{row['bits']:.4g}",
-        "encode": times("encode"),
-        "decode to where nothing is": times("read"),
-        "decode into a sum": times("decode"),
-    }
-    return _table("gradient_codecs", columns, lambda row: row["isa"] == "avx512")
+    return table_of("replay_accuracy", columns, lambda row: row["way"] == "mapper")
 
 
 def huge_pages() -> str:
@@ -201,20 +147,7 @@ def huge_pages() -> str:
         "with huge pages": lambda row: f"{row['huge_pages_ms']:.1f} ms",
         "of the time": lambda row: f"{row['ratio']:.2f}",
     }
-    return _table("huge_pages", columns)
-
-
-def slow_links() -> str:
-    plain = {row["link"]: row["seconds to aim"] for row in _rows("slow_links") if row["way"] == "fp32"}
-    columns: dict[str, Callable[[Row], str]] = {
-        "link": lambda row: row["link"],
-        "gradients": lambda row: f"`{row['way']}`",
-        "a step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
-        "accuracy": _accuracy,
-        "to accuracy": lambda row: f"{row['seconds to aim']:.1f} s",
-        "times as fast as FP32": lambda row: f"{plain[row['link']] / row['seconds to aim']:.2f}",
-    }
-    return _table("slow_links", columns)
+    return table_of("huge_pages", columns)
 
 
 TABLES = {
@@ -226,11 +159,6 @@ TABLES = {
         table6,
         fig6,
         fig8,
-        codec_accuracy,
-        aqgb_fig3,
-        slow_links,
-        gradient_codecs,
-        gpu_codecs,
         convergence,
         hybrid,
         ddp_accuracy,
@@ -240,32 +168,27 @@ TABLES = {
 }
 
 
-def _table(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
+def table_of(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
     found = json.loads((RESULTS / f"{name}.json").read_text())
     machine = found["machine"]
     where = (
         f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, {machine['kernels']} kernels"
     )
     date, torch = found["date"][:10], found["versions"]["torch"]
-    lines = [f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:", ""]
-    lines += _lines(list(columns), [[cell(row) for cell in columns.values()] for row in found["rows"] if shown(row)])
-    return "\n".join(lines)
+    rows = ([cell(row) for cell in columns.values()] for row in found["rows"] if shown(row))
+    return f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n{markdown(list(columns), rows)}"
 
 
-def _rows(name: str) -> Sequence[Row]:
+def rows_of(name: str) -> Sequence[Row]:
     rows: Sequence[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return rows
 
 
-def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-
-
-def _accuracy(row: Row) -> str:
+def accuracy_of(row: Row) -> str:
     return f"{100 * row['accuracy']:.2f} ± {100 * row['deviation']:.2f}%"
 
 
-def _share(value: float) -> str:
+def percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
@@ -275,7 +198,7 @@ def _operators(row: Row) -> str:
 
 def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
     """Returns what is shown of ways of training, beside uniform precision in the same cluster with the same seeds."""
-    uniform = {_cluster(row): row["each"] for row in _rows(name) if row["way"] == "uniform"}
+    uniform = {_cluster(row): row["each"] for row in rows_of(name) if row["way"] == "uniform"}
 
     def more(row: Row) -> str:
         if row["way"] == "uniform":
@@ -287,7 +210,7 @@ def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
     return {
         "cluster": lambda row: row["cluster"],
         "": lambda row: row["way"],
-        "accuracy": _accuracy,
+        "accuracy": accuracy_of,
         "points more than uniform": more,
         "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
         "variance": lambda row: f"{row['variance']:.3g}",

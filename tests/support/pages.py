@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,3 +156,8 @@ def run(page: Path) -> list[str]:
 
 if __name__ == "__main__":
     Path(sys.argv[2]).write_text(json.dumps(run(Path(sys.argv[1]))))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from pages import markdown
+
 from qsync_fx.backend.cuda.choose.select import decide
 from qsync_fx.backend.cuda.kernel import hardware
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
@@ -62,7 +64,7 @@ def products() -> str:
                     found = {at: layer(row_at(at, row)) for at in GPUS.values()}
                     yield f"{layer.__name__}, `{row.name}`", *(cell(found[at], at) for at in GPUS.values())
 
-    return _markdown(("layer and format", *GPUS), rows())
+    return markdown(("layer and format", *GPUS), rows())
 
 
 def architectures() -> str:
@@ -77,12 +79,7 @@ def architectures() -> str:
             how = "" if capability in hardware.BY_CAPABILITY else ", by its PTX"
             yield ".".join(map(str, capability)), name, f"`{hardware.target(capability)}`{how}"
 
-    return _markdown(("compute capability", "GPUs", "`--arch`"), rows())
-
-
-def _markdown(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(("compute capability", "GPUs", "`--arch`"), rows())
 
 
 TABLES: dict[str, Callable[[], str]] = {"products": products, "architectures": architectures}

@@ -1,0 +1,82 @@
+"""Tables of docs/communication.md, from the results of benchmarks.
+
+Invariant: each number is one of the file's, rounded; what was run where stands above its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiment_tables import Row, accuracy_of, percent, rows_of, table_of
+from pages import markdown
+
+
+def codec_accuracy() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "network": lambda row: row["task"],
+        "gradients": lambda row: f"`{row['way']}`",
+        "accuracy": accuracy_of,
+        "points more than FP32": lambda row: (
+            "" if row["way"] == "fp32" else f"{row['points']:+.2f} ± {row['error']:.2f}"
+        ),
+        "seeds": lambda row: str(len(row["each"])),
+    }
+    sizes = dict.fromkeys(f"{row['task']}: {row['size']}" for row in rows_of("codec_accuracy") if "size" in row)
+    return "\n".join([table_of("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
+
+
+def aqgb_fig3() -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "link": lambda row: row["link"],
+        "way": lambda row: row["way"],
+        "overlap": lambda row: f"{percent(row['overlap'])} ({percent(row['by the rule'])})",
+        "paper": lambda row: "" if row["paper"] is None else f"{row['paper']:.0%}",
+        "to 0.68 s": lambda row: f"{percent(row['overlap_last'])} ({percent(row['rule_last'])})",
+        "all delivered at": lambda row: f"{row['end']:.3f} s",
+        "ratios": lambda row: "" if row["way"] == "fp32" else ", ".join(f"{one:.2f}" for one in row["ratios"]),
+    }
+    return table_of("aqgb_fig3", columns)
+
+
+def gpu_codecs() -> str:
+    """What codecs take on a GPU, of the larger number of values that was measured of each."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows_of("gpu_codecs"):
+        name, size = row["case"].split(", ")
+        if size == "100 MB":
+            found.setdefault(name, {})[row["name"]] = row["microseconds"]
+    ways = list(dict.fromkeys(way for one in found.values() for way in one))
+    rows = ([f"`{name}`", *(f"{one[way]:,.0f}" for way in ways)] for name, one in found.items())
+    return markdown(["codec", *ways], rows)
+
+
+def gradient_codecs() -> str:
+    """How fast codecs are on the best path that was measured, AVX-512's."""
+
+    def times(way: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[f'{way}_to_copy']:.2f}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "codec": lambda row: f"`{row['codec']}`",
+        "bits": lambda row: f"{row['bits']:.4g}",
+        "encode": times("encode"),
+        "decode to where nothing is": times("read"),
+        "decode into a sum": times("decode"),
+    }
+    return table_of("gradient_codecs", columns, lambda row: row["isa"] == "avx512")
+
+
+def slow_links() -> str:
+    plain = {row["link"]: row["seconds to aim"] for row in rows_of("slow_links") if row["way"] == "fp32"}
+    columns: dict[str, Callable[[Row], str]] = {
+        "link": lambda row: row["link"],
+        "gradients": lambda row: f"`{row['way']}`",
+        "a step": lambda row: f"{1e3 * row['seconds a step']:.1f} ms",
+        "accuracy": accuracy_of,
+        "to accuracy": lambda row: f"{row['seconds to aim']:.1f} s",
+        "times as fast as FP32": lambda row: f"{plain[row['link']] / row['seconds to aim']:.2f}",
+    }
+    return table_of("slow_links", columns)
+
+
+TABLES = {made.__name__: made for made in (codec_accuracy, aqgb_fig3, slow_links, gradient_codecs, gpu_codecs)}
