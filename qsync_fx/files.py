@@ -1,15 +1,19 @@
-"""Files that are written whole or not at all, and where those that can be made anew are kept.
+"""Atomic replacement of files, and the folder of the caches.
 
-Invariant: what is at a path is the old content or the new, whatever fails in between.
+Invariant: after any failure the file has its old content or its new content. Replacing a file does
+not change its owner, group and permissions; the umask gives the permissions of a new file. A
+symbolic link stays, and the file that it points to is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import platformdirs
 
@@ -24,20 +28,29 @@ def caches() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file at `path` by `text`; raises `QSyncError` and leaves what was there where that fails."""
+    """Replace the content of the file at `path`, or of the file that a link points to, by `text`.
+
+    Raises:
+        QSyncError: the file cannot be written, or cannot keep its owner. The old file is unchanged.
+    """
     with _told(path):
-        _replace(path, text)
+        _replace(target_of(path), text)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises `QSyncError` where no file can be written at `path`, for whoever writes there after long work; leaves what is there.
+    """Raise `QSyncError` if `write_text` would fail at `path`, before a long computation.
 
-    That a file can be made beside it is tried, since no permission says it of all file systems.
+    It leaves the file as it is. It creates a temporary file in the same folder, because permission
+    bits are not reliable on every file system.
     """
     with _told(Path(path)):
-        beside = _temporary(target_of(path))
-        open(beside, "x").close()
-        beside.unlink()
+        target = target_of(path)
+        temporary = _temporary(target)
+        try:
+            _create_like(temporary, target).close()
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
@@ -68,7 +81,7 @@ def _temporary(path: Path) -> Path:
 def _replace(path: Path, text: str) -> None:
     temporary = _temporary(path)
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with _create_like(temporary, path) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -78,6 +91,41 @@ def _replace(path: Path, text: str) -> None:
             temporary.unlink()
         raise
     _sync(path.parent)
+
+
+def _create_like(temporary: Path, path: Path) -> TextIO:
+    """Create and open the temporary file that is to replace `path`.
+
+    If there is a file at `path`, the temporary file gets its owner, group and permissions.
+    """
+    try:
+        replaced = os.stat(path)
+    except FileNotFoundError:
+        return open(temporary, "x", encoding="utf-8")
+    # Created without permissions for others, so that the content of a private file never leaks.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        created = os.fstat(descriptor)
+        if (created.st_uid, created.st_gid) != (replaced.st_uid, replaced.st_gid):
+            _change_owner(descriptor, replaced, path)
+        # After the owner, since a change of the owner clears the set-user-ID and set-group-ID bits.
+        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "w", encoding="utf-8")
+
+
+def _change_owner(descriptor: int, replaced: os.stat_result, path: Path) -> None:
+    try:
+        os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
+    except OSError as error:
+        raise QSyncError(
+            f"the file cannot keep its owner, user {replaced.st_uid} and group {replaced.st_gid}: "
+            f"{error.strerror or error}",
+            where=str(path),
+            do="give a new path, or remove the file first",
+        ) from error
 
 
 def _sync(folder: Path) -> None:

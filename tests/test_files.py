@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from qsync_fx.errors import QSyncError
 from qsync_fx.files import check_writable, write_text
+from qsync_fx.plan import Plan
 from qsync_fx.plan.plan import PLAN
+from qsync_fx.precision import FORMATS
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
@@ -64,6 +67,62 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(QSyncError, match="cannot be written") as caught:
         write_text(tmp_path / "nowhere" / "table.json", "text")
     assert caught.value.where == str(tmp_path / "nowhere" / "table.json")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
+def test_a_replaced_file_keeps_its_mode(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    path.chmod(mode)
+    write_text(path, "text")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    Plan(FORMATS["bf16"]).save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode and Plan.load(path).default is FORMATS["bf16"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "plan.json", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "plan.json").stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_a_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    os.chown(path, 65534, 65533)
+    path.chmod(0o4640)
+    write_text(path, "text")
+    state = path.stat()
+    assert (state.st_uid, state.st_gid, stat.S_IMODE(state.st_mode)) == (65534, 65533, 0o4640)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_a_file_that_cannot_keep_its_owner_is_not_replaced() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # in a folder that other users may enter
+        path = Path(folder) / "plan.json"
+        path.write_text("old")
+        os.chmod(folder, 0o777)
+        os.seteuid(65534)
+        try:
+            for attempt in (lambda: check_writable(path), lambda: write_text(path, "text")):
+                with pytest.raises(QSyncError, match="cannot keep its owner, user 0 and group 0") as caught:
+                    attempt()
+                assert caught.value.where == str(path)
+        finally:
+            os.seteuid(0)
+        assert path.read_text() == "old" and os.listdir(folder) == ["plan.json"]
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
 
 @pytest.mark.parametrize("there", [None, "old"])

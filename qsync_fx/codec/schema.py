@@ -22,7 +22,7 @@ from cattrs import Converter
 from qsync_fx.codec.structure import Check, converter, structured
 from qsync_fx.codec.text import Malformed, Number, Parsed, kind, parse, written_twice
 from qsync_fx.errors import QSyncError, nearest, shown
-from qsync_fx.files import check_writable, target_of, write_text
+from qsync_fx.files import check_writable, write_text
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -130,7 +130,7 @@ class Schema(Generic[T]):
         if len(text.encode()) > self.largest:
             raise self.error(f"the {self.noun} is larger than {self.largest} bytes", where=shown(name), do=self.smaller)
         with self._saving(name):
-            write_text(target_of(name), text)
+            write_text(pathlib.Path(name), text)
 
     def check_writable(self, path: Path) -> None:
         """Raises `error` where `write` would whatever the text, before there is one."""
