@@ -7,8 +7,8 @@
     output     what verbs print: tables, JSON, progress, errors, and the status that the command ends with
     reference, machine    "module:function" as a model; what this machine offers
 
-Invariant: importing this imports no torch, nor does `qsync --help`. Results go to standard output and everything else to standard error,
-so that output can be piped.
+Invariant: importing this imports no torch, nor do `qsync --help` and `qsync --version`. Results go to standard output and everything else
+to standard error, so that output can be piped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Command", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0; 2 for anything that qsync_fx or argparse complains of."""
+    """Run the command and return its exit status: 0, or 2 after an error of qsync_fx or argparse."""
 
     def run() -> None:
         chosen, arguments = parsed(sys.argv[1:] if argv is None else argv)

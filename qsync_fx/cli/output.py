@@ -4,18 +4,20 @@ Invariant: results go to standard output and everything else to standard error, 
 tables of its width, which whoever sets COLUMNS gets too, as pagers and scripts do. Piped without it, lines are as long as what they say,
 since other programs search them.
 
-What goes wrong in the words of qsync_fx (`QSyncError`) is told in its three lines, with status 2, as argparse does for arguments. What
-the user's own code raises comes with its traceback: that is what it takes to find it.
+A `QSyncError` is printed in its three lines, with status 2, which argparse uses for wrong arguments. An
+exception of the user's own code comes with its traceback. If standard output is closed or cannot be
+written, one line on standard error says so, with status 2.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from qsync_fx.errors import QSyncError
 from qsync_fx.files import check_writable
@@ -34,29 +36,107 @@ _LONGEST = 100_000
 
 
 def status_of(run: Callable[[], None]) -> int:
-    """Does what a command does and returns the status that it ends with: 0; 2 where qsync_fx complains."""
+    """Run a command and return the exit status of the process.
+
+    Returns:
+        0 on success; 2 after a `QSyncError` or if standard output cannot be written; 130 after
+        Ctrl-C; 141 if the reader of standard output has closed the pipe.
+    """
+    _open_standard_streams()
+    if sys.stdout is None:
+        note("standard output is closed, and results go there: redirect it to a file or to /dev/null")
+        return 2
     for stream in (sys.stdout, sys.stderr):
-        # Module names and source lines may hold what a terminal's encoding cannot say.
+        # Module names and source lines may have characters that the terminal's encoding lacks.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    try:
-        run()
-        sys.stdout.flush()
-    except QSyncError as error:
-        note(error)
-        return 2
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    output = _CheckedOutput(sys.stdout)
+    status, exit_request = 0, None
+    with contextlib.redirect_stdout(cast(TextIO, output)):
+        try:
+            run()
+        except QSyncError as error:
+            note(error)
+            status = 2
+        except SystemExit as error:
+            exit_request = error  # argparse, after --help and --version
+        except KeyboardInterrupt:
+            status = 130
+        except OSError:
+            if output.error is None:
+                raise  # an error of the user's own code
+        with contextlib.suppress(OSError):
+            output.flush()
+    if output.error is not None:
+        return _report_unwritable(sys.stdout, output.error)
+    if exit_request is not None:
+        raise exit_request
+    return status
+
+
+class _CheckedOutput:
+    """Standard output that records the first failed write, because argparse ignores such errors.
+
+    Attributes:
+        error: the `OSError` of the failed write, or None.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        with self._recording():
+            return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        with self._recording():
+            self._stream.writelines(lines)
+
+    def flush(self) -> None:
+        with self._recording():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
+def _report_unwritable(stream: TextIO, error: OSError) -> int:
+    """Report that standard output cannot be written, and return the exit status."""
+    with contextlib.suppress(OSError):
+        # Python flushes the stream at exit, and would report the same error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 141  # the reader (head, less) needs no more
+    note(f"standard output cannot be written: {error.strerror or error}")
+    return 2
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null for each closed descriptor of 0 to 2.
+
+    Otherwise the next file that is opened would get the descriptor, and messages that C++ code
+    writes to standard error would end up in that file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def note(what: object) -> None:
-    """Says on standard error what is no result: that a file was written, what could not be done."""
-    print(f"qsync: {what}", file=sys.stderr)
+    """Print a message that is no result to standard error: a written file, a failure."""
+    with contextlib.suppress(OSError):  # there is no other stream to report to
+        print(f"qsync: {what}", file=sys.stderr)
 
 
 def to_write(path: str) -> Path:

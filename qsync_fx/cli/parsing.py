@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from qsync_fx import __version__
@@ -83,7 +84,15 @@ def _add(choices: Any, found: Mapping[str, Command]) -> None:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"qsync_fx {__version__}, torch {_torch_version()}, Python {platform.python_version()}")
+        parser.exit()
+
+
+def _torch_version() -> str:
+    """Return the version of the installed torch without the import, which is slow."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:  # a torch that was built in place has no metadata
         import torch
 
-        print(f"qsync_fx {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
-        parser.exit()
+        return str(torch.__version__)

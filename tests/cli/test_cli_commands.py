@@ -52,6 +52,7 @@ def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments",
     [
         ["--help"],
+        ["--version"],
         ["inspct"],
         [],
         ["measure", "json:loads", "--rounds", "x"],
