@@ -120,6 +120,9 @@ class _Table(Mapping[str, Precision]):
     def __getitem__(self, name: str) -> Precision:
         return self._rows[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 

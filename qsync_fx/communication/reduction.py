@@ -261,7 +261,7 @@ class Reducer:
         key = (bucket.index, "order")
         found = self._memory.get(key)
         if found is None or found.numel() != size:
-            found = self._memory[key] = torch.zeros(size, device=bucket.values.device)
+            found = self._memory[key] = torch.zeros(size, dtype=torch.float32, device=bucket.values.device)
         return found
 
 

@@ -45,12 +45,13 @@ class Residuals:
     def part(self, name: str, size: int, part: slice) -> Tensor:
         """Returns what was left of a part of a parameter of `size` values, in the scale of now, to be changed in place; once a step."""
         if name not in self.values:
-            self.values[name], self.scales[name] = torch.zeros(size, device=self.device), self.scale
+            self.values[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
+            self.scales[name] = self.scale
         found = self.values[name][part]
         self._used.append((name, part))
         if self.undone:
             if name not in self._before:
-                self._before[name] = torch.empty(size, device=self.device)
+                self._before[name] = torch.empty(size, dtype=torch.float32, device=self.device)
             self._before[name][part] = found
         if (factor := self.scale / self.scales[name]) != 1.0:
             found.mul_(factor)

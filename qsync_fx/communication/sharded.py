@@ -148,7 +148,7 @@ class ShardedCompression(Handle):
             about = f"{unit.name or 'the model'} in step {step}"
             exchange(self._group, mine, theirs, about)
             received = time.perf_counter()
-            total = torch.zeros(row, device=rows.device)
+            total = torch.zeros(row, dtype=torch.float32, device=rows.device)
             for sender in range(state.world):
                 if sender == state.rank:
                     total += rows[sender]

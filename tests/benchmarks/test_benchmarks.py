@@ -40,6 +40,7 @@ MORE_OF_A_KIND = {
     "native_bf16": "step_time",
     "quantize": "cpu_kernels",
     "slow_links": "compressed_links",
+    "small_calls": "step_time",
     "table3": "replay_accuracy",
     "table4": "table2",
     "table6": "table2",

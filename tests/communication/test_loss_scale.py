@@ -74,3 +74,12 @@ def test_one_value_that_is_not_finite_is_found() -> None:
             values = torch.ones(70)
             values[at] = bad
             assert not finite(values)
+
+
+def test_what_is_left_is_fp32_whatever_the_default_dtype_is() -> None:
+    """Kernels read it by its address."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Residuals(undone=True).part("weight", 4, slice(0, 2)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

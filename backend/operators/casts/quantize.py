@@ -32,7 +32,7 @@ def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
         raise PrecisionError(
             f"{x.dtype} cannot be quantized", where="qsync::quantize", do="quantize floating-point tensors"
         )
-    if any(not -x.dim() <= dim < x.dim() for dim in keep):
+    if keep and any(not -x.dim() <= dim < x.dim() for dim in keep):
         raise PrecisionError(
             f"a tensor of {x.dim()} dimensions cannot have a scale per index of dimensions {list(keep)}",
             where="qsync::quantize",

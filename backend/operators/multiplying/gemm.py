@@ -9,7 +9,7 @@ they are. On the CPU it is plain torch, which says what every kernel computes, a
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,54 +85,62 @@ def check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, wher
         return
     if scale.dtype != torch.float32:
         raise PrecisionError(f"{name} is {scale.dtype}", where=where, do="give scales as float32")
-    require(scale.dim() in (0, len(shape)), lambda: f"{where}: {name} has {scale.dim()} dimensions")
     if scale.dim():
+        require(scale.dim() == len(shape), lambda: f"{where}: {name} has {scale.dim()} dimensions")
         for have, want in zip(scale.shape, shape, strict=True):
             require(have == want, lambda: f"{where}: {name} has the shape {list(scale.shape)}, not {list(shape)}")
 
 
-class _Asked(NamedTuple):
-    """What the operator is given, in the order of its schema."""
+def _check(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    turned: bool = False,
+) -> None:
+    """Raise where the operator cannot compute a product.
 
-    a: Tensor
-    b: Tensor
-    a_scale: Tensor | None
-    b_scale: Tensor | None
-    bias: Tensor | None
-    out_dtype: torch.dtype
-    tf32: bool
-    turned: bool = False
-
-    @property
-    def right(self) -> Tensor:
-        """The second matrix, `[K, N]`."""
-        return self.b.t() if self.turned else self.b
-
-
-def _check(x: _Asked) -> None:
-    """Raises where the operator cannot compute this."""
-    where, a, bias = "qsync::gemm", x.a, x.bias
-    check_types(a, x.b, x.out_dtype, where)
-    require(a.dim() == 2 and x.b.dim() == 2, lambda: f"{where}: operands are matrices")
-    inner, columns = reversed(x.b.shape) if x.turned else x.b.shape
-    require(a.shape[1] == inner, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied")
-    check_scale(x.a_scale, (a.shape[0], 1), "a_scale", where)
-    check_scale(x.b_scale, (1, columns), "b_scale", where)
-    if bias is not None:
-        require(bias.dim() == 1 and bias.shape[0] == columns, lambda: f"{where}: bias is [{columns}]")
+    Every call of a kernel runs this, so texts are made only where a condition is not plainly true.
+    """
+    where = "qsync::gemm"
+    check_types(a, b, out_dtype, where)
+    require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
+    rows, length = a.shape
+    columns, inner = b.shape if turned else reversed(b.shape)
+    if (fits := length == inner) is not True:
+        require(fits, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied")
+    if a_scale is not None:
+        check_scale(a_scale, (rows, 1), "a_scale", where)
+    if b_scale is not None:
+        check_scale(b_scale, (1, columns), "b_scale", where)
+    if bias is not None and (fits := bias.dim() == 1 and bias.shape[0] == columns) is not True:
+        require(fits, lambda: f"{where}: bias is [{columns}]")
 
 
-def _fake(*given: Any) -> Tensor:
-    x = _Asked(*given)
-    _check(x)
-    return x.a.new_empty((x.a.shape[0], x.right.shape[1]), dtype=x.out_dtype)
+def _fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    # The schema's order: scales, bias, dtype of the output, tf32, turned.
+    *_, out_dtype, _, turned = others if len(others) == 6 else (*others, False)
+    _check(a, b, *others)
+    return a.new_empty((a.shape[0], b.shape[0 if turned else 1]), dtype=out_dtype)
 
 
-def _on_cpu(*given: Any) -> Tensor:
-    x = _Asked(*given)
-    _check(x)
-    how = x.a, x.right, x.a_scale, x.b_scale, x.bias, x.out_dtype
-    return on_cpu.gemm(*how) if on_cpu.multiplies(*how[:2]) else fallback.gemm(*how)
+def _on_cpu(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    turned: bool = False,
+) -> Tensor:
+    _check(a, b, a_scale, b_scale, bias, out_dtype, tf32, turned)
+    if on_cpu.multiplies(a, b):
+        return on_cpu.gemm(a, b, a_scale, b_scale, bias, out_dtype, turned)
+    return fallback.gemm(a, b.t() if turned else b, a_scale, b_scale, bias, out_dtype)
 
 
 def _kernel(
@@ -146,11 +154,7 @@ def _kernel(
     turned: bool = False,
 ) -> Tensor:
     right = b.t() if turned and b.dim() == 2 else b
-    return launch.gemm(a, right, a_scale, b_scale, bias, out_dtype, tf32, check=_check_given)
-
-
-def _check_given(*given: Any) -> None:
-    _check(_Asked(*given))
+    return launch.gemm(a, right, a_scale, b_scale, bias, out_dtype, tf32, check=_check)
 
 
 define(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx import _C
+from qsync_fx.backend.numerics.native import empty_on_cpu
 from qsync_fx.devices import default_precision, native_integer_unit
 from qsync_fx.precision import FP32, Precision, encoding
 
@@ -50,7 +51,7 @@ class Epilogue(NamedTuple):
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
     """Whether the native module multiplies two matrices; sizes that are symbolic become guards."""
-    return a.device.type == "cpu" and a.dtype == b.dtype == torch.int8 and a.dim() == 2 and a.shape[1] <= LONGEST
+    return a.is_cpu and a.dtype == b.dtype == torch.int8 and a.dim() == 2 and a.shape[1] <= LONGEST
 
 
 def without_unit(device: torch.device) -> str | None:
@@ -86,15 +87,39 @@ def gemm(
     b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    transposed: bool = False,
 ) -> Tensor:
-    """Computes `qsync::gemm` of matrices that `multiplies` takes."""
-    shape = a.shape[0], b.shape[1], a.shape[1]
-    each = a_scale is not None and a_scale.dim() > 0
+    """Compute `qsync::gemm` of matrices that `multiplies` accepts.
 
-    def multiply(to: int, **how: Any) -> None:
-        _C.gemm(a.data_ptr(), b.data_ptr(), to, *shape, a.stride(), b.stride(), a_scale_each=each, **how)
-
-    return finished(shape[:2], Epilogue(a_scale, b_scale, bias, out_dtype), multiply)
+    Written out rather than through `finished`: a small product takes a few microseconds, as much as the calls in between would.
+    """
+    rows, inner = a.shape
+    if transposed:
+        columns, b_strides = b.shape[0], b.stride()[::-1]
+    else:
+        columns, b_strides = b.shape[1], b.stride()
+    dtype = _TYPES.get(out_dtype)
+    result = empty_on_cpu((rows, columns), (columns or 1, 1), out_dtype if dtype else torch.float32)
+    # The converted tensors have to live until the call is over.
+    a_scale, b_scale, bias = _vector(a_scale), _vector(b_scale), _vector(bias)
+    _C.gemm(
+        a.data_ptr(),
+        b.data_ptr(),
+        result.data_ptr(),
+        rows,
+        columns,
+        inner,
+        a.stride(),
+        b_strides,
+        dtype or "float32",
+        0 if a_scale is None else a_scale.data_ptr(),
+        a_scale is not None and a_scale.dim() > 0,
+        0 if b_scale is None else b_scale.data_ptr(),
+        b_scale is not None and b_scale.dim() > 0,
+        0 if bias is None else bias.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return result if dtype else result.to(out_dtype)
 
 
 def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[..., None]) -> Tensor:

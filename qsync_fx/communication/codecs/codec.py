@@ -95,7 +95,7 @@ class Codec(ABC):
         """Has compiled what codes values on a device, so that no step waits for that; on the CPU nothing is."""
         if device.type == "cpu":
             return
-        values = torch.zeros(3 * self.unit, device=device)
+        values = torch.zeros(3 * self.unit, dtype=torch.float32, device=device)
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=device)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
         self.decode(wire, values)

@@ -128,7 +128,7 @@ class Memory:
     def take(self, like: Tensor) -> Tensor:
         """Returns FP32 values, as many as these and beside them, not filled."""
         free = self._free.get(like.numel())
-        return free.pop() if free else torch.empty(like.numel(), device=like.device)
+        return free.pop() if free else torch.empty(like.numel(), dtype=torch.float32, device=like.device)
 
     def give(self, replica: Replica) -> None:
         for bucket in replica.buckets:

@@ -164,7 +164,7 @@ class Shards(Whole):
         ]
         pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in cut]
         whole = [
-            torch.zeros(piece.size, device=values[name].device)
+            torch.zeros(piece.size, dtype=torch.float32, device=values[name].device)
             for piece, (values, name, _) in zip(pieces, cut, strict=True)
         ]
         own = [values[name].detach().float() for values, name, _ in cut]
