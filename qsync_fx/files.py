@@ -17,12 +17,13 @@ from typing import TextIO
 
 import platformdirs
 
+from qsync_fx import environment
 from qsync_fx.errors import QSyncError
 
 
 def caches() -> Path:
     """Returns the folder for what can be made anew, which need not exist: $QSYNC_CACHE_DIR, or the platform's (~/.cache/qsync_fx)."""
-    if named := os.environ.get("QSYNC_CACHE_DIR"):
+    if named := environment.text("QSYNC_CACHE_DIR"):
         return Path(os.path.abspath(Path(named).expanduser()))
     return platformdirs.user_cache_path("qsync_fx", appauthor=False)
 

@@ -6,12 +6,12 @@ that a launcher such as torchrun has started, and that has not joined yet, the r
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
 from torch import distributed
 
+from qsync_fx import environment
 from qsync_fx.errors import PlanError
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import AtHand
@@ -29,7 +29,7 @@ def this_process() -> AtHand:
 
 def named_class() -> str | None:
     """Returns the class of this process's device that its environment names; None where it names none."""
-    return os.environ.get(DEVICE_CLASS) or None
+    return environment.text(DEVICE_CLASS) or None
 
 
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
@@ -59,5 +59,5 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
 def _rank_and_world() -> tuple[int | None, int | None]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() else (None, None)
+    rank, world = environment.launcher_number("RANK"), environment.launcher_number("WORLD_SIZE")
+    return (None, None) if rank is None or world is None else (rank, world)

@@ -40,6 +40,11 @@ def attributes(path: Path) -> set[str]:
     return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
 
 
+def imported_names(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in nodes if node.module == "os" for alias in node.names}
+
+
 def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     """FP32 and FP64 are what models are written in, so much speaks of them. A narrower format is named where nothing else can be."""
     narrow = {fmt.name for fmt in FORMATS.values() if fmt.bits < 32}
@@ -98,8 +103,14 @@ def test_one_file_a_pass() -> None:
         assert type(step).__module__ == f"qsync_fx.passes.{step.name}"
 
 
+def test_one_file_reads_environment_variables() -> None:
+    names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+    readers = {name for name, path in SOURCES.items() if attributes(path) & names or "environ" in imported_names(path)}
+    assert readers == {"qsync_fx/environment.py"}
+
+
 LAYERS = (
-    "errors files codec installed plan rounding precision ops devices resolve this_process option_texts options plan_in_force "
+    "errors environment files codec installed plan rounding precision ops devices resolve this_process option_texts options plan_in_force "
     "autocast_policy module_tree graph cached coverage",
     "predictor",
     "passes",

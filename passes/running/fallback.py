@@ -7,13 +7,13 @@ error of it, as our tests do.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qsync_fx.errors import OptionError, PassError, nearest
+from qsync_fx import environment
+from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.graph.values import format_of
 from qsync_fx.ops import Kind
@@ -58,12 +58,7 @@ def wanted() -> bool:
     Raises:
         OptionError: QSYNC_VERIFY has a value that means nothing.
     """
-    choice = os.environ.get(VERIFY) or _CHOICES[0]
-    if choice not in _CHOICES:
-        raise OptionError(
-            f"{VERIFY} cannot be {choice!r}", where=f"environment variable {VERIFY}", do=nearest(choice, _CHOICES)
-        )
-    return choice == "fall_back"
+    return environment.choice(VERIFY, _CHOICES) == "fall_back"
 
 
 def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:

@@ -6,7 +6,6 @@ sizes goes on under the plan that the model's earlier graphs have got, such as t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Final
 
 from torch import nn
 
+from qsync_fx import environment
 from qsync_fx.cached.fingerprint import Fingerprint, fingerprint
 from qsync_fx.cached.kept import KeptPlan, kept
 from qsync_fx.devices.machine import here_for
@@ -78,7 +78,7 @@ class Candidates:
 
 def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Candidates | None:
     """Returns the plans that a model may get; None where it asks for one, where they are switched off, and where there are none."""
-    if not options.automatic or not options.cached_plan or os.environ.get(SWITCH) == "0":
+    if not environment.switch(SWITCH) or not options.automatic or not options.cached_plan:
         return None
     model = fingerprint(root, (), options)
     found = Candidates(model, tuple(kept(model.structure)), before)

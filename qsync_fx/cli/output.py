@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from qsync_fx import environment
 from qsync_fx.errors import QSyncError
 from qsync_fx.files import check_writable
 from qsync_fx.profiling.progress import progress as progress
@@ -176,7 +177,7 @@ def width() -> int | None:
         from rich.console import Console
 
         return Console().width
-    text = os.environ.get("COLUMNS", "")
+    text = environment.text("COLUMNS")
     return int(text) if text.isdecimal() and text.isascii() and 0 < int(text) < _LONGEST else None
 
 

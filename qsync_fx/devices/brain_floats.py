@@ -5,11 +5,11 @@ Invariant: a processor of which nothing is known is what torch says it is.
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
 
+from qsync_fx import environment
 from qsync_fx.devices.processor import cpu
 
 _WITHOUT: Final = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -26,5 +26,5 @@ def native_bf16_unit() -> bool:
     features = cpu().features
     if not features:
         return True
-    narrowed = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    narrowed = environment.text("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return bool({"bf16", "amx"}.intersection(features)) and narrowed.upper() not in _WITHOUT

@@ -5,10 +5,11 @@ Invariant: it looks and changes nothing, and says nothing of systems whose files
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+from qsync_fx import environment
 
 SWITCH = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 """What has glibc ask for huge pages: in the environment of a process before it starts."""
@@ -55,10 +56,9 @@ def huge_pages() -> HugePages:
         text = _POLICY.read_text()
     except OSError:
         text = ""
-    environment = os.environ.get
     # Another allocator that is loaded first does as it likes.
-    own = "malloc" not in environment("LD_PRELOAD", "")
-    return of(text, environment("GLIBC_TUNABLES", ""), platform.libc_ver() if own else ("", ""))
+    is_libc_malloc = "malloc" not in environment.text("LD_PRELOAD")
+    return of(text, environment.text("GLIBC_TUNABLES"), platform.libc_ver() if is_libc_malloc else ("", ""))
 
 
 def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:

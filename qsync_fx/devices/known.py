@@ -15,6 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
+from qsync_fx import environment
 from qsync_fx.devices.device import Device
 from qsync_fx.devices.reading import read
 from qsync_fx.errors import DeviceError, nearest, shown
@@ -24,8 +25,11 @@ _CATALOG = Path(__file__).parent / "catalog"
 
 def folders() -> list[Path]:
     """Returns where devices are looked for, in this order."""
-    named = [Path(name).expanduser() for name in os.environ.get("QSYNC_DEVICES", "").split(os.pathsep) if name]
-    return [*named, platformdirs.user_config_path("qsync_fx", appauthor=False) / "devices", _CATALOG]
+    return [
+        *environment.paths("QSYNC_DEVICES"),
+        platformdirs.user_config_path("qsync_fx", appauthor=False) / "devices",
+        _CATALOG,
+    ]
 
 
 def names() -> list[str]:

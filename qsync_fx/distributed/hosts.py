@@ -6,7 +6,6 @@ Invariant: all ranks find the same nodes, all of as many ranks, or all raise.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Final
 import torch
 from torch import distributed
 
+from qsync_fx import environment
 from qsync_fx.communication.control import CPU, carrying
 from qsync_fx.communication.hierarchy import Nodes
 from qsync_fx.distributed.agreeing.meeting import Meeting
@@ -145,6 +145,6 @@ def _names(meeting: Meeting, limit: float) -> list[str]:
 
 def _own() -> str:
     """Returns what this rank's node is called: by torchrun's number, where it has started the rank, else by the host."""
-    if "GROUP_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        return json.dumps(["torchrun's", os.environ["GROUP_RANK"]])
+    if (node := environment.text("GROUP_RANK")) and environment.text("LOCAL_WORLD_SIZE"):
+        return json.dumps(["torchrun's", node])
     return socket.gethostname()

@@ -25,6 +25,7 @@ from typing import Final
 
 from filelock import FileLock
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.libraries import manifest as manifests
 from qsync_fx.backend.cuda.libraries.manifest import Manifest
 from qsync_fx.errors import KernelError
@@ -53,9 +54,7 @@ def root() -> Path:
 
 def ahead_of_time() -> list[Path]:
     """Returns the folders in QSYNC_KERNELS_PATH; raises `KernelError` for one that is not there or that anybody may write to."""
-    folders = [
-        Path(os.path.abspath(part)) for part in os.environ.get("QSYNC_KERNELS_PATH", "").split(os.pathsep) if part
-    ]
+    folders = [Path(os.path.abspath(path)) for path in environment.paths("QSYNC_KERNELS_PATH")]
     for folder in folders:
         if not folder.is_dir():
             raise KernelError(

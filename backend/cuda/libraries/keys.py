@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.libraries import abi
 from qsync_fx.backend.cuda.source.unit import Unit
 from qsync_fx.backend.cuda.tools.toolchain import Headers, Toolchain
@@ -70,7 +71,7 @@ def tools_key(tools: Toolchain, flags: tuple[str, ...], memory: Path | None = No
             "cutlass": tools.cutlass.version,
             "headers": headers_digest(tools.cutlass, memory),
             "flags": flags,
-            "environment": [os.environ.get(name, "") for name in NVCC_VARIABLES],
+            "environment": [environment.text(name) for name in NVCC_VARIABLES],
         }
     )
 

@@ -6,12 +6,12 @@ instruction in it. A kernel that fails this is correct and slow, which nobody wo
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.libraries import volta_code
 from qsync_fx.backend.cuda.libraries.manifest import Resources
 from qsync_fx.backend.cuda.tools import toolchain
@@ -70,9 +70,9 @@ def listing(code: Path) -> str:
     if program is None:
         return ""
     nvdisasm = toolchain.tool("nvdisasm", program.parent)
-    environment = dict(os.environ) | ({"NVDISASM_PATH": str(nvdisasm.parent)} if nvdisasm else {})
+    variables = environment.child_environment(**({"NVDISASM_PATH": str(nvdisasm.parent)} if nvdisasm else {}))
     command = [str(program), "-sass", str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=variables, check=False)
     return done.stdout if done.returncode == 0 else ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -29,6 +28,7 @@ from qsync_fx.backend.cuda.tools import toolchain
 from qsync_fx.backend.cuda.tune.table import Environment, Table, load, path_in
 from qsync_fx.backend.cuda.tune.tuning import TuningError
 from qsync_fx.devices import Kernels, offer
+from qsync_fx.environment import switch
 from qsync_fx.errors import QSyncError, ToolchainError
 from qsync_fx.files import caches
 from qsync_fx.precision import FORMATS
@@ -157,7 +157,7 @@ def forget() -> None:
 
 @functools.cache
 def _known(index: int) -> Known:
-    if os.environ.get("QSYNC_KERNELS", "").lower() in ("0", "off"):
+    if not switch("QSYNC_KERNELS"):
         return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
         return Known(None, f"there is no device cuda:{index} here", None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.tools import nvrtc_compile
 from qsync_fx.backend.cuda.tools.toolchain import Program, Toolchain, cutlass, dotted, host_compiler, package_folders
 from qsync_fx.errors import ToolchainError
@@ -42,7 +43,7 @@ def tools() -> Toolchain:
 
 def nvrtc() -> Nvrtc:
     """Returns NVRTC: of $QSYNC_NVRTC (a toolkit of CUDA 12, or a folder that `pip install --target` has filled), or of pip wheels."""
-    if named := os.environ.get("QSYNC_NVRTC"):
+    if named := environment.text("QSYNC_NVRTC"):
         root = Path(os.path.abspath(Path(named).expanduser()))
         found = _in_wheels(root / "nvidia") or _in_toolkit(root)
         if found is None:

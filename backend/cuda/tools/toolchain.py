@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.kernel.config import Arch
 from qsync_fx.errors import ToolchainError
 
@@ -104,12 +105,12 @@ def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
 
 def _compiles_for_volta() -> bool:
     """Whether nvcc compiles for sm_70; CUDA 13 has dropped it. One that the user named and that does not serve raises, as elsewhere."""
-    if "QSYNC_NVRTC" in os.environ:
+    if environment.text("QSYNC_NVRTC"):
         return False
     try:
         return nvcc().version < (13,)
     except ToolchainError:
-        if os.environ.get("QSYNC_NVCC") or os.environ.get("CUDACXX"):
+        if environment.text("QSYNC_NVCC", "CUDACXX"):
             raise
         return False
 
@@ -118,7 +119,7 @@ def nvcc() -> Program:
     """Returns nvcc: $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin, or that of a pip wheel."""
     unfit: list[str] = []
     for name in ("QSYNC_NVCC", "CUDACXX"):
-        if named := os.environ.get(name):
+        if named := environment.text(name):
             found = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
             if found is None:
                 raise ToolchainError(
@@ -143,7 +144,7 @@ def nvcc() -> Program:
 
 def _nvcc_places() -> Iterator[str]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        if (home := os.environ.get(name)) and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
+        if (home := environment.text(name)) and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
             yield path
     for folder in (None, USUAL, *map(str, wheel_folders("bin"))):
         if path := shutil.which("nvcc", path=folder):
@@ -166,7 +167,7 @@ def host_compiler(compiler: Program | None) -> Program:
     """Returns what host code is compiled with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that nvcc accepts, if one is given."""
     newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
-        if named := os.environ.get(name):
+        if named := environment.text(name):
             found = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
             if found is None:
                 raise ToolchainError(
@@ -202,7 +203,7 @@ def _host(name: str) -> Program | None:
 def cutlass() -> Headers:
     """Returns the headers of CUTLASS: $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, or third_party/cutlass."""
     for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
-        if named := os.environ.get(name):
+        if named := environment.text(name):
             root = Path(os.path.abspath(named))
             found = next((h for h in map(_headers, (root, root / "source", root.parent)) if h), None)
             if found is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.cli import output
 from qsync_fx.cli.comm_predict import PREDICT
 from qsync_fx.cli.command import Command
@@ -70,7 +70,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             )
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (environment.launcher_number("WORLD_SIZE") or 1) > 1:
         _between_ranks([codec.name for codec in codecs], values, arguments)
         return
     found = measured(codecs, values, arguments.repeats)

@@ -9,14 +9,14 @@ recorded, so the step runs twice in one recording, and the second run, which fin
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from qsync_fx import environment
 
 _SECOND = "qsync_fx: the step whose memory is measured"
 
@@ -52,29 +52,13 @@ def memory_events(step: Callable[[], object]) -> list[int]:
     return found
 
 
-@contextlib.contextmanager
-def _unsaid() -> Iterator[None]:
-    """Begins a recording without the two lines that Kineto writes on standard error for each, amid what is shown of progress.
-
-    It reads its level once, when the process records first; a level that the user has set stays.
-    """
-    name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "6"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 class Recording:
     """Allocations and releases on the CPU from now on, in two parts; no other profiler may be on."""
 
     def __init__(self) -> None:
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _unsaid():
+        # Kineto writes two lines for each recording on standard error, between lines of progress.
+        with environment.default("KINETO_LOG_LEVEL", "6"):
             self._profiler.start()
 
     def second(self) -> None:

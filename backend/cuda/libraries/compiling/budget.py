@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.errors import OptionError, shown
+from qsync_fx.errors import OptionError
 
 HEAVY: Final = 4_600_000_000
 LIGHT: Final = 1_300_000_000
@@ -34,22 +35,15 @@ def jobs(given: int | None = None) -> int:
         if given < 1:
             raise OptionError(f"{given} compilers cannot run at once", where="jobs", do="give a number from 1")
         return given
-    if text := os.environ.get("QSYNC_BUILD_JOBS"):
-        if not re.fullmatch(r"[1-9]\d{0,3}", text):
-            raise OptionError(
-                f"{shown(text)} is no number of compilers",
-                where="QSYNC_BUILD_JOBS",
-                do="set it to a whole number from 1",
-            )
-        return int(text)
+    if (number := environment.count("QSYNC_BUILD_JOBS")) is not None:
+        return number
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes())
 
 
 def processes() -> int:
     """Returns how many processes of a training job share this machine, as torchrun tells them."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if re.fullmatch(r"[1-9]\d{0,3}", text) else 1
+    return environment.launcher_number("LOCAL_WORLD_SIZE") or 1
 
 
 def memory() -> int:

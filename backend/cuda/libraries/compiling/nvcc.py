@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from qsync_fx import environment
 from qsync_fx.backend.cuda.kernel.hardware import FORWARD
 from qsync_fx.backend.cuda.libraries.compiling import budget
 from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
@@ -88,7 +89,7 @@ def start(unit: Unit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 arguments,
                 cwd=work,
-                env=os.environ | {"TMPDIR": str(work / "tmp")},
+                env=environment.child_environment(TMPDIR=str(work / "tmp")),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

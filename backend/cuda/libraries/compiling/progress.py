@@ -6,11 +6,12 @@ Invariant: it writes to standard error only, and of the processes of a training 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
+
+from qsync_fx import environment
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -39,7 +40,8 @@ class Waiting:
         if (passed := now - self._since) < self._next:
             return
         self._next += 12 * _LONG
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        number = environment.launcher_number("RANK")
+        rank = "" if number is None else f" (rank {number})"
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         print(
             f"qsync{rank}: has waited {passed:.0f} s for another process that compiles {names[0]}{more}; "
@@ -58,7 +60,7 @@ class Watcher(Protocol):
 @contextlib.contextmanager
 def watch(total: int, wanted: bool) -> Iterator[Watcher]:
     """Yields what to tell while `total` units are compiled."""
-    if not wanted or os.environ.get("RANK", "0") != "0":
+    if not wanted or environment.launcher_number("RANK"):
         yield lambda done, running: None
     elif sys.stderr.isatty():
         bar = _Bar(total)
