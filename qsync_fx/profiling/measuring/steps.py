@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,8 +28,29 @@ def clock_for(threads: int) -> Clock:
     return time.thread_time if threads == 1 else time.perf_counter
 
 
+def check_batches(batches: object) -> None:
+    """Raise `OptionError` if `batches` is a single batch: iterating over a tensor gives steps of one row."""
+    is_batch = (
+        isinstance(batches, Mapping | str | bytes)
+        or hasattr(batches, "__array__")  # tensors, arrays of NumPy, data frames
+        or hasattr(batches, "_fields")  # a named tuple
+        or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"))
+    )
+    if is_batch:
+        raise OptionError(
+            f"batches is of type {type(batches).__name__}, which is one batch or none",
+            where="batches",
+            do="give a list of batches, [batch] for one, or a DataLoader",
+        )
+
+
 def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """Returns the first batch, and all of them, also where they come one by one; raises `OptionError` where there is none."""
+    """Return the first batch, and an iterable over all batches including the first.
+
+    Raises:
+        OptionError: `batches` is a single batch, or there is none.
+    """
+    check_batches(batches)
     rest = iter(batches)
     for batch in rest:
         return batch, itertools.chain([batch], rest) if rest is batches else batches

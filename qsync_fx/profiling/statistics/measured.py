@@ -26,7 +26,7 @@ from qsync_fx.options import Options
 from qsync_fx.precision import FORMATS, Precision, precisions
 from qsync_fx.predictor.sensitivity.value import SENSITIVITY, Sensitivity
 from qsync_fx.profiling.measuring.first_step import left_to_us
-from qsync_fx.profiling.measuring.steps import StepFunction, checked_loss, finite
+from qsync_fx.profiling.measuring.steps import StepFunction, check_batches, checked_loss, finite
 from qsync_fx.profiling.progress import progress
 from qsync_fx.profiling.statistics.batches import samples, stepped
 from qsync_fx.profiling.statistics.coding import of_gradients
@@ -113,6 +113,7 @@ def several(
 ) -> list[Sensitivity]:
     """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
     once all methods have settled `within` a share. Where nobody is to be told, it is `shown` on standard error, or not."""
+    check_batches(batches)
     known = {name: method_called(name) for name in methods}
     made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
     root = unwrapped(model)
