@@ -56,7 +56,8 @@ def _normalize(graph: PrecisionGraph, here: Place) -> None:
             if any(value is None for value in values):
                 continue
             try:
-                _normalize(inner, here)
+                with restored():  # a body that fails half way leaves its switches on
+                    _normalize(inner, here)
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
                 meta.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 continue

@@ -1,6 +1,7 @@
 """The modes that nodes run in: whether gradients are recorded, and what autocast does.
 
-Invariant: a node's modes are what executing the graph's own switches before it leaves behind. The process keeps its own.
+Invariant: a node's modes are what executing the graph's own switches before it leaves behind. The
+state of the process is restored.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from qsync_fx.graph import PrecisionGraph, meta
-from qsync_fx.graph.effects.modes import is_switch
+from qsync_fx.graph.effects.modes import Effect, effect_of
 
 _DEVICES = ("cpu", "cuda")
 
@@ -46,13 +47,18 @@ class Modes:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Puts the modes of the process back as they were."""
-    before, cache = Modes.current(), torch.is_autocast_cache_enabled()
+    """Restore all state that executing a graph's switches may change."""
+    before, cache, dtype = Modes.current(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
         before.apply()
         torch.set_autocast_cache_enabled(cache)
+        torch.set_default_dtype(dtype)
+        # `torch.use_deterministic_algorithms` would set options of Inductor, too.
+        torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
@@ -65,7 +71,7 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
             modes(graph.parent)[caller].apply()
         for node in graph.nodes:
             found[node] = Modes.current()
-            if is_switch(node):
+            if effect_of(node) in (Effect.GRAD, Effect.AUTOCAST):
                 args = fx.node.map_arg(node.args, lambda used: values[used])
                 values[node] = node.target(*args)  # type: ignore[operator]
     return found

@@ -1,9 +1,14 @@
 """Splits what Dynamo wrote into pieces that are re-traced and pieces that stay.
 
-Invariant: every computing node is in one piece, in the order of the graph. What stays is what make_fx must not trace through: higher-order
-operators (it raises KeyError on checkpointing's context function, and would inline a custom autograd function's forward, losing its
-backward), switches of autocast and grad mode (they are states that last beyond a piece), what hooks gradients, and functorch regions (their
-values are batched tensors, which exist only inside).
+Invariant: every computing node is in one piece, in the order of the graph. make_fx must not trace
+through the following nodes, which stay:
+
+- higher-order operators: it raises KeyError on checkpointing's context function, and would inline a
+  custom autograd function's forward, losing its backward;
+- calls that change state of the process: it lasts beyond a piece, and tracing does not record them;
+- nodes that hook gradients;
+- regions between levels of functorch or of forward-mode differentiation: their values are batched or
+  dual tensors, which exist only inside.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import fx
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils.hooks import BackwardHook
 
-from qsync_fx.graph.effects.modes import is_switch
+from qsync_fx.graph.effects.modes import is_switch, level_step
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class Piece:
 
     nodes: tuple[fx.Node, ...]
     kept: bool
+    leveled: bool = False
+    """Whether the nodes are between the entry and the exit of a level."""
 
 
 def pieces(graph: fx.Graph) -> Iterator[Piece]:
@@ -38,12 +45,12 @@ def pieces(graph: fx.Graph) -> Iterator[Piece]:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         before = nesting
-        nesting += _functorch_step(node)
+        nesting += level_step(node)
         if before or nesting:
             region.append(node)
             if nesting == 0:
                 yield from ([Piece(tuple(current), kept=False)] if current else [])
-                yield Piece(tuple(region), kept=True)
+                yield Piece(tuple(region), kept=True, leveled=True)
                 kept.update(region)
                 current, region = [], []
         elif _stays(node) or _unpacks(node, kept):
@@ -54,7 +61,7 @@ def pieces(graph: fx.Graph) -> Iterator[Piece]:
         else:
             current.append(node)
     if region or current:
-        yield Piece(tuple(current + region), kept=bool(region))
+        yield Piece(tuple(current + region), kept=bool(region), leveled=bool(region))
 
 
 def _stays(node: fx.Node) -> bool:
@@ -69,10 +76,3 @@ def hooks_gradients(node: fx.Node) -> bool:
 
 def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
     return node.target is operator.getitem and node.args[0] in kept
-
-
-def _functorch_step(node: fx.Node) -> int:
-    name = getattr(node.target, "__name__", "")
-    if "increment_nesting" in name:
-        return 1
-    return -1 if "decrement_nesting" in name else 0

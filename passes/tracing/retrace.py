@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from qsync_fx.graph import meta
-from qsync_fx.graph.effects.modes import is_switch
+from qsync_fx.graph.effects.modes import Effect, affects_tracing, effect_of, is_switch, mark_unlisted
 from qsync_fx.passes.tracing.moves import copied
 from qsync_fx.passes.tracing.pieces import hooks_gradients, pieces
 from qsync_fx.passes.tracing.tracer import Tracking, pre_dispatch
@@ -39,6 +39,7 @@ def rebuild(
 
     The caller is responsible for the fake mode and for restoring autocast and grad mode.
     """
+    mark_unlisted(module.graph)
     builder = _Builder(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, inputs, strict=True):
@@ -46,9 +47,9 @@ def rebuild(
     for piece in pieces(module.graph):
         if piece.kept:
             for node in piece.nodes:
-                builder.keep(node, keep)
+                builder.keep(node, keep, piece.leveled)
         else:
-            builder.retrace(piece.nodes)
+            builder.retrace(tuple(node for node in piece.nodes if node not in builder.mapped))
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     builder.copy(output, None)
     return builder.finish(), builder.failures
@@ -102,11 +103,14 @@ class _Builder:
             value = mode.from_tensor(value, static_shapes=True)
         self.copy(node, value)
 
-    def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None]) -> None:
+    def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False) -> None:
+        """Copies a node that stays as Dynamo wrote it.
+
+        Args:
+            leveled: whether the node is between the entry and the exit of a level.
+        """
         if is_switch(node):
-            # Executed, so that the pieces after it are traced in the mode that it sets.
-            args = fx.node.map_aggregate(node.args, lambda a: self.values[a] if isinstance(a, fx.Node) else a)
-            self.copy(node, node.target(*args))  # type: ignore[operator]
+            self.copy(node, self._execute(node, leveled))
             return
         if hooks_gradients(node):
             for used in node.all_input_nodes:
@@ -123,6 +127,19 @@ class _Builder:
         elif node.target is not operator.getitem:
             meta.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
 
+    def _execute(self, node: fx.Node, leveled: bool) -> Any:
+        """Execute a call that changes state, for the pieces after it to be traced in that state.
+
+        Levels are not entered, so a call between them whose effect is unlisted may not work.
+
+        Returns:
+            the call's result; None if it is not executed.
+        """
+        if not affects_tracing(node) or (leveled and effect_of(node) is Effect.UNLISTED):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: self.values[used])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
     def _set_apart(self, used: fx.Node) -> None:
         """Gives what a hook is put on a node of its own, in the model's type, that everybody reads: a hook sees the whole gradient."""
         source = self.mapped[used]
@@ -137,6 +154,8 @@ class _Builder:
 
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
         """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
+        if not nodes:
+            return
         piece, external, results = self._extract(nodes)
         interpreter = Tracking(piece)
 
@@ -169,8 +188,12 @@ class _Builder:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
         meta.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
-        if nodes[where + 1 :]:
-            self.retrace(nodes[where + 1 :])
+        # The inputs of a trace are single tensors, so a trace cannot read a result that is a tuple.
+        items = _items(bad)
+        for item in items:
+            self.copy(item, current(item.meta.get("example_value")))
+        if rest := tuple(node for node in nodes[where + 1 :] if node not in items):
+            self.retrace(rest)
 
     def _extract(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
         """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
@@ -227,6 +250,14 @@ def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
     """Whether a fake tensor has become a constant: a value that something computed without the dispatcher, so that tracing missed it."""
     named = (_attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr")
     return any(isinstance(value, FakeTensor) for value in named)
+
+
+def _items(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that unpack a node's result, and those that unpack the items."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    for item in items:
+        items += [user for user in item.users if user.target is operator.getitem]
+    return items
 
 
 def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:

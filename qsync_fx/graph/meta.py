@@ -124,10 +124,13 @@ REGION: Final = Key[tuple[bool, torch.dtype | None]]("qsync_region")
 KEPT: Final = Key[bool]("qsync_keep")
 """That a switch of autocast is to stay in the graph. Written and read by autocast."""
 
+UNLISTED: Final = Key[bool]("qsync_unlisted")
+"""That a call changes state which the table in `effects.modes` does not list. Written by retrace."""
+
 PATH: Final = Key[str]("qsync_input")
 """The path in the model of a parameter or buffer that is an input. Written by normalize, read by the DAG."""
 
-OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, PATH)
+OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
 def bodies(node: fx.Node) -> tuple[PrecisionGraph, ...]:

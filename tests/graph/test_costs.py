@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import networkx as nx
@@ -262,6 +264,28 @@ def test_another_batch_needs_no_new_trace() -> None:
             assert (there.flops, there.bytes, there.saved_bytes) == (wanted.flops, wanted.bytes, wanted.saved_bytes), (
                 op.id
             )
+
+
+def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
+    """A region of inference mode costs the same as one of no_grad, and recording resumes after it."""
+
+    class Model(nn.Module):
+        def __init__(self, region: Callable[[], AbstractContextManager[None]]) -> None:
+            super().__init__()
+            self.region, self.head, self.tail = region, nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with self.region():
+                statistics = self.head(x).sin().mean()
+            return self.tail(x), statistics
+
+    def explain(region: Callable[[], AbstractContextManager[None]]) -> Cost:
+        torch._dynamo.reset()
+        return total(qsync_fx.explain(Model(region), torch.randn(4, 16), options={"precision": "fp32"}))
+
+    cost = explain(torch.inference_mode)
+    assert cost == explain(torch.no_grad)
+    assert cost.weight_gradient.flops == 2 * 4 * 16 * 8
 
 
 # The DAG.

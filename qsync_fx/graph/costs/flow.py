@@ -120,9 +120,18 @@ class Flow:
 
     def _walk(self, graph: PrecisionGraph, repeated: bool) -> None:
         recording = graph.context.training
+        before_inference: dict[Any, bool] = {}
         for node in graph.nodes:
             if switches_grad(node):
-                recording = bool(node.args[0]) and graph.context.training
+                first = node.args[0]
+                name = getattr(node.target, "__name__", "")
+                if name == "_enter_inference_mode":
+                    before_inference[node] = recording
+                    recording = not first and graph.context.training
+                elif name == "_exit_inference_mode":
+                    recording = before_inference[first]
+                else:
+                    recording = bool(first) and graph.context.training
             elif node.op in ("placeholder", "get_attr"):
                 value = graph.value(node)
                 self._needs.setdefault(node, isinstance(value, torch.Tensor) and value.requires_grad and recording)
