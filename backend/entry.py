@@ -16,6 +16,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from qsync_fx.backend.compile import compile_graph
 from qsync_fx.backend.dynamo.observe import install
+from qsync_fx.backend.dynamo.registration import register
 from qsync_fx.backend.dynamo.suppressed import note
 from qsync_fx.coverage.log import forget
 from qsync_fx.errors import OptionError, QSyncError, shown
@@ -85,3 +86,4 @@ def through_dynamo(error: QSyncError) -> QSyncError:
 
 qsync.reset = forget  # type: ignore[attr-defined]  # torch.compiler.reset calls it
 install(qsync, options_of)
+register(qsync, "qsync")
