@@ -19,6 +19,7 @@ from qsync_fx.coverage.tree import Tree, stale
 
 class Why(StrEnum):
     RNN = "rnn"
+    SPARSE = "sparse"
     MODE = "mode"
     DISABLED = "disabled"
     BACKWARD_HOOK = "backward hook"
@@ -52,6 +53,7 @@ class Cause:
 
 _WORDS = (
     ("Attempted to wrap RNN", Why.RNN),
+    ("Attempted to wrap sparse Tensor", Why.SPARSE),
     ("torch dispatch mode", Why.MODE),
     ("torch.compiler.disable", Why.DISABLED),
     ("backwards hooks", Why.BACKWARD_HOOK),
@@ -66,6 +68,11 @@ _SAID = {
         "Dynamo leaves a function that calls an RNN to Python",
         "call the RNN in a method of its own, under @torch.compiler.disable, so that what is around it is compiled; "
         "torch._dynamo.config.allow_rnn = True unrolls it over time, which is for short sequences of one length",
+    ),
+    Why.SPARSE: (
+        "Dynamo leaves a function that is given a sparse tensor to Python",
+        "hold the sparse tensor as an attribute and multiply by it in a method of its own, under @torch.compiler.disable, "
+        "so that the layers around it are compiled",
     ),
     Why.MODE: (
         "a TorchDispatchMode is active where it is called, and Dynamo compiles nothing under one",
@@ -105,7 +112,11 @@ _SAID = {
     ),
     Why.NOT_CALLED: ("no call of it has been compiled", ""),
 }
-_NO_ADVICE = ("report an issue", "It may be possible", "an earlier graph break")
+_NO_ADVICE = (
+    *("eport an issue", "report a bug", "It may be possible", "an earlier graph break", "finding a workaround"),
+    # With fullgraph=True the call would have raised, and the reported step has run without an error.
+    *("fullgraph", "may result in an error when running in eager"),
+)
 _ELSE = "TORCH_LOGS=graph_breaks shows where"
 
 

@@ -143,7 +143,7 @@ def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
         for inner, module in tree.parameterised.items()
         if inner.startswith(joined(path, "layers."))
     )
-    return findings(tree.plan, tree.decided(), list(found))
+    return findings(tree.intended, tree.decided(), list(found))
 
 
 def _missing(tree: Tree, path: str) -> bool:

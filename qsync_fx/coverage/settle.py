@@ -95,7 +95,7 @@ def settle(root: nn.Module, log: Log) -> None:
         PlanError: with the option "strict".
     """
     tree = Tree(root, log)
-    _tell(findings(tree.plan, tree.decided(), uncovered(tree)), tree)
+    _tell(findings(tree.intended, tree.decided(), uncovered(tree)), tree)
 
 
 def settle_when_called_again(run: Callable[..., Any], root: nn.Module, options: Options) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def _settle_evaluation(root: nn.Module, log: Log) -> None:
     if root in log.settled:
         return
     tree = Tree(root, log)
-    found = findings(tree.plan, tree.decided(), uncovered(tree))
+    found = findings(tree.intended, tree.decided(), uncovered(tree))
     _tell(Findings((), tuple(entry for entry in found.unused if not entry.inside)), tree)
 
 

@@ -8,6 +8,7 @@ modules of `root`, by their paths in it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -56,6 +57,16 @@ class Tree:
         return plan_in_force(self.log.options, device)
 
     @property
+    def intended(self) -> Plan:
+        """The plan that someone gave: the user, or a cached profile. Without one it is empty, as the default format is no promise.
+
+        With the option "strict" the default format counts as given.
+        """
+        options = self.log.options
+        has_plan = not options.automatic or options.strict or self.root in self.log.unasked
+        return self.plan if has_plan else Plan()
+
+    @property
     def parameterised(self) -> dict[str, nn.Module]:
         """The modules that have parameters of their own."""
         return {path: module for path, module in self.modules.items() if own_parameters(module)}
@@ -78,7 +89,8 @@ class Tree:
         """The operators of each module, by its path, with the ids that they have in this model."""
         found: dict[str, dict[object, Ran]] = {}
         for path, frames in self._frames.items():
-            for ran in (ran for frame in frames for ran in _moved(frame, joined(self.within, path))):
+            counts: Counter[str] = Counter()
+            for ran in (ran for frame in frames for ran in _moved(frame, joined(self.within, path), counts)):
                 found.setdefault(below(ran.id.module, self.within) or "", {})[ran.id] = ran
         return {path: list(by_id.values()) for path, by_id in found.items()}
 
@@ -130,9 +142,21 @@ def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
     yield from others.values()
 
 
-def _moved(frame: Frame, path: str) -> Iterator[Ran]:
-    """The operators of a frame with the ids that they have where its module stands at `path`."""
+def _moved(frame: Frame, path: str, counts: Counter[str]) -> Iterator[Ran]:
+    """Yield the operators of a frame with the ids that they have where its module is at `path`.
+
+    `counts` numbers the operators of one name over all frames of the module.
+    """
     for ran in frame.operators.values():
         rest = below(ran.id.module, frame.path)
-        if rest is not None:
-            yield dataclasses.replace(ran, id=dataclasses.replace(ran.id, module=joined(path, rest)))
+        if rest is None:
+            continue
+        moved = joined(path, rest)
+        if moved and not ran.id.module:
+            # Outside modules the index restarts after each module; inside a module it does not.
+            name = ran.id.operator
+            op_id = OpId(moved, name, counts[name])
+            counts[name] += 1
+        else:
+            op_id = dataclasses.replace(ran.id, module=moved)
+        yield dataclasses.replace(ran, id=op_id)

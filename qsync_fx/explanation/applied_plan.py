@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from qsync_fx.coverage.causes import Why
 from qsync_fx.coverage.findings import Findings, Uncovered, Unused, findings, uncovered
 from qsync_fx.coverage.log import Log, Ran, logs
 from qsync_fx.coverage.tree import Tree
@@ -44,12 +45,16 @@ class Applied:
         modules: its modules that have parameters or operators.
         unused: the operators and patterns of plans that decide on nothing.
         unasked: of plans that nobody asked for, found from a cached profile, what there is to say.
+        called: whether Dynamo has processed a call of the model, compiled or skipped.
+        planned: whether there is a plan or a precision; without one no module is `lost`.
     """
 
     model: str
     modules: tuple[AppliedModule, ...]
     unused: tuple[Unused, ...]
     unasked: tuple[str, ...] = ()
+    called: bool = True
+    planned: bool = True
 
     @property
     def operators(self) -> list[Ran]:
@@ -63,8 +68,9 @@ class Applied:
 
     @property
     def complete(self) -> bool:
-        """Whether all that is planned is applied, as far as the model has run."""
-        return not Findings(tuple(self.uncovered), self.unused)
+        """Whether all that is planned is applied, as far as the model has run; False before its first call."""
+        waiting = any(module.cause.why is Why.NOT_MET for module in self.uncovered)
+        return self.called and not waiting and not Findings(tuple(self.uncovered), self.unused)
 
     def table(self, width: int | None = None) -> str:
         """Returns the table that `print` shows, fitted to a width where one is given."""
@@ -115,9 +121,11 @@ def applied(model: nn.Module) -> Applied:
         ),
         tuple(entry for tree in trees if id(tree) in used for entry in found[id(tree)].unused),
         tuple(tree.plan.notes[CACHED] for tree in trees if id(tree) in used and CACHED in tree.plan.notes),
+        called=any(tree.ran for tree in trees),
+        planned=any(tree.intended != Plan() for tree in trees),
     )
 
 
 def _findings(tree: Tree) -> Findings:
-    plan = tree.plan if tree.ran or tree.compiled else Plan()
+    plan = tree.intended if tree.ran or tree.compiled else Plan()
     return findings(plan, tree.decided(), uncovered(tree))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qsync_fx.coverage.causes import way_out
+from qsync_fx.coverage.causes import Why, way_out
+from qsync_fx.coverage.findings import Uncovered
 from qsync_fx.coverage.log import Ran
 from qsync_fx.coverage.telling import unused_text
 from qsync_fx.report.text import fit, plain, precision_cell, table_of, uncovered_cells
@@ -50,8 +51,20 @@ def _notes(applied: Applied) -> list[str]:
     lines = [f"{applied.model}: {with_parameters - len(missing)} of {with_parameters} modules run in compiled code"]
     lines += applied.unasked
     lines += [f"{unused_text(entry)}" for entry in applied.unused]
-    ways = dict.fromkeys(text for module in missing if module.lost and (text := way_out(module.cause)))
-    lines += [f"to do: {text}" for text in ways]
-    if applied.complete:
-        lines.append("all that is planned is applied")
+    if not applied.called:
+        lines.append("nothing of it has run in compiled code yet")
+    advised = [module for module in missing if _needs_advice(module, applied)]
+    lines += [f"to do: {text}" for text in dict.fromkeys(way_out(module.cause) for module in advised) if text]
+    uncalled = any(module.cause.why is Why.NOT_CALLED for module in missing)
+    if applied.complete and (applied.planned or not missing):
+        lines.append("all that is planned is applied" + ", as far as the model has been called" * uncalled)
+    elif applied.complete:
+        lines.append("no plan or precision is given: modules in no graph run as written")
     return lines
+
+
+def _needs_advice(module: Uncovered, applied: Applied) -> bool:
+    """Return whether to say how a module gets into a graph."""
+    if module.lost or module.cause.why is Why.NOT_MET:
+        return True
+    return not applied.planned and module.ran and module.cause.why is not Why.NOT_GIVEN

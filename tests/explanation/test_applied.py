@@ -65,6 +65,38 @@ def test_a_model_that_was_never_compiled_or_never_called() -> None:
         qsync_fx.applied(print)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{}, {"precision": "int8"}], ids=["default", "int8"])
+def test_nothing_is_applied_before_the_first_call(options: dict[str, Any]) -> None:
+    model = Plain()
+    fast = compiled(model, **options)
+    before = qsync_fx.applied(fast)
+    assert not before.called and not before.complete
+    assert "nothing of it has run in compiled code yet" in str(before)
+    assert "call what torch.compile returned" in str(before)
+    assert "all that is planned is applied" not in str(before)
+    fast(torch.randn(4, 16))
+    after = qsync_fx.applied(fast)
+    assert after.called and after.complete
+    assert str(after).endswith("all that is planned is applied")
+    assert "yet" not in str(after)
+    torch._dynamo.reset()
+    assert not qsync_fx.applied(fast).called, "its code is gone"
+
+
+def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
+    model = Outer(Plain())
+    start, inner = compiled(model.start, precision="bf16"), compiled(model.inner, precision="bf16")
+    inner(torch.randn(4, 16))
+    # As in the whole model, where the function between its layers is one of `inner`.
+    found = {str(ran.id) for ran in qsync_fx.applied(model).operators}
+    assert found == {"inner.first/linear", "inner/relu", "inner.second/linear"}
+    text = str(qsync_fx.applied(model))
+    assert "no call of it has been compiled" in text
+    assert text.endswith("all that is planned is applied, as far as the model has been called")
+    start(torch.randn(4, 16))
+    assert str(qsync_fx.applied(model)).endswith("all that is planned is applied")
+
+
 def test_modules_whose_parameters_others_use_are_applied() -> None:
     """Tied weights, and the output projection of attention, which is never called."""
 

@@ -157,3 +157,64 @@ def test_dynamo_switched_off() -> None:
         (told,) = step(model, lambda: fast(torch.randn(4, 16)))
     assert "Dynamo has met nothing of the model" in told
     assert "set_stance" in told
+
+
+# Without a plan.
+
+
+class Sparse(Plain):
+    """A layer of a graph network, which Dynamo leaves to Python."""
+
+    def forward(self, x: Tensor, adjacency: Tensor | None = None) -> Tensor:
+        assert adjacency is not None
+        return self.second(torch.sparse.mm(adjacency, torch.relu(self.first(x))))
+
+
+class Mixing(Plain):
+    """The way out that the reason names."""
+
+    adjacency = torch.eye(4).to_sparse()
+
+    @torch.compiler.disable
+    def mixed(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.adjacency, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.mixed(torch.relu(self.first(x))))
+
+
+def test_a_sparse_tensor() -> None:
+    model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
+    assert "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python" in told
+    assert "under @torch.compiler.disable" in told
+    assert "fullgraph" not in told
+    assert uncovered(model) == {"first": "sparse", "second": "sparse"}
+    apart = Mixing()
+    assert step(apart, lambda: compiled(apart, precision="bf16")(x)) == []
+    assert uncovered(apart) == {}
+
+
+@pytest.mark.parametrize("kind", ["sparse", "rnn", "hook"])
+def test_nothing_is_warned_of_where_nobody_gave_a_plan(kind: str) -> None:
+    x: tuple[Tensor, ...] = (torch.randn(4, 16),)
+    model: nn.Module = Plain()
+    if kind == "sparse":
+        model, x = Sparse(), (*x, torch.eye(4).to_sparse())
+    elif kind == "rnn":
+        model, x = Outer(nn.LSTM(16, 4, batch_first=True)), (torch.randn(2, 3, 16),)
+    else:
+        model.first.register_full_backward_hook(lambda *_: None)  # type: ignore[operator,union-attr]
+    assert step(model, lambda: compiled(model)(*x)) == []
+    found = qsync_fx.applied(model)
+    assert found.uncovered and not any(module.lost for module in found.uncovered)
+    text = str(found)
+    assert "in no graph" in text and "to do: " in text
+    assert "as written (not" not in text and "all that is planned is applied" not in text
+    assert text.endswith("no plan or precision is given: modules in no graph run as written")
+
+
+def test_with_strict_the_default_format_is_a_plan() -> None:
+    model = Outer(nn.LSTM(16, 4, batch_first=True))
+    with pytest.raises(PlanError, match="run as written"):
+        step(model, lambda: compiled(model, strict=True)(torch.randn(2, 3, 16)))
