@@ -37,8 +37,10 @@ from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
 from qsync_fx.devices import check_target, support, targeted
 from qsync_fx.errors import PlanError
 from qsync_fx.graph import Context, PrecisionGraph
+from qsync_fx.graph.copies import copied_module
 from qsync_fx.options import Options
 from qsync_fx.passes.annotate_cost import AnnotateCost
+from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
 from qsync_fx.passes.running.instruments import Instrument
 from qsync_fx.passes.tracing.frames import (
@@ -83,7 +85,13 @@ def rewrite(
         if not instruments and not options.passes:
             # Nobody reads what operators cost when a model is compiled, and counting it takes longer than a pass.
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
-        graph = run_or_fall_back(lambda: PrecisionGraph(module, fakes, context), passes, instruments)
+
+        def make() -> PrecisionGraph:
+            # Dynamo reads its graph afterwards, so a user's pass that comes first works on a copy.
+            copy = not isinstance(passes[0], Normalize)
+            return PrecisionGraph(copied_module(module) if copy else module, fakes, context)
+
+        graph = run_or_fall_back(make, passes, instruments)
         attend_by_products(graph)
         lay_out_masks(graph)
     for why in stale[:1]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph, meta
 from qsync_fx.passes.base import Scope
 from qsync_fx.passes.tracing.frames import Place, place
@@ -58,6 +59,8 @@ def _normalize(graph: PrecisionGraph, here: Place) -> None:
             try:
                 with restored():  # a body that fails half way leaves its switches on
                     _normalize(inner, here)
+            except PassError:
+                raise  # a user's pass has put in the node that cannot be traced
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
                 meta.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 continue

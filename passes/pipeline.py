@@ -6,6 +6,7 @@ each. A custom pass that fails or breaks a rule is named in the error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from qsync_fx.passes.autocast import Autocast
 from qsync_fx.passes.base import GraphPass, Pass, Scope, scope
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.classify import Classify
+from qsync_fx.passes.custom.damage import refuse_calls, refuse_damage
 from qsync_fx.passes.custom.inserted import take_in
 from qsync_fx.passes.custom.watch import look, only_decided
 from qsync_fx.passes.insert_casts import InsertCasts
@@ -33,6 +35,7 @@ from qsync_fx.passes.running.instruments import Instrument
 from qsync_fx.passes.stochastic_gradients import StochasticGradients
 from qsync_fx.passes.tracing.frames import place
 from qsync_fx.passes.tracing.identity import numbering_now
+from qsync_fx.passes.tracing.in_force import restored
 from qsync_fx.passes.verify import verify
 
 
@@ -178,20 +181,39 @@ def _run(
             instrument.before(step.name, graph)
         try:
             _call(step, graph)
-            if before is not None:
-                take_in(graph, before, step.name, passed)
-            for instrument in instruments:
-                instrument.after(step.name, graph)
-            passed = (*passed, step.name)
-            if verified:
-                verify(graph, passed)
+            with _readable(step.name):
+                if before is not None:
+                    refuse_damage(graph, before, step.name)
+                    take_in(graph, before, step.name, passed)
+                for instrument in instruments:
+                    instrument.after(step.name, graph)
+                passed = (*passed, step.name)
+                if verified:
+                    verify(graph, passed)
+                if before is not None:
+                    refuse_calls(graph, before, step.name)
+                    if not only_decided(before, look(graph)):
+                        changed = (*changed, step.name)
         except PassError as error:
             _blame(error, step, changed)
             raise
-        if before is not None and not only_decided(before, look(graph)):
-            changed = (*changed, step.name)
         for instrument in instruments:
             instrument.verified(step.name, graph)
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Name the pass after which a graph cannot be read: damage shows as an error of any class."""
+    try:
+        yield
+    except QSyncError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise PassError(
+            f"the graph after pass {name!r} cannot be read: {type(error).__name__}: {error}",
+            where=f"the graph after pass {name!r}, read by {frame.filename}:{frame.lineno}",
+        ) from error
 
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
@@ -217,8 +239,10 @@ def _is_ours(step: Pass) -> bool:
 
 def _call(step: Pass, graph: PrecisionGraph) -> None:
     try:
-        for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
-            _apply(step, step.name, part)
+        # Modes that a user's pass leaves on would change the traces of later passes.
+        with contextlib.nullcontext() if _is_ours(step) else restored():
+            for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
+                _apply(step, step.name, part)
     except QSyncError as error:
         error.where = error.where or _line(step, error)
         raise

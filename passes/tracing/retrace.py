@@ -17,7 +17,9 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from qsync_fx.errors import PassError
 from qsync_fx.graph import meta
+from qsync_fx.graph.copies import adopt_attributes
 from qsync_fx.graph.effects.modes import Effect, affects_tracing, effect_of, is_switch, mark_unlisted
 from qsync_fx.passes.tracing.moves import copied
 from qsync_fx.passes.tracing.pieces import hooks_gradients, pieces
@@ -182,6 +184,12 @@ class _Builder:
 
     def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
         """Keeps one of the nodes as Dynamo wrote it, and re-traces those before and after it."""
+        if by := meta.put_in_by(bad):
+            raise PassError(
+                f"pass {by!r} has put in %{bad.name}, which cannot be traced: {kind}: {message}",
+                where=f"pass {by!r}, node %{bad.name}",
+                do="call operators of torch, or functions that compute with tensors alone",
+            )
         self.failures.append(f"{bad.name}: {kind}: {message}")
         where = nodes.index(bad)
         if where:
@@ -234,15 +242,11 @@ class _Builder:
 
     def finish(self) -> fx.GraphModule:
         new = fx.GraphModule({**self.root, **self.constants}, self.graph, class_name="QSyncGraph")
+        adopt_attributes(new, self.module)
         for name in self.constants:
             # What `torch.tensor([1, 2])` and `x[[0, 2]]` write down. As buffers AOTAutograd would take them for the user's and miss their
             # source; as attributes it copies their values into its own graph.
             new.__dict__[name] = new._buffers.pop(name)
-        # Inductor and AOTAutograd read Dynamo's own metadata of the module and its inputs.
-        new.meta.update(self.module.meta)
-        for name in ("compile_subgraph_reason", "_param_name_to_source", "_backend_id", "torchdynamo_force_dynamic"):
-            if hasattr(self.module, name):
-                setattr(new, name, getattr(self.module, name))
         return new
 
 

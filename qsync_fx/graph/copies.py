@@ -39,3 +39,32 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
             if id(held) in places:
                 setattr(copy.module, str(used.target), places[id(held)])
     return copy
+
+
+_ATTRIBUTES = (
+    "compile_subgraph_reason",
+    "_param_name_to_source",
+    "_backend_id",
+    "torchdynamo_force_dynamic",
+)
+"""Dynamo's attributes of a graph module that Inductor and AOTAutograd read."""
+
+
+def adopt_attributes(new: fx.GraphModule, old: fx.GraphModule) -> None:
+    """Give a module the metadata and the attributes that Dynamo has written to another one."""
+    new.meta.update(old.meta)
+    for name in _ATTRIBUTES:
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a module of Dynamo's, which shares its tensors and its bodies' graphs."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copy = nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    new = fx.GraphModule(module, graph)
+    adopt_attributes(new, module)
+    return new
