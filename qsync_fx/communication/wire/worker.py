@@ -13,11 +13,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsync_fx.communication import threads
 from qsync_fx.communication.wire.side import Side
 
 Work = Callable[[], Tensor]
@@ -38,9 +40,9 @@ class Worker:
         self._idle = threading.Condition()
         self._open = 0
         # The thread holds no reference to the worker while it waits: with its last user the worker ends.
-        thread = threading.Thread(target=_run, args=(weakref.ref(self), self._todo), name=name, daemon=True)
-        weakref.finalize(self, self._todo.put, None)
-        thread.start()
+        stop = partial(self._todo.put, None)
+        weakref.finalize(self, stop)
+        threads.start(name, partial(_run, weakref.ref(self), self._todo), stop)
 
     def submit(self, work: Work) -> Any:
         """Returns a future of torch of what `work` returns, which is called on the thread."""

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Final
 
+from qsync_fx.communication import threads
 from qsync_fx.distributed.agreeing import alive
 from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
 
@@ -53,16 +54,17 @@ class Watcher:
         self._compiles = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._since: dict[int, float] = {}
-        self._thread = threading.Thread(target=self._run, name="qsync-watcher", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         self.channel.put(f"process/{self.channel.rank}", alive.identity())
-        self._thread.start()
+        self._thread = threads.start("qsync-watcher", self._run, self._stop.set)
 
     def stop(self, done: bool) -> None:
         """Ends the thread; `done` says that the rank needs no more watching, for it has come to its end."""
         self._stop.set()
-        self._thread.join(5)
+        if self._thread is not None:
+            self._thread.join(5)
         if done and not self.lost:
             try:
                 self.channel.put(f"beat/{self.channel.rank}", _GONE)

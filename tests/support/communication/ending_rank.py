@@ -1,0 +1,42 @@
+"""One rank of a training whose process ends as a user's script does; run by tests/communication as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import ranks
+import torch
+from compressed_training import parallel, sgd, train
+from torch import distributed
+
+from qsync_fx.distributed import compress, guard
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, _, folder, job = ranks.join(sys.argv[1:])
+    model = parallel()
+    optimizer = sgd(model)
+    if job["codec"].startswith("duo"):
+        compress(model, job["codec"], optimizer=optimizer)
+    else:
+        compress(model, job["codec"])
+    if job["ending"] == "in a guard":
+        guard(model).__enter__()
+    list(train(model, optimizer, range(6)))
+    ranks.write(folder, rank, sorted(thread.name for thread in threading.enumerate()))
+    match job["ending"]:
+        case "exception":
+            raise ValueError("an error of the user's script")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "one fails" if rank:
+            raise ValueError("an error of the user's script")
+        case "destroy":
+            distributed.destroy_process_group()
+    # A switch of threads that the main thread is asked for later than this comes when it has ended.
+    sys.setswitchinterval(60)
+
+
+main()
