@@ -198,6 +198,36 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("codec", "how", "world", "fsdp"),
+    [
+        ("qsgd8", "raise", 2, False),
+        *(
+            pytest.param(*case, marks=tiers.ALL)
+            for case in (
+                ("qsgd8", "raise", 3, False),
+                ("qsgd8", "kill", 2, False),
+                ("aqgb", "raise", 2, False),
+                ("duo4", "raise", 2, False),
+                ("qsgd8", "raise", 2, True),
+            )
+        ),
+    ],
+)
+def test_under_a_guard_the_other_ranks_raise_the_reason(
+    codec: str, how: str, world: int, fsdp: bool, tmp_path: Path
+) -> None:
+    job = {"name": "guarded", "codec": codec, "how": how, "fsdp": fsdp}
+    *others, last = ranks.run(FAULTS, world, tmp_path, limit=600, **job)
+    assert last.code == {"raise": 1, "kill": -signal.SIGKILL}[how], last.log
+    reason = {"raise": "has failed: ValueError: this batch is broken", "kill": "has ended without a word"}[how]
+    for rank in others:
+        assert rank.code == 0, rank.log
+        assert rank.result["rank"] == world - 1
+        assert f"rank {world - 1} {reason}" in rank.result["text"]
+        assert "does not answer any more" not in rank.result["text"]
+
+
+@pytest.mark.parametrize(
     ("world", "feedback"), [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)]
 )
 def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:

@@ -103,11 +103,8 @@ class Meeting:
             error = None
         cause = None
         try:
-            if isinstance(error, RankError):
-                self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
-            elif error is not None:
-                cause = self._cause(error)
             if error is not None:
+                cause = self._cause(error)
                 self.watcher.linger()
         except StoreLost:
             pass
@@ -117,13 +114,22 @@ class Meeting:
             raise cause.error() from error
 
     def _cause(self, error: BaseException) -> Failure | None:
-        """Returns whose failure an error comes from; None for this rank's own, which the others are told."""
-        if self.watcher.failure is None and _is_of_a_collective(error):
+        """Return the failure of another rank that caused an error; None for an error of this rank or one that names its cause.
+
+        Report an error of this rank to the others. A `RankError` names its rank already, unless it comes from a lost connection: then
+        the rank behind that connection has reported its reason, or reports it within some seconds.
+        """
+        lost_connection = _is_of_a_collective(error)
+        if self.watcher.failure is None and lost_connection:
             self.watcher.hurry()
             self.watcher.wait(_FOR_A_CAUSE)
-        if self.watcher.failure is not None and self.watcher.failure.rank != self.rank:
-            return self.watcher.failure
-        self.watcher.tell(Failure.of(self.rank, error))
+        failure = self.watcher.failure
+        if failure is not None and failure.rank != self.rank and (lost_connection or not isinstance(error, RankError)):
+            return failure
+        if isinstance(error, RankError):
+            self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)
+        else:
+            self.watcher.tell(Failure.of(self.rank, error))
         return None
 
 
@@ -159,8 +165,16 @@ def compiles_told(meeting: Meeting) -> Iterator[None]:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error is what torch.distributed raises where another rank is gone; gloo's have no class of their own."""
+    """Return whether an error, or one that it was raised from, is what torch.distributed raises where another rank is gone.
+
+    Errors of gloo have no class of their own.
+    """
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting")
-    return isinstance(error, distributed.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, distributed.DistError):
+            return True
+        if isinstance(link, RuntimeError) and any(word in str(link) for word in words):
+            return True
+        link = link.__cause__
+    return False

@@ -8,13 +8,15 @@ import signal
 import sys
 from typing import Any
 
+import compressed_training
 import ranks
+import sharded_training
 import torch
 from compressed_training import parallel, said, sgd, train
 
 import qsync_fx
 from qsync_fx.communication import gathering, reduction
-from qsync_fx.distributed import compress
+from qsync_fx.distributed import compress, guard
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +56,26 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     except qsync_fx.RankError as error:
         with contextlib.suppress(qsync_fx.RankError):
             handle.wait()
+        return said(error)
+    return {}
+
+
+def guarded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """The last rank fails after two steps under a guard, while the others wait for its gradients."""
+    codec, last = job["codec"], rank == world - 1
+    module: Any = sharded_training if job.get("fsdp") else compressed_training
+    model = module.model() if job.get("fsdp") else parallel()
+    optimizer = sgd(model)
+    compress(model, codec, **({"optimizer": optimizer} if codec.startswith("duo") else {}))
+    try:
+        with guard(model):
+            list(module.train(model, optimizer, range(2)) or ())
+            if last and job["how"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if last:
+                raise ValueError("this batch is broken")
+            list(module.train(model, optimizer, range(2, 5)) or ())
+    except qsync_fx.RankError as error:
         return said(error)
     return {}
 

@@ -35,7 +35,7 @@ def main() -> None:
             raise ValueError("an error of the user's script")
         case "destroy":
             distributed.destroy_process_group()
-    # A switch of threads that the main thread is asked for later than this comes when it has ended.
+    # Threads that wait for the GIL get it only where the main thread releases it.
     sys.setswitchinterval(60)
 
 
