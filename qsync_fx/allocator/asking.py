@@ -12,6 +12,7 @@ from typing import Final, Literal, get_args
 from qsync_fx.allocator.answer import Note, NoteKind
 from qsync_fx.allocator.coding import Coding
 from qsync_fx.allocator.judging.judge import Judge, beyond
+from qsync_fx.allocator.margins import check_margin
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.plan.gradient_codecs import CODECS, PLAIN
@@ -48,7 +49,13 @@ class Wishes:
     margin: float | None = None
 
     def check(self) -> None:
-        """Raises `PlanError` where there is no such objective, `OptionError` where something is wished for that it has no use for."""
+        """Check everything that does not depend on profiles, so that callers can do so before they measure.
+
+        Raises:
+            PlanError: the objective or a memory is invalid, or a budget does not fit the objective.
+            OptionError: the objective ignores the target or the budget, or a codec or the margin is invalid.
+            PrecisionError: a format does not exist.
+        """
         if self.objective not in OBJECTIVES:
             what = f"there is no objective {shown(str(self.objective))}"
             raise PlanError(what, do=nearest(str(self.objective), OBJECTIVES))
@@ -61,6 +68,16 @@ class Wishes:
         if self.objective == "recover" and self.budget is not None and self.target is not None:
             do = "give the format of mixed precision as the budget, or what a step may take as the target"
             raise OptionError("a budget and a target both say what a step may take", where="target", do=do)
+        if self.objective == "recover" and self.target is None:
+            _check_recovered(self.budget)
+        for limit in (self.budget, self.target):
+            if isinstance(limit, str):
+                precision(limit)
+        for fmt in self.precisions or ():
+            precision(fmt)
+        codec_names(self.codecs)
+        check_margin(self.margin)
+        _check_memory(self.memory)
 
 
 def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
@@ -83,14 +100,34 @@ def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tu
     return replace(problem, seconds=target_of(problem, wishes)), notes
 
 
-def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
+def codec_names(names: Sequence[str]) -> list[str]:
+    """Return the names of codecs as a list; raise `OptionError` if there is no such codec."""
     codecs = [names] if isinstance(names, str) else list(names)
+    for name in codecs:
+        if name not in CODECS:
+            raise OptionError(f"a plan has no codec {shown(str(name))}", where="codecs", do=nearest(str(name), CODECS))
+    return codecs
+
+
+def _check_recovered(budget: str | float | None) -> None:
+    if isinstance(budget, int | float):
+        do = "name the format of mixed precision, or give the seconds as the target"
+        raise PlanError("what is recovered from is a format", where="budget", do=do)
+
+
+def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
+    """Raise `PlanError` for a memory that is neither a number of bytes nor a share."""
+    sizes = memory if isinstance(memory, Mapping) else {"": memory}
+    for name, size in sizes.items():
+        if size is not None and memory_size(size) is None:
+            where = f"memory of {shown(name)}" if name else "memory"
+            raise PlanError(f"{shown(str(size))} is no memory", where=where, do=WAYS)
+
+
+def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
+    codecs = codec_names(names)
     if not codecs:
         return None
-    if (unknown := next((name for name in codecs if name not in CODECS), None)) is not None:
-        raise OptionError(
-            f"a plan has no codec {shown(str(unknown))}", where="codecs", do=nearest(str(unknown), CODECS)
-        )
     if fleet.compression is not None:
         do = "leave [compression] out of the cluster's file, or codecs out"
         raise ProfileError("the cluster says already what is done to gradients", where="compression", do=do)
@@ -221,9 +258,8 @@ def target_of(problem: Problem, wishes: Wishes) -> float:
         return float(target)
     if target is None and wishes.objective == "hybrid":
         return Judge(problem, problem.uniform()).seconds
-    if target is None and isinstance(wishes.budget, int | float):
-        do = "name the format of mixed precision, or give the seconds as the target"
-        raise PlanError("what is recovered from is a format", where="budget", do=do)
+    if target is None:
+        _check_recovered(wishes.budget)
     fmt = target or wishes.budget
     assert fmt is None or isinstance(fmt, str)
     return Judge(problem, _uniform(problem, fmt)).seconds

@@ -27,6 +27,14 @@ MOST: Final = 0.1
 """Beyond this share, what steps differ by is by others on the machine, and says nothing of the device."""
 
 
+def check_margin(margin: float | None) -> None:
+    """Raise `OptionError` if this is not a share from 0 to below 1."""
+    if margin is not None and not 0 <= margin < 1:
+        raise OptionError(
+            f"no plan leaves a margin of {margin:g}", where="margin", do="give a share from 0, 0.03 for 3%"
+        )
+
+
 def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -> dict[str, float]:
     """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
 
@@ -35,10 +43,7 @@ def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -
         known: of each class.
         asked: by the user; None for what is uncertain of each class, and of those that set the pace, as it was measured.
     """
-    if asked is not None and not 0 <= asked < 1:
-        raise OptionError(
-            f"no plan leaves a margin of {asked:g}", where="margin", do="give a share from 0, 0.03 for 3%"
-        )
+    check_margin(asked)
     if problem.seconds is None or (asked is None and len(problem.classes) == 1):
         return {}
     pace = max((uncertain(known[name]) for name in problem.classes if name not in problem.open), default=0.0)

@@ -35,7 +35,12 @@ _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model.add(parser, needed=False)
+    one_format = OptionError(
+        "all operators are in one format here",
+        where="--plan",
+        do="name it with --precision; qsync replay takes a plan, with the codecs that it has",
+    )
+    model.add(parser, needed=False, refused={"plan": one_format})
     asked = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
     asked.add_argument("--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices")
     asked.add_argument(
@@ -74,9 +79,6 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise OptionError(
             "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
         )
-    if arguments.plan is not None:
-        do = "name it with --precision; qsync replay takes a plan, with the codecs that it has"
-        raise OptionError("all operators are in one format here", where="--plan", do=do)
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
 
     from qsync_fx.plan import Plan
@@ -129,9 +131,7 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
         raise OptionError(
             "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
         )
-    trained = training.read(
-        argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}), "a prediction"
-    )
+    trained = training.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}))
     optimizer = training.optimizer(arguments.optimizer, trained.module)
     return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], [fmt], optimizer)
 

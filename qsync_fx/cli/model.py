@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qsync_fx.cli.command import literal
 from qsync_fx.cli.reference import findable
+from qsync_fx.errors import OptionError
 from qsync_fx.option_texts import DOCUMENTED, LISTS, SWITCHES
 
 if TYPE_CHECKING:
@@ -56,14 +58,23 @@ _METAVARS = {
 }
 
 
-def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = False, needed: bool = True) -> None:
-    """Adds the arguments.
+def add(
+    parser: argparse.ArgumentParser,
+    name: str = "model",
+    *,
+    looks: bool = False,
+    needed: bool = True,
+    refused: Mapping[str, OptionError] = MappingProxyType({}),
+) -> None:
+    """Add the arguments.
 
     Args:
         parser: of a command.
         name: of the argument that names the model; with "--model" it may be left out.
         looks: also adds --train, --eval and --target, for commands that only look at a model.
         needed: whether there has to be a model.
+        refused: errors for the options that make no sense for this command. They are raised while
+            arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
     how: dict[str, Any] = {} if needed else {"nargs": "?"}
@@ -76,8 +87,17 @@ def add(parser: argparse.ArgumentParser, name: str = "model", *, looks: bool = F
         for value, text in says.items():
             mode.add_argument(f"--{value}", dest="mode", action="store_const", const=value, help=text)
     options = parser.add_argument_group("options of the backend")
-    for option, how in _arguments(looks).items():
-        options.add_argument(flag(option), dest=option, **how)
+    for option, settings in _arguments(looks).items():
+        if option in refused:
+            settings = {"type": _refusing(refused[option]), "metavar": "", "help": argparse.SUPPRESS}
+        options.add_argument(flag(option), dest=option, **settings)
+
+
+def _refusing(error: OptionError) -> Callable[[str], NoReturn]:
+    def refuse(_: str) -> NoReturn:
+        raise error
+
+    return refuse
 
 
 def flag(option: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import model
@@ -39,9 +40,32 @@ class Trained:
     precisions: list[str] | None
 
 
-def add(parser: argparse.ArgumentParser, title: str, precisions: str, needed: bool = True) -> argparse._ArgumentGroup:
-    """Adds the model's arguments and a group with --precisions, whose help is given; returns the group."""
-    model.add(parser, needed=needed)
+def add(
+    parser: argparse.ArgumentParser,
+    title: str,
+    precisions: str,
+    noun: str,
+    *,
+    needed: bool = True,
+    refused: Mapping[str, OptionError] = MappingProxyType({}),
+) -> argparse._ArgumentGroup:
+    """Add the model's arguments and a group with --precisions.
+
+    Args:
+        parser: of the command.
+        title: of the group.
+        precisions: the help of --precisions.
+        noun: the result of the command, such as "a profile", for the error about --precision.
+        needed: whether there has to be a model.
+        refused: errors for further options that the command refuses.
+
+    Returns:
+        The group.
+    """
+    one_precision = OptionError(
+        f"{noun} is of several precisions", where="--precision", do="name them with --precisions"
+    )
+    model.add(parser, needed=needed, refused={"precision": one_precision, **refused})
     group = parser.add_argument_group(title)
     group.add_argument("--precisions", metavar="NAMES", help=precisions)
     return group
@@ -54,14 +78,12 @@ def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
     kept.add_argument("--json", action="store_true", help=json)
 
 
-def read(arguments: argparse.Namespace, noun: str) -> Trained:
-    """Returns what a command line asks to train; `noun`: what comes out, "a profile".
+def read(arguments: argparse.Namespace) -> Trained:
+    """Return the model that a command line names, with its step and its batch.
 
     Raises:
-        OptionError: the arguments do not go together, or there is nothing to train.
+        OptionError: an option is wrong, or the model has no parameters.
     """
-    if arguments.precision is not None:
-        raise OptionError(f"{noun} is of several precisions", where="--precision", do="name them with --precisions")
     import torch
 
     # What was interrupted finds the same weights when it goes on.

@@ -12,13 +12,15 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
 from qsync_fx import environment
-from qsync_fx.devices.device import Device
-from qsync_fx.devices.reading import read
 from qsync_fx.errors import DeviceError, nearest, shown
+
+if TYPE_CHECKING:
+    from qsync_fx.devices.device import Device
 
 _CATALOG = Path(__file__).parent / "catalog"
 
@@ -44,6 +46,11 @@ def get(name: str | os.PathLike[str]) -> Device:
         DeviceError: there is none, or its file is not one of a device.
     """
     return _read(*_identity(_path(name)))
+
+
+def check_exists(name: str | os.PathLike[str]) -> None:
+    """Raise `DeviceError` if there is no file of this device; without reading it, and without importing torch."""
+    _identity(_path(name))
 
 
 def name_of(device: Device) -> str | None:
@@ -82,6 +89,8 @@ def _identity(path: Path) -> tuple[Path, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, changed: int, size: int) -> Device:
+    from qsync_fx.devices.reading import read
+
     return read(path)
 
 

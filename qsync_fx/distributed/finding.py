@@ -6,6 +6,7 @@ While a rank measures itself or runs a plan, and while rank 0 chooses, no other 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +15,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from qsync_fx.allocator.asking import Objective, Wishes
-from qsync_fx.allocator.rounds import CORRECTIONS, Rounds
+from qsync_fx.allocator.rounds import CORRECTIONS, Rounds, check_corrections
 from qsync_fx.codec import Path
 from qsync_fx.communication.control import CPU
 from qsync_fx.devices import names
 from qsync_fx.distributed.agreeing import statements
 from qsync_fx.distributed.agreeing.meeting import COMPILING, Meeting, several_ranks
 from qsync_fx.distributed.averaging import samples_in
-from qsync_fx.distributed.hosts import FLAT, Links, links_between_nodes
+from qsync_fx.distributed.hosts import FLAT, Links, in_a_row, links_between_nodes
 from qsync_fx.distributed.survey import FoundPlan, Survey
+from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.plan.cluster_plan import is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
@@ -32,6 +34,7 @@ from qsync_fx.profiling.given import GivenOptimizer
 from qsync_fx.profiling.measurement import measure
 from qsync_fx.profiling.measuring.steps import StepFunction, first_batch
 from qsync_fx.profiling.profile import PROFILE, Profile
+from qsync_fx.profiling.statistics.indicators.methods import method
 from qsync_fx.this_process import named_class, this_process
 
 
@@ -82,7 +85,7 @@ def find_plan(
         QSyncError: this one has: it cannot be measured, or no plan keeps the limits.
     """
     mine = device_class or named_class() or _class_of(this_process().device)
-    wishes = {
+    wishes: dict[str, Any] = {
         "objective": objective,
         "budget": budget,
         "memory": memory,
@@ -90,8 +93,15 @@ def find_plan(
         "margin": margin,
         "codecs": codecs,
     }
-    Wishes(objective, budget, target=target).check()
+
+    def check_arguments() -> None:
+        Wishes(**{**wishes, "precisions": precisions}).check()
+        check_corrections(corrections)
+        _check_measuring(measuring)
+
     if not several_ranks():
+        check_arguments()
+        _check_classes(memory, [mine])
         if save is not None:
             CLUSTER_PLAN.check_writable(save)
         first, batches = first_batch(batches)
@@ -103,6 +113,7 @@ def find_plan(
             alone.learn([profile])
         return alone.taken(save)
     with Meeting(compiling, silence, collectives=False) as meeting:
+        check_arguments()
         if save is not None and meeting.rank == 0:
             CLUSTER_PLAN.check_writable(save)
 
@@ -110,8 +121,14 @@ def find_plan(
             meeting.check()
             return step(module, batch)
 
-        meeting.agree("models", statements.of_model(model), statements.REMEDIES)
         first, batches = first_batch(batches)
+        meeting.put("class", mine)
+        meeting.agree("models", statements.of_model(model), statements.REMEDIES)
+        if meeting.rank == 0:
+            _check_classes(memory, [meeting.get("class", rank, compiling) for rank in range(meeting.world)])
+        if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
+            in_a_row(hierarchical, meeting.world)
+        meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
         how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
         if (path := measuring.get("path")) is not None:
             how["path"] = _of_rank(path, meeting.rank)
@@ -123,7 +140,6 @@ def find_plan(
         profile = measure(model, watched, batches, precisions, **{**measuring, **how, "all_reduce": here})
         device = next((parameter.device for parameter in model.parameters()), CPU)
         links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
-        meeting.put("class", mine)
         meeting.put("batch", str(samples_in(first)))
         meeting.put("profile", profile.to_json())
         choosing: _Choosing | None = None
@@ -190,6 +206,30 @@ class _Choosing:
 
     def _found(self) -> FoundPlan:
         return FoundPlan.of(self._rounds.answer, self._survey)
+
+
+def _check_measuring(measuring: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later on."""
+    ours = ("model", "step", "batches", "precisions", "optimizer", "profile", "progress")
+    names = set(inspect.signature(measure).parameters).difference(ours)
+    for name in measuring:
+        if name not in names:
+            raise OptionError(f"find_plan has no argument {shown(name)}", do=nearest(name[:40], names))
+    if "sensitivity" in measuring:
+        if measuring["sensitivity"] is None:
+            raise OptionError(
+                "a plan is chosen by the sensitivity of each operator, and none would be measured",
+                where="sensitivity=None",
+                do='leave the argument out, or name a method, such as "exact"',
+            )
+        method(measuring["sensitivity"])
+
+
+def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:
+    """Raise `PlanError` if `memory` names a class of devices that no rank has."""
+    for name in memory if isinstance(memory, Mapping) else ():
+        if name not in classes:
+            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, set(classes)))
 
 
 def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:

@@ -51,6 +51,7 @@ from qsync_fx.profiling.profile_plans import States, add, profile_plans
 from qsync_fx.profiling.progress import progress as shown_progress
 from qsync_fx.profiling.runs import levelled
 from qsync_fx.profiling.samples import SAMPLES, Sample, Samples, resumed, run_of
+from qsync_fx.profiling.statistics.indicators.methods import method
 from qsync_fx.profiling.statistics.measured import several as sensitivities
 from qsync_fx.profiling.untouched import untouched
 
@@ -108,6 +109,8 @@ def measure(
     """
     if path is not None:
         PROFILE.check_writable(path)
+    if sensitivity is not None:
+        method(sensitivity)
     module = checked(model, rounds, options or {})
     updating = optimizer_of(module, optimizer)
     first, batches = first_batch(batches)

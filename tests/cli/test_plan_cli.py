@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,85 @@ def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
 def test_arguments_that_do_not_go_together(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 2
     assert what in capsys.readouterr().err
+
+
+LOUD = """
+import torch
+
+class Loud(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        raise AssertionError("the model ran")
+
+def loud():
+    return Loud(), (torch.randn(2, 4),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("--allocator exakt", "no allocator"),
+        ("--allocator hessian --hessian missing.json", "cannot be read"),
+        ("--corrections -1", "cannot be run in -1 rounds"),
+        ("--codecs qsgd5", "no codec 'qsgd5'"),
+        ("--margin 2", "no plan leaves a margin of 2"),
+        ("--memory 4GBB", "'4GBB' is no memory"),
+        ("--budget bf17", "bf17"),
+        ("--precisions int9", "int9"),
+        ("--optimizer adamv", "torch.optim has no 'adamv'"),
+        ("--set linear=int9", "int9"),
+        ("--pareto --points 1", "a front of 1 points is none"),
+        ("--cluster fleet.toml --device t5", "the cluster has no devices 't5'"),
+        ("--cluster fleet.toml --memory t5=1GB", "the cluster has no devices 't5'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_model_runs(
+    arguments: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed(tmp_path, monkeypatch, loud_nets=LOUD)
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    assert main(["plan", "loud_nets:loud", *arguments.split()]) == 2
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("plan --plan plan.json", "a plan is what is looked for"),
+        ("plan --precision int8", "a plan is of several precisions"),
+        ("plan --set linear", "says no format"),
+        ("plan --cluster fleet.toml", "there is no device 't44'"),
+        ("plan --cluster misspelt.toml", "bandwith"),
+        ("plan --cluster missing.toml", "cannot be read"),
+        ("replay plan.json --cluster fleet.toml", "there is no device 't44'"),
+        ("replay --trace trace.json --cluster misspelt.toml", "bandwith"),
+        ("measure --precision int8", "a profile is of several precisions"),
+        ("sensitivity --plan plan.json", "that of each operator alone"),
+        ("comm predict --gpus 2 --bandwidth 1gbit --plan plan.json", "all operators are in one format here"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_torch_is_imported(arguments: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text("[devices.t4]\ndevice = 't44'\n")
+    (tmp_path / "misspelt.toml").write_text("[devices.t4]\ndevice = 't4'\n[network]\nbandwith = 1e9\n")
+    code = (
+        "import sys\nfrom qsync_fx.cli import main\n"
+        f"status = main({arguments.split()})\nassert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and what in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "refused"), [("plan", "plan"), ("plan", "precision"), ("measure", "precision"), ("sensitivity", "plan")]
+)
+def test_help_lists_no_refused_option(verb: str, refused: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert f"--{refused} " not in capsys.readouterr().out
 
 
 def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,25 @@ import tiers
 from qsync_fx import ClusterPlan
 
 
+@tiers.ALL
+@pytest.mark.parametrize(
+    ("arguments", "failing", "what"),
+    [
+        ({"sensitivity": None}, [0, 1], "a plan is chosen by the sensitivity"),
+        ({"sensitivity": None}, [1], "a plan is chosen by the sensitivity"),
+        ({"memory": {"gpu": 1e9}}, [0, 1], "there are no devices 'gpu'"),
+        ({"hierarchical": 3, "codecs": ["qsgd8"]}, [0, 1], "2 ranks do not make nodes of 3"),
+    ],
+)
+def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
+    arguments: dict[str, object], failing: list[int], what: str, tmp_path: Path
+) -> None:
+    ended = ranks.run("guarded_rank.py", 2, tmp_path, name="refused", arguments=arguments, ranks=failing)
+    for rank in ended:
+        assert what in rank.result["what"], rank.log
+        assert rank.result["steps"] == 0
+
+
 def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
     first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="agreement")
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log

@@ -32,6 +32,12 @@ class Front:
     chosen: Answer | None = None
 
 
+def check_points(points: int) -> None:
+    """Raise `PlanError` if a front cannot have this number of points."""
+    if points < 2:
+        raise PlanError(f"a front of {points} points is none", where="points", do="ask for 2 at least")
+
+
 def pareto(
     problem: Problem, allocator: Allocator, points: int = 9, chosen: Answer | None = None, say: Say = lambda name: None
 ) -> Front:
@@ -47,8 +53,7 @@ def pareto(
     Raises:
         PlanError: no plan fits into memory.
     """
-    if points < 2:
-        raise PlanError(f"a front of {points} points is none", where="points", do="ask for 2 at least")
+    check_points(points)
     free = replace(problem, seconds=None, variance=None)
     fastest = allocator.allocate(replace(free, least="seconds", variance=float("inf")))
     say("the fastest")

@@ -39,6 +39,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "what to measure, and how",
         "formats with commas between them; by default what the device computes itself",
+        "a profile",
     )
     training.add_optimizer(measured)
     measured.add_argument(
@@ -74,7 +75,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     if arguments.device is not None:
         _of_catalog(arguments)
         return
-    trained = training.read(arguments, "a profile")
+    trained = training.read(arguments)
     given = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
         what = "a profile that is corrected keeps its sensitivity"
@@ -113,7 +114,7 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
         what = f"a device of the catalog is reckoned, and {', '.join(said)} {'is' if len(said) == 1 else 'are'} of what is measured here"
         raise OptionError(what, where="--device", do="leave one or the other out")
     device = get(arguments.device)
-    trained = training.read(arguments, "a profile")
+    trained = training.read(arguments)
     optimizer = training.optimizer(arguments.optimizer, trained.module)
     profile = device.profile(trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
     if arguments.output is not None:

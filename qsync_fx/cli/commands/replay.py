@@ -12,6 +12,7 @@ from qsync_fx.cli.naming import named
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
+    from qsync_fx.predictor.replay.cluster import Cluster
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
@@ -79,22 +80,22 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
-    from qsync_fx.timeline.replaying import replay
-
     if not arguments.plan:
         raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
+    cluster = _cluster(arguments)
+
+    from qsync_fx.timeline.replaying import replay
+
     return replay(
         plans.get("", plans),
         profiles.get("", profiles),
-        cluster=arguments.cluster,
+        cluster=cluster,
         any_machine=arguments.any_machine,
     )
 
 
 def _of_traces(arguments: argparse.Namespace) -> Timeline:
-    from qsync_fx.timeline.replaying import replay_traces
-
     if arguments.plan or arguments.profile or arguments.any_machine:
         raise OptionError("a trace is of the plan that ran", where="--trace", do="leave plans and profiles out")
     traces = named(arguments.trace, "--trace", "rank {}")
@@ -102,7 +103,18 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
     if executions and len(executions) != len(traces):
         what = f"{len(executions)} execution traces for {len(traces)} traces"
         raise OptionError(what, where="--execution-trace", do="give one for each trace, in the same order")
-    return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=arguments.cluster)
+    cluster = _cluster(arguments)
+
+    from qsync_fx.timeline.replaying import replay_traces
+
+    return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=cluster)
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """Return the cluster in the file of --cluster, before the slow import of torch."""
+    from qsync_fx.predictor.replay.cluster import Cluster
+
+    return None if arguments.cluster is None else Cluster.load(arguments.cluster)
 
 
 def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:

@@ -38,10 +38,13 @@ _TRUTH = "monte_carlo"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    alone = OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
     how = training.add(
         parser,
         "what to find, and how",
         "with commas between them; by default narrow ones that the device has units for",
+        "a sensitivity",
+        refused={"plan": alone},
     )
     how.add_argument(
         "--method", metavar="NAME", default="exact", help="how: exact (default), injected, paper and others"
@@ -58,9 +61,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiling.statistics.measured import several
 
     method(arguments.method)
-    if arguments.plan is not None:
-        raise OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
-    trained = training.read(arguments, "a sensitivity")
+    trained = training.read(arguments)
     partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
     methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
     found = several(

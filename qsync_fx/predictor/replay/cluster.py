@@ -34,8 +34,8 @@ from typing import Any, Final
 
 from qsync_fx.codec import Path
 from qsync_fx.codec.toml import TomlSchema
-from qsync_fx.devices import get, names
-from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.devices.known import check_exists, get, names
+from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
 from qsync_fx.predictor.replay.cluster_parts import CHECKS, Buckets, Compression, Device, Network, Nodes
 from qsync_fx.predictor.replay.collectives import AllReduce, Levels, Link, Measured
 from qsync_fx.predictor.replay.memory_size import Memory, memory_size
@@ -74,8 +74,15 @@ class Cluster:
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        """Reads a file of TOML, which anyone may have written; raises `ProfileError` saying what is wrong with it, and where."""
+        """Return the cluster in a file of TOML.
+
+        Raises:
+            ProfileError: the file cannot be read, is not a cluster, or names a device that does not exist.
+        """
         found = CLUSTER.load(path)
+        for name, device in found.devices.items():
+            if device.device is not None:
+                _check_device(path, name, device.device)
         folder = pathlib.Path(os.fspath(path)).parent
         return replace(found, devices={name: _beside(folder, device) for name, device in found.devices.items()})
 
@@ -183,6 +190,13 @@ class Cluster:
 
 
 _REMEDY: Final = "see the example in docs/predictor.md"
+
+
+def _check_device(path: Path, name: str, device: str) -> None:
+    try:
+        check_exists(device)
+    except DeviceError as error:
+        raise ProfileError(error.what, where=f"{shown(str(path))}, devices.{name}.device", do=error.do) from error
 
 
 def _beside(folder: pathlib.Path, device: Device) -> Device:

@@ -276,5 +276,21 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
+    """One rank, or all of them, call find_plan with arguments that it refuses."""
+    steps: list[int] = []
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        steps.append(1)
+        return module(x).square().mean()
+
+    arguments = job["arguments"] if rank in job["ranks"] else {}
+    try:
+        qsync_fx.distributed.find_plan(network(), step, [data(rank, 64)], progress=False, **arguments)
+    except qsync_fx.QSyncError as error:
+        return {"error": type(error).__name__, "what": error.what, "steps": len(steps)}
+    return {}
+
+
 if __name__ == "__main__":
     ranks.play(globals(), sys.argv[1:])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qsync_fx.cli import output, training
 from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError
 
 _ABOUT = f"""\
 Chooses the format of each operator on each class of devices, so that a step of
@@ -37,41 +38,51 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    asked = training.add(parser, "what to plan for", "formats that plans may ask for, with commas between them", False)
-    asked.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
-    asked.add_argument(
+    given_plan = OptionError(
+        "a plan is what is looked for", where="--plan", do="leave it out; see qsync replay for one that is there"
+    )
+    group = training.add(
+        parser,
+        "what to plan for",
+        "formats that plans may ask for, with commas between them",
+        "a plan",
+        needed=False,
+        refused={"plan": given_plan},
+    )
+    group.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
+    group.add_argument(
         "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
     )
-    asked.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
-    asked.add_argument(
+    group.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
+    group.add_argument(
         "--method", metavar="NAME", default="exact", help="how it is found where nothing says it; %(default)s, or depth"
     )
-    training.add_optimizer(asked)
-    asked.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
-    asked.add_argument(
+    training.add_optimizer(group)
+    group.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
+    group.add_argument(
         "--budget", metavar="VARIANCE", help="for fastest and recover: a number, or the format of a uniform plan"
     )
-    asked.add_argument(
+    group.add_argument(
         "--target", metavar="SECONDS", help="what a step may take: a number, or the format of a uniform plan"
     )
-    asked.add_argument(
+    group.add_argument(
         "--margin",
         metavar="SHARE",
         type=float,
         help="by which devices are planned on as slower; what is uncertain by default",
     )
-    asked.add_argument(
+    group.add_argument(
         "--memory",
         metavar="SIZE",
         action="append",
         default=[],
         help='"30%%", "4 GB" or bytes, or NAME=SIZE; repeatable',
     )
-    asked.add_argument("--allocator", metavar="NAME", default="exact", help="what chooses; %(default)s by default")
-    asked.add_argument(
+    group.add_argument("--allocator", metavar="NAME", default="exact", help="what chooses; %(default)s by default")
+    group.add_argument(
         "--tie-blocks", action="store_true", help="operators at one place of equal blocks get one format"
     )
-    asked.add_argument(
+    group.add_argument(
         "--corrections",
         "--rounds",
         dest="corrections",
@@ -79,7 +90,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="how often a plan at hand is run and looked for again; 3 at most by default, 0 for not",
     )
-    asked.add_argument(
+    group.add_argument(
         "--codecs",
         metavar="NAMES",
         help="what buckets of gradients may be sent in beside fp32, with commas between them: qsgd8,qsgd4",
@@ -138,27 +149,32 @@ def _picture(path: str) -> Path | str:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from qsync_fx.allocator.finding import find_plan
     from qsync_fx.cli.commands.plan import asked, known as knowing
+    from qsync_fx.predictor.replay.cluster import Cluster
 
+    # Before torch is imported, which is slow.
+    cluster = None if arguments.cluster is None else Cluster.load(arguments.cluster)
     changes = asked.changes(arguments)
-    known = knowing.read(arguments)
+
+    from qsync_fx.allocator.finding import find_plan
+
+    inputs = knowing.read(arguments, cluster)
     answer = find_plan(
-        known.profiles.get("", known.profiles),
-        known.cluster,
-        objective=knowing.objective(arguments, known),  # type: ignore[arg-type]
+        inputs.profiles.get("", inputs.profiles),
+        inputs.cluster,
+        objective=knowing.objective(arguments, inputs),  # type: ignore[arg-type]
         budget=knowing.limit(arguments.budget),
         target=knowing.limit(arguments.target),
         memory=knowing.memory(arguments),
-        allocator=asked.allocator(arguments, known),
+        allocator=asked.allocator(arguments, inputs),
         precisions=None if arguments.precisions is None else arguments.precisions.split(","),
-        sensitivity=known.sensitivity,
+        sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
         codecs=() if arguments.codecs is None else arguments.codecs.split(","),
         margin=arguments.margin,
-        **knowing.at_hand(arguments, known),
+        **knowing.at_hand(arguments, inputs),
     )
-    asked.Asked(arguments, known, answer, changes).show()
+    asked.Asked(arguments, inputs, answer, changes).show()
 
 
 COMMAND = Command("which operator computes in which format", _plan, _arguments, _ABOUT, _EXAMPLES)

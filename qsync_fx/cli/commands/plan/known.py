@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qsync_fx.cli import model, training
 from qsync_fx.cli.naming import named
 from qsync_fx.cli.output import progress
-from qsync_fx.errors import OptionError
+from qsync_fx.errors import OptionError, nearest, shown
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.problem import DeviceClass, Problem
@@ -43,18 +43,16 @@ class Known:
     trained: Trained | None
 
 
-def read(arguments: argparse.Namespace) -> Known:
-    """Returns what a command line says, and finds out what it does not; raises `QSyncError` where something is missing."""
-    from qsync_fx.allocator.asking import Wishes, check_precisions
-    from qsync_fx.predictor.replay.cluster import Cluster
+def read(arguments: argparse.Namespace, cluster: Cluster | None) -> Known:
+    """Return the profiles and sensitivities that a command line names, and measure those that are missing.
+
+    Raises:
+        QSyncError: an argument or a file is wrong, which is checked before anything is measured.
+    """
+    from qsync_fx.allocator.asking import check_precisions
     from qsync_fx.predictor.sensitivity.value import Sensitivity
     from qsync_fx.profiling.profile import Profile
 
-    if arguments.plan is not None:
-        raise OptionError(
-            "a plan is what is looked for", where="--plan", do="leave it out; see qsync replay for one that is there"
-        )
-    cluster = None if arguments.cluster is None else Cluster.load(arguments.cluster)
     paths = named(arguments.profile, "--profile")
     profiles: dict[str, Any] = {name: Profile.load(path, any_machine=True) for name, path in paths.items()}
     given = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
@@ -62,13 +60,14 @@ def read(arguments: argparse.Namespace) -> Known:
         if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
             do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
             raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
-        return Known(profiles, cluster, given, None)
-    trained = training.read(arguments, "a plan")
+        from_files = Known(profiles, cluster, given, None)
+        _check(arguments, from_files)
+        return from_files
+    trained = training.read(arguments)
+    _check(arguments, Known(profiles, cluster, given, trained))
     profiles = {**_files(cluster, profiles), **profiles}
     profiles.update(_of_catalog(cluster, profiles, trained, arguments))
     found = Known(profiles, cluster, given, trained)
-    # What follows takes minutes, and what is wrong is known before.
-    Wishes(objective(arguments, found), limit(arguments.budget), target=limit(arguments.target)).check()
     if trained.precisions is not None and profiles:
         check_precisions(profiles, trained.precisions)
     if not profiles:
@@ -77,6 +76,68 @@ def read(arguments: argparse.Namespace) -> Known:
         _fits(found, arguments)
         return replace(found, sensitivity=sensitivities(found, arguments.method))
     return found
+
+
+def _check(arguments: argparse.Namespace, inputs: Known) -> None:
+    """Raise `QSyncError` for arguments that are wrong with any profile."""
+    from qsync_fx.allocator.asking import Wishes
+    from qsync_fx.allocator.known import allocator_of
+    from qsync_fx.allocator.rounds import check_corrections
+    from qsync_fx.precision import precision
+    from qsync_fx.predictor.sensitivity.value import Sensitivity
+
+    wishes = Wishes(
+        objective(arguments, inputs),
+        budget=limit(arguments.budget),
+        memory=memory(arguments),
+        target=limit(arguments.target),
+        precisions=None if arguments.precisions is None else arguments.precisions.split(","),
+        codecs=() if arguments.codecs is None else arguments.codecs.split(","),
+        margin=arguments.margin,
+    )
+    wishes.check()
+    for change in arguments.set:
+        precision(change.rpartition("=")[2])
+    if arguments.corrections is not None:
+        check_corrections(arguments.corrections)
+        if arguments.corrections > 0 and inputs.trained is None:
+            raise OptionError(
+                "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
+            )
+    if arguments.allocator != "hessian":
+        allocator_of(arguments.allocator)
+    if arguments.hessian:
+        Sensitivity.load(arguments.hessian)
+    elif (arguments.hessian == "" or arguments.allocator == "hessian") and inputs.trained is None:
+        raise _without_model()
+    if inputs.trained is not None:
+        training.optimizer(arguments.optimizer, inputs.trained.module)
+    if inputs.cluster is not None:
+        _check_names(arguments, inputs.cluster)
+    if arguments.pareto is not None:
+        from qsync_fx.allocator.studies.pareto import check_points
+
+        check_points(arguments.points)
+
+
+def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
+    """Raise `OptionError` for the name of a class of devices that the cluster does not have."""
+    names = {
+        "--device": [] if arguments.device is None else [arguments.device],
+        "--memory": [name for name in named(arguments.memory, "--memory") if name],
+        "--profile": [name for name in named(arguments.profile, "--profile") if name],
+    }
+    for option, classes in names.items():
+        for name in classes:
+            if name not in cluster.devices:
+                do = nearest(name[:40], cluster.devices)
+                raise OptionError(f"the cluster has no devices {shown(name)}", where=option, do=do)
+
+
+def _without_model() -> OptionError:
+    return OptionError(
+        "sensitivities are found by running the model", where="MODULE:CALLABLE", do="name it, or give a file"
+    )
 
 
 def _fits(known: Known, arguments: argparse.Namespace) -> None:
@@ -114,9 +175,7 @@ def sensitivities(known: Known, method: str, anew: bool = False) -> Sensitivity 
 
     trained = known.trained
     if trained is None:
-        raise OptionError(
-            "sensitivities are found by running the model", where="MODULE:CALLABLE", do="name it, or give a file"
-        )
+        raise _without_model()
     found: dict[str, Sensitivity] = {}
     for name, profile in known.profiles.items():
         if not anew and profile.sensitivity is not None:
@@ -232,10 +291,6 @@ def at_hand(arguments: argparse.Namespace, known: Known) -> dict[str, Any]:
 
     here = any(profile.machine == here_for(profile.machine) for profile in known.profiles.values())
     trained, limit = known.trained, arguments.corrections
-    if limit is not None and limit > 0 and trained is None:
-        raise OptionError(
-            "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
-        )
     if trained is None or limit == 0 or (limit is None and not here):
         return {}
     return {

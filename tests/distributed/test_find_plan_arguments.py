@@ -1,0 +1,63 @@
+"""Wrong arguments of `distributed.find_plan` are refused before a step of the model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from measured_layer import BATCH, Counted, layer
+
+import qsync_fx
+from qsync_fx import QSyncError
+from qsync_fx.devices import get
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"sensitivity": None}, "chosen by the sensitivity of each operator"),
+        ({"sensitivity": "exat"}, "'exat' is no method"),
+        ({"objective": "fast"}, "there is no objective 'fast'"),
+        ({"objective": "fastest", "budget": "bf17"}, "bf17"),
+        ({"objective": "recover", "budget": 0.5}, "what is recovered from is a format"),
+        ({"target": "fp33"}, "fp33"),
+        ({"memory": "4 GBB"}, "'4 GBB' is no memory"),
+        ({"memory": {"gpu": 1e9}}, "there are no devices 'gpu'"),
+        ({"margin": 2.0}, "no plan leaves a margin of 2"),
+        ({"precisions": ["int9"]}, "int9"),
+        ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
+        ({"corrections": -1}, "cannot be run in -1 rounds"),
+        ({"rounds": 0}, "cannot be measured 0 times"),
+        ({"options": {"inner": "eager"}}, "operators are timed in the code that Inductor writes"),
+        ({"ronds": 3}, "find_plan has no argument 'ronds'"),
+        ({"profile": "profile.json"}, "find_plan has no argument 'profile'"),
+        ({"save": "missing/plan.json"}, "cannot be written"),
+        ({"path": "missing/profile.json"}, "cannot be written"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], what: str) -> None:
+    step = Counted()
+    with pytest.raises(QSyncError) as caught:
+        qsync_fx.distributed.find_plan(layer(), step, [BATCH], device_class="cpu", progress=False, **arguments)
+    assert what in str(caught.value)
+    assert not step.calls
+
+
+def test_measure_refuses_an_unknown_method_before_a_step() -> None:
+    step = Counted()
+    with pytest.raises(QSyncError, match="'exat' is no method"):
+        qsync_fx.measure(layer(), step, [BATCH], ["fp32"], sensitivity="exat", progress=False)
+    assert not step.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [({"codecs": ["qsgd5"]}, "no codec"), ({"margin": -1.0}, "margin"), ({"memory": "all"}, "is no memory")],
+)
+def test_find_plan_from_a_profile_without_sensitivity_names_the_wrong_argument(
+    arguments: dict[str, Any], what: str
+) -> None:
+    profile = get("t4").profile(layer(), Counted(), BATCH, ["fp32", "fp16"])
+    with pytest.raises(QSyncError, match=what):
+        qsync_fx.find_plan(profile, **arguments)
