@@ -85,6 +85,8 @@ class Compression(Handle):
         step, last = self._state.step, bool(bucket.is_last())
         self._watch(step)
         self._state.step += last
+        if last:
+            self._buckets = int(bucket.index()) + 1
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
         gradients, index, given, scale = bucket.gradients(), int(bucket.index()), time.perf_counter(), self._scale
         if self.controller is not None and self._state.world > 1:

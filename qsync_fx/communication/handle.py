@@ -15,6 +15,13 @@ from qsync_fx.communication.tally import Report
 class Handle(ABC):
     """What `qsync_fx.distributed.compress` returns."""
 
+    _buckets = 0
+    """Buckets of the last step; units, of a model that is sharded."""
+
+    def __repr__(self) -> str:
+        """Return one line for people; it waits for no other rank."""
+        return self.report().line(self._buckets)
+
     @abstractmethod
     def wait(self) -> None:
         """Returns when everything that was given is sent and received.

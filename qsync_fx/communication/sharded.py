@@ -79,6 +79,7 @@ class ShardedCompression(Handle):
             Unit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
             for index, (name, row) in enumerate(sizes.items())
         )
+        self._buckets = len(self.units)
         self._group, self._check_every = group, check_every
         self._state = State(rank, world, f"sharded, {codec!r}", seed, device)
         self._tally = tally.Tally()

@@ -88,6 +88,23 @@ class Report:
         """The variance that the codec adds to a rank's gradient, for each square of it; None before it was measured."""
         return self.tally.error / self.tally.power if self.tally.power else None
 
+    def line(self, buckets: int) -> str:
+        """Return codec, transport, buckets of the last step and mean bytes that this rank sends in a step, in one line."""
+        start = f"{self.codec} over gloo, rank {self.rank} of {self.world}: "
+        if self.world == 1:
+            return f"{start}one rank, nothing is sent"
+        if not self.coded and not self.tally.buckets:
+            return f"{self.codec}, rank {self.rank} of {self.world}: DistributedDataParallel sends all gradients uncompressed"
+        if not self.tally.steps:
+            return f"{start}no step yet, {self.coded} values coded and {self.plain} in FP32"
+        return f"{start}{buckets} bucket{'s' * (buckets != 1)}, {self._bytes_of_step()}"
+
+    def _bytes_of_step(self) -> str:
+        sums = self.tally
+        wire, raw = round(sums.wire / sums.steps), round(sums.raw / sums.steps)
+        inside = f", {round(sums.inside / sums.steps)} inside the node in FP32" if sums.inside else ""
+        return f"{wire} bytes per step in place of {raw} in FP32{inside}"
+
     def __str__(self) -> str:
         sums = self.tally
         lines = [

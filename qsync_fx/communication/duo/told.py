@@ -40,6 +40,13 @@ class DuoReport(Report):
     parameters: Tally | None = None
     held: int = 0
 
+    def _bytes_of_step(self) -> str:
+        slow = round(self.slow.wire / max(1, self.slow.steps))
+        text = f"{super()._bytes_of_step()}, {slow} in full precision during the next step"
+        if self.parameters is not None:
+            text += f", {round(self.parameters.wire / self.tally.steps)} of parameters"
+        return text
+
     def __str__(self) -> str:
         if self.world == 1:
             return super().__str__()
