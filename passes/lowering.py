@@ -83,8 +83,8 @@ class Lowering:
             Types of values are then the model's.
         computed: called with the node that `emit` made and the device; returns what computes its products there, None where nothing but
             torch ever does.
-        plain: called with a node that runs in a plain format, in training, with the insertion point before it; puts other operands in the
-            place of the node's where torch's own gradients would come out wrong, and returns the nodes it has created, in order.
+        plain: called with a node that runs in a plain format, in training, with the insertion point before it; changes operands or target
+            of the node where torch's own gradients would be wrong, and returns the nodes that it has created, in order.
         separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
             its own where scales are per tensor.
         slower: called with a node, a format of fewer than 32 bits and the context of the graph; returns the reason why the next wider one

@@ -15,11 +15,16 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
-import qsync_fx.backend.operators.convolution  # noqa: F401 - registers the operator
+import qsync_fx.backend.operators.convolution  # noqa: F401 - registers the operators
 from qsync_fx.precision import precision
 
 _OURS: Final = torch.ops.qsync.convolution.default
-_CONVOLUTIONS: Final = (torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default, _OURS)
+_CONVOLUTIONS: Final = (
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.qsync.padded_convolution.default,
+    _OURS,
+)
 _SPATIAL: Final = 4
 """Dimensions of images and of their weights."""
 FAR: Final = 4

@@ -18,7 +18,8 @@ from torch._prims_common import suggest_memory_format
 
 from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
-from qsync_fx.backend.operators.gradients.live_taps import Geometry, live_taps, may_be_dead
+from qsync_fx.backend.operators.gradients.explicit_padding import convolution_backward, forward
+from qsync_fx.backend.operators.gradients.live_taps import Geometry
 from qsync_fx.backend.operators.multiplying import by_kernel, integer_convolution
 from qsync_fx.backend.operators.products import (
     backward_operand,
@@ -114,8 +115,7 @@ def output(
     """
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
-        plain: Tensor = torch.ops.aten.convolution.default(xq, wq, plain_bias, *geometry)
-        return plain.to(out_dtype)
+        return forward(xq, wq, plain_bias, geometry).to(out_dtype)
     found = by_kernel.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
     if found is not None:
         return found
@@ -127,7 +127,7 @@ def output(
         dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
         x, x_scale = carried(xq, x_scale, dtype)
         w, w_scale = carried(wq, w_scale, dtype)
-        product = torch.ops.aten.convolution.default(x, w, None, *geometry)
+        product = forward(x, w, None, geometry)
     added = None if bias is None else bias.reshape(-1, *[1] * (wq.dim() - 2))
     y = scaled(product, combined(x_scale, w_scale), added, out_dtype)
     return y.contiguous() if whole and not (channels_last(xq) or channels_last(wq)) else y
@@ -216,16 +216,14 @@ class _Convolution(torch.autograd.Function):
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
         own_bias = need_bias and missing[1] and incoming(row, g.device).plain and rounded[Role.WEIGHT][1] is None
 
-        def products(role: Role, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        def products(role: Role, needed: list[bool]) -> tuple[Tensor | None, ...]:
             """The gradients of input, weight and bias, and the scales that are left for the first two."""
             incoming_g, left = carried(*rounded[role], dtype, again=True)
             (x, x_factor), (w, w_factor) = (
                 carried(q, factor, dtype, again=True) for q, factor in ((xc, factors[1]), (wc, factors[0]))
             )
-            found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward.default(
-                incoming_g, x, w, [g.shape[1]], *geometry, needed
-            )
-            return *found, combined(left, w_factor), combined(left, x_factor)
+            computed = convolution_backward(incoming_g, x, w, [g.shape[1]], geometry, needed)
+            return *computed, combined(left, w_factor), combined(left, x_factor)
 
         to_x = to_weight = x_rest = w_rest = None
         if all(missing) and rounded[Role.ACTIVATION] is rounded[Role.WEIGHT]:
@@ -238,8 +236,6 @@ class _Convolution(torch.autograd.Function):
         if to_x is not None:
             grad_x = scaled(to_x, x_rest, None, summed(x_dtype, gradients))
         if to_weight is not None:
-            if may_be_dead(to_weight, xc, geometry):
-                to_weight = live_taps(to_weight, xc, geometry)
             grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
         own = seed, stream
         if grad_x is not None:

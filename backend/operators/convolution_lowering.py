@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.backend.operators.gradients.live_taps import Geometry, may_be_dead
+from qsync_fx.backend.operators.gradients.explicit_padding import needs_padding
+from qsync_fx.backend.operators.gradients.live_taps import Geometry
 from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.devices import native_integer_unit
 from qsync_fx.graph import Context
-from qsync_fx.graph.nodes import arguments, map_arguments
+from qsync_fx.graph.nodes import arguments
 from qsync_fx.ops import row_for
 from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions, extent
 from qsync_fx.precision import Precision
@@ -112,21 +113,20 @@ def _none(node: fx.Node, role: Role) -> list[int]:
     return []
 
 
-def _with_live_taps(node: fx.Node) -> list[fx.Node]:
+def _with_right_gradients(node: fx.Node) -> list[fx.Node]:
     geometry, found = _geometry(node), arguments(node)
     if geometry is None:
         return []
     weight, x = found["weight"], found["input"]
     sizes: Any = fx.node.map_arg(geometry, lambda size: size.meta["val"])
-    if not may_be_dead(weight.meta["val"], x.meta["val"], sizes):
-        return []
-    new = node.graph.call_function(torch.ops.qsync.live_taps.default, (weight, x, *geometry[:-1]))
-    map_arguments(node, lambda at, given: new if at == list(found).index("weight") else given)
-    return [new]
+    if needs_padding(weight.meta["val"], x.meta["val"], sizes):
+        node.target = torch.ops.qsync.padded_convolution.default
+        node.args, node.kwargs = (x, weight, found["bias"], *geometry), {}
+    return []
 
 
 LOWERINGS = tuple(
-    Lowering(name, _emit, _keep, _refuses, computed, _with_live_taps, slower=_slower)
+    Lowering(name, _emit, _keep, _refuses, computed, _with_right_gradients, slower=_slower)
     for name in (
         *(f"conv{spatial}d" for spatial in (1, 2, 3)),
         *(f"conv_transpose{spatial}d" for spatial in (1, 2, 3)),
