@@ -12,6 +12,7 @@ from looked_models import batches, step, wide
 from torch import Tensor, nn
 
 from qsync_fx.precision import FORMATS
+from qsync_fx.predictor.sensitivity import paper
 from qsync_fx.predictor.sensitivity.rounding_noise import noise
 from qsync_fx.profiling.statistics.measured import several
 
@@ -68,3 +69,18 @@ def test_the_trace_of_a_model_that_trains() -> None:
     )
     assert still.trace[0] == still.trace[1] == trained.trace[0] != trained.trace[1]
     assert all(sorted(ranks.values()) == [0, 1, 2, 3, 4] for ranks in trained.ranks("int8"))
+
+
+def test_unary_operators_of_the_paper_have_no_backward_variance() -> None:
+    """QSync, below Eq. (5): the variance of a unary operator is that of its input, in the forward pass."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 4))
+    x = torch.randn(12, 8)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return 100 * model(batch).square().mean()
+
+    (result,) = several(model, loss, [x], ["paper"], ["bf16"], steps=1, fraction=1.0)
+    bf16 = FORMATS["bf16"]
+    scores = paper.moments(model[0](x), bf16).spread / 6
+    # gamma is the derivative of a mean over 12 samples; of three operators this is the second.
+    assert result.of("1/softmax", "bf16") == pytest.approx(2 * scores / 12**2, rel=1e-6)

@@ -110,16 +110,27 @@ def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[
 
 
 def of_paper(looked: Looked, name: str, change: Change) -> float:
-    """Equations 3 to 5, of an operator with a weight; of another what its own input and gradient add."""
+    """Return QSync's indicator, Eq. (3), of one call of an operator.
+
+    Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,
+    such as softmax and norms, the variance of their inputs in the forward pass and none in the
+    backward pass; an embedding, which reads indices, has none at all. Products of two activations,
+    which the paper leaves in FP32, are treated as products with a weight.
+    """
     fmt = precision(name)
-    values, gradient = looked.seen.tensors, looked.gradients.get(OUTPUT)
-    of_gradient = paper.moments(gradient, paper.gradient_format(fmt)) if gradient is not None else paper.Moments(0, 0)
+    values = looked.seen.tensors
     factors = [paper.moments(values[place].value, fmt) for place in looked.seen.row.scaled if place in values]
     if len(factors) == 2:
-        forward, backward = paper.forward(*factors), paper.backward(factors[0], of_gradient)
+        gradient = looked.gradients.get(OUTPUT)
+        of_gradient = paper.Moments(0, 0)
+        if gradient is not None:
+            of_gradient = paper.moments(gradient, paper.gradient_format(fmt))
+        forward = paper.forward(*factors)
+        backward = paper.backward(factors[0], of_gradient)
     else:
-        forward = sum(paper.moments(t.value, fmt).spread for place, t in values.items() if place != OUTPUT) / 6
-        backward = of_gradient.spread / 6
+        inputs = (tensor for place, tensor in values.items() if place != OUTPUT)
+        forward = sum(paper.moments(tensor.value, fmt).spread for tensor in inputs) / 6
+        backward = 0.0
     return paper.indicator(looked.gamma, looked.depth, looked.deepest, forward, backward)
 
 
