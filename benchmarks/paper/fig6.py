@@ -1,7 +1,7 @@
 """QSync's Fig. 6: a step before and after, in uniform precision and with what is recovered from it, and who waits when.
 
 Of VGG-16-BN on 16 V100 and 16 T4 of the catalog, as in benchmarks/plans/fleets.py. What is recovered may take no longer than the uniform
-plan. The picture has the tracks that ui.perfetto.dev shows of the JSON beside it.
+plan. The picture has the tracks that ui.perfetto.dev shows of the JSON beside it. Sensitivities are those of fleets.py: no measured ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qsync_fx.timeline.timeline import Timeline
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.support.timelines import picture
-from benchmarks.plans.fleets import CASES, COUNTS, QUICK, narrow, problem, traced
+from benchmarks.plans.fleets import CASES, COUNTS, QUICK, VARIANCES, narrow, problem, traced
 from benchmarks.support.harness import Row, arguments, finish, folder, to_write
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         )
     if options.picture:
         write_text(options.picture, picture(timelines))
-    finish(options, rows)
+    finish(options, rows, note=VARIANCES)
 
 
 if __name__ == "__main__":

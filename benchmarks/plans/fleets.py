@@ -7,6 +7,9 @@ on classes of devices and not on their count. A model is traced once for each de
 Throughput is in steps of the same global batch a second. The uniform plan is the widest narrow one that fits into memory, as in the
 paper, and what we plan has to be as fast. The paper's orderings of throughput are ours >= uniform, ours >= dynamic batch sizing, and all
 of them above full precision; each is written beside its numbers, with what stands against it.
+
+Variances come from the heuristic "depth" on random weights and two samples (`VARIANCES`): they order the allocators in one objective,
+and are no measurement of accuracy.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ SHARE = 0.3
 NETWORK = Network(bandwidth=1.25e10, latency=3e-5)
 TRACED = 2
 SLACK = 1e-9
+VARIANCES = (
+    'Variances come from the heuristic "depth" on random weights and two samples, '
+    "until measured sensitivities replace them."
+)
+"""Note of the results that are written."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +286,8 @@ def main() -> None:
                 rows.append(orderings(model, fleet, count, found))
                 print(f"{model}: {fleet} with {2 * count} devices", flush=True)
         if options.json:
-            write_json(options.json, rows, quick=options.quick)
-    finish(options, rows)
+            write_json(options.json, rows, quick=options.quick, note=VARIANCES)
+    finish(options, rows, note=VARIANCES)
 
 
 if __name__ == "__main__":

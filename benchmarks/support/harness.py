@@ -125,18 +125,25 @@ def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str
     return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
 
-def finish(options: argparse.Namespace, rows: Sequence[Row], cases: bool = False) -> None:
-    """Prints the rows as a table, and writes them where --json says; with `cases`, rows of others than these stay there."""
+def finish(options: argparse.Namespace, rows: Sequence[Row], cases: bool = False, note: str | None = None) -> None:
+    """Print the rows as a table and write them to the file of `--json`.
+
+    With `cases`, rows of other cases stay in the file. A note is printed and written with the rows.
+    """
     show(rows)
+    more = {} if note is None else {"note": note}
+    if note is not None:
+        print(note)
     if options.json:
-        (write_cases if cases else write_json)(options.json, rows, quick=options.quick)
+        (write_cases if cases else write_json)(options.json, rows, quick=options.quick, **more)
         print(f"written: {options.json}")
 
 
-def write_cases(path: Path, rows: Sequence[Row], quick: bool = False) -> None:
-    """As `write_json`, and rows of cases that were not taken now stay in the file."""
+def write_cases(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
+    """Write rows as `write_json` does; rows of other cases stay in the file."""
     done = {row["case"] for row in rows}
-    write_json(path, [*(row for row in standing(path, quick) if row["case"] not in done), *rows], quick=quick)
+    others = [row for row in standing(path, quick) if row["case"] not in done]
+    write_json(path, [*others, *rows], quick=quick, **more)
 
 
 def show(rows: Sequence[Row]) -> None:

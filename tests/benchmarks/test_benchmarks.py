@@ -13,6 +13,8 @@ import forks
 import pytest
 import tiers
 
+from benchmarks.plans import fleets
+
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "against": "needs another checkout beside this one",
@@ -52,6 +54,12 @@ SCRIPTS = {
     for path in sorted((ROOT / "benchmarks").rglob("*.py"))
     if path.parent.name != "gpu" and "__main__" in path.read_text() and path.stem not in ELSEWHERE
 }
+
+
+@pytest.mark.parametrize("name", ["fleets", "fig6"])
+def test_results_of_fleets_tell_the_origin_of_their_variances(name: str) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert results["note"] == fleets.VARIANCES
 
 
 def test_what_stands_for_others_runs_itself() -> None:

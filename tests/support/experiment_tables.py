@@ -66,7 +66,25 @@ def fig6() -> str:
         "variance": lambda row: f"{row['variance']:.3g}",
         "T4": _operators,
     }
-    return table_of("fig6", columns)
+    return f"{table_of('fig6', columns)}\n\n{note_of('fig6')}"
+
+
+def fleets_note() -> str:
+    """Return what the variances of the fleets come from."""
+    return note_of("fleets")
+
+
+def gpu_linear_missed() -> str:
+    """Return what has missed its goal among products and linear layers on a GPU."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "shape": lambda row: row["case"].replace("^3", " cubed"),
+        "step": lambda row: row["what"],
+        "kernel or layer": lambda row: f"`{row['name']}`",
+        "speed, of `F.linear` in BF16": lambda row: f"{row['to_bf16']:.2f}",
+        "goal": lambda row: row["target"],
+    }
+    rows = [row for row in rows_of("gpu_linear") if row.get("met") is False]
+    return markdown(list(columns), ([cell(row) for cell in columns.values()] for row in rows))
 
 
 def fig8() -> str:
@@ -164,6 +182,8 @@ TABLES = {
         ddp_accuracy,
         replay_accuracy,
         huge_pages,
+        fleets_note,
+        gpu_linear_missed,
     )
 }
 
@@ -177,6 +197,12 @@ def table_of(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Call
     date, torch = found["date"][:10], found["versions"]["torch"]
     rows = ([cell(row) for cell in columns.values()] for row in found["rows"] if shown(row))
     return f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n{markdown(list(columns), rows)}"
+
+
+def note_of(name: str) -> str:
+    """Return the note of a file of results."""
+    note: str = json.loads((RESULTS / f"{name}.json").read_text())["note"]
+    return note
 
 
 def rows_of(name: str) -> Sequence[Row]:
