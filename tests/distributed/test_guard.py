@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -152,3 +153,12 @@ def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limi
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     assert len({rank.result["weights"] for rank in ended}) == 1
     assert all(rank.result["compiled"] for rank in ended)
+
+
+@tiers.ALL
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs the scheduling policies of Linux")
+def test_a_process_ends_after_a_guard_however_late_gloo_frees_its_work(tmp_path: Path) -> None:
+    """Without the guard torch hangs or aborts: its thread waits for the GIL, and the thread that has it waits for that thread."""
+    ended = ranks.run("starved_rank.py", 3, tmp_path, seconds=90)
+    assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.log for rank in ended)
+    assert [rank.result for rank in ended] == ["trained"] * 3

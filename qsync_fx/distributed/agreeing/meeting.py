@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import distributed
 from torch._dynamo.callback import callback_handler
 
+from qsync_fx.communication import threads
 from qsync_fx.distributed.agreeing import timeouts
 from qsync_fx.distributed.agreeing.agreement import Statement, agree, awaited, lost
 from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
@@ -47,6 +48,7 @@ class Meeting:
 
     def __init__(self, compiling: float, silence: float | None, collectives: bool = True) -> None:
         limit = timeouts.limit_of_group()
+        self._collectives = collectives
         self._channel = Channel()
         self.rank, self.world = self._channel.rank, self._channel.world
         self._silence, self.compiling = silence or limit or COMPILING, compiling
@@ -110,6 +112,8 @@ class Meeting:
             pass
         finally:
             self.watcher.stop(done=error is None)
+            if self._collectives:
+                threads.wait_for_gloo()
         if cause is not None:
             raise cause.error() from error
 
