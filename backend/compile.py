@@ -50,6 +50,7 @@ from qsync_fx.passes.tracing.frames import (
     place,
     warn_at_the_limit,
 )
+from qsync_fx.passes.verify import verify_strides
 from qsync_fx.plan.opid import OpId
 from qsync_fx.plan_in_force import plan_in_force
 from qsync_fx.precision import FP32
@@ -94,6 +95,7 @@ def rewrite(
         graph = run_or_fall_back(make, passes, instruments)
         attend_by_products(graph)
         lay_out_masks(graph)
+        verify_strides(graph, "attention")
     for why in stale[:1]:
         tell_of_a_stale_profile(why, place(options), options)
     return graph

@@ -23,7 +23,7 @@ from qsync_fx.graph.effects.writes import in_place, writes
 from qsync_fx.graph.meta import Cast, Part, Purpose
 from qsync_fx.graph.notes import Note
 from qsync_fx.graph.reads import Operand, Reader, map_operands
-from qsync_fx.graph.values import is_float
+from qsync_fx.graph.values import is_float, memory_order, same_strides
 from qsync_fx.ops import Kind
 from qsync_fx.passes.base import Scope
 from qsync_fx.passes.casting.casts import Casts, drop_unread_casts, plain_type
@@ -121,7 +121,27 @@ class _Inserter:
             not isinstance(node.target, torch._ops.OpOverload) and node.target is not py_operator.getitem
         ):
             return
+        before = self.casts.values.get(node)
         self.graph.propagate(node)
+        if isinstance(before, torch.Tensor):
+            self._keep_strides(node, before)
+
+    def _keep_strides(self, node: fx.Node, before: torch.Tensor) -> None:
+        """Insert a copy with the traced strides if the operator returns other strides in its new format.
+
+        The kernel that torch selects depends on the dtype.
+        """
+        value, memory = self.graph.value(node), self.casts.sharing.memory
+        if not isinstance(value, torch.Tensor) or same_strides(before, value) or in_place(node):
+            return
+        if any(memory.of(node) & memory.of(used) for used in node.all_input_nodes):
+            return  # a view has the strides that its base gives it
+        order = memory_order(before)
+        copy = self._after(
+            node, lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order))
+        )
+        note = meta.NOTE.get(node)
+        meta.CAST[copy] = Cast(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
 
     def _rounded(self, node: fx.Node, operand: Operand, note: Note) -> fx.Node:
         """Returns a factor on the grid of the operator's format."""

@@ -7,7 +7,7 @@ nothing. What breaks a rule is named with its operator, its line in the user's m
 from __future__ import annotations
 
 import operator as py_operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from qsync_fx.graph.effects.writes import in_place
 from qsync_fx.graph.nodes import arguments
 from qsync_fx.graph.notes import Note
 from qsync_fx.graph.reads import Reader
-from qsync_fx.graph.values import describe, is_float, tensors
+from qsync_fx.graph.values import describe, is_float, memory_order, same_strides, tensors
 from qsync_fx.ops import Kind
 from qsync_fx.passes.running.text import graph_text
 from qsync_fx.precision import Precision, precision_of
@@ -116,9 +116,26 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _after_own_cast(node: fx.Node) -> fx.Node:
-    """The node that the operator's readers see: its own, or the one cast that all of them share."""
-    users = list(node.users)
-    return users[0] if len(users) == 1 and meta.has_purpose(users[0], meta.Purpose.RESULT) else node
+    """Return the last of the casts and copies that all readers of a node share; the node if none."""
+    while len(node.users) == 1 and meta.has_purpose(user := next(iter(node.users)), meta.Purpose.RESULT):
+        node = user
+    return node
+
+
+def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
+    """A `contiguous()` without an effect on the traced strides is missing from the graph."""
+    written = graph.whole.written
+    traced = {} if written is None else {str(operator.id): operator for operator in written.operators()}
+    for operator in graph.own_operators():
+        before = traced.get(str(operator.id))
+        node = _after_own_cast(operator.node)
+        old, new = (None if before is None else before.graph.value(before.node)), graph.value(node)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and not same_strides(old, new):
+            yield (
+                operator.node,
+                f"its result has the strides {tuple(new.stride())}, where the model has {tuple(old.stride())}; "
+                f"put qsync.in_order(%{node.name}, {memory_order(old)}) behind it",
+            )
 
 
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -248,6 +265,7 @@ def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, "no operator is charged with the time that it takes"
 
 
+STRIDES = Rule("results have the strides that the model was traced with", "insert_casts", _keeps_strides)
 RULES = (
     Rule("the graph is well formed", "normalize", _is_a_graph),
     Rule("every node has a value", "normalize", _has_values),
@@ -256,6 +274,7 @@ RULES = (
     Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
     Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
     Rule("types match", "insert_casts", _types_match),
+    STRIDES,
     Rule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
     Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
     Rule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
@@ -275,11 +294,21 @@ def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
     Raises:
         PassError: naming the rule, the operator and line, and the pass.
     """
-    step = passed[-1]
+    _check(graph, [rule for rule in RULES if rule.since in passed], passed[-1])
+
+
+def verify_strides(graph: PrecisionGraph, step: str) -> None:
+    """Check the strides of a graph that `step` has rewritten behind the pipeline.
+
+    Raises:
+        PassError: an operator's result has other strides than the model was traced with.
+    """
+    _check(graph, [STRIDES], step)
+
+
+def _check(graph: PrecisionGraph, rules: Sequence[Rule], step: str) -> None:
     for part in graph.walk():
-        for rule in RULES:
-            if rule.since not in passed:
-                continue
+        for rule in rules:
             for node, problem in rule.check(part):
                 error = PassError(
                     f'after pass {step!r} the graph breaks the rule "{rule.says}": {problem}',

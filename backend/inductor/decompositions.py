@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 
 from qsync_fx.backend.inductor import depthwise, fusing
 from qsync_fx.backend.inductor.dropout import decomposition, in_bits
@@ -34,7 +35,9 @@ def _max_pool2d_backward(
     indices: Tensor,
 ) -> Tensor:
     """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
-    return max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
+    result = max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
+    # The kernel follows the gradient, torch's operator the input.
+    return result.contiguous(memory_format=suggest_memory_format(x))
 
 
 class Table(dict[OpOverload, Callable[..., Any]]):

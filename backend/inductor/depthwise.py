@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.operators.gradients.depthwise import depthwise_gradients
+from qsync_fx.backend.operators.memory_order import convolution_format
 
 LARGE: Final = 5
 """Values of the longer side of a kernel from which on the weight gradient is."""
@@ -49,13 +50,16 @@ def convolution_backward(
     in_fp32 = [a and b for a, b in zip(needed, wide, strict=False)]
     if not any(in_fp32):
         return NotImplemented
-    found = [*depthwise_gradients(gradient, x, weight, stride, padding, dilation, in_fp32), None]
+    wide_gradients = depthwise_gradients(gradient, x, weight, stride, padding, dilation, in_fp32)
+    layout = convolution_format(x, weight)
+    gradients = [None if t is None else t.contiguous(memory_format=layout) for t in (*wide_gradients, None)]
     others = [a and not b for a, b in zip(needed, [*in_fp32, False], strict=True)]
     if others[2] and not others[1]:
         # oneDNN has the bias's gradient from the kernel of the weight's, which would run once more for it.
-        others[2], found[2] = False, gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype)
+        others[2], gradients[2] = False, gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype)
     if any(others):
         rest = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
         narrow = torch.ops.aten.convolution_backward.default(gradient, x, weight, *rest, others)
-        found = [one if other is None else other for one, other in zip(narrow, found, strict=True)]
-    return tuple(found)
+        pairs = zip(narrow, gradients, strict=True)
+        gradients = [new if of_fp32 is None else of_fp32 for new, of_fp32 in pairs]
+    return tuple(gradients)

@@ -7,20 +7,67 @@ Invariant: which attention that is, `qsync_fx.graph.attention` says. Operands an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.graph import PrecisionGraph, meta
 from qsync_fx.graph.attention import FUSED, MOST_TOKENS, as_products, products
+from qsync_fx.graph.values import memory_order
 
 _REASON: Final = f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"
 
+
+_BY_TOKEN: Final = (0, 2, 1, 3)
+"""Order in memory of the gradients of torch's fused kernel, `[batch, heads, tokens, width]`."""
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    order: Sequence[int] | None = None,
+    gradient_order: Sequence[int] | None = None,
+) -> Tensor:
+    """Return attention as products.
+
+    Args:
+        query, key, value: `[batch, heads, tokens, width]`, BF16 or FP16.
+        scale: of the scores; `width ** -0.5` by default.
+        order: dimensions of the result from the outermost in memory to the innermost; None for any.
+        gradient_order: the same of all three gradients.
+    """
+    if gradient_order is not None:
+        query, key, value = (
+            _GradientInOrder.apply(operand, gradient_order)  # type: ignore[no-untyped-call]
+            for operand in (query, key, value)
+        )
+    result = products(query, key, value, scale)
+    return result if order is None else in_order(result, order)
+
+
+class _GradientInOrder(torch.autograd.Function):
+    """The identity, whose gradient has its dimensions in an order in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Sequence[int]) -> Tensor:
+        ctx.order = order
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return in_order(gradient, ctx.order), None
+
+
 define(
-    "attention(Tensor query, Tensor key, Tensor value, float? scale=None) -> Tensor",
-    {"CompositeImplicitAutograd": products},
+    "attention(Tensor query, Tensor key, Tensor value, float? scale=None, int[]? order=None, "
+    "int[]? gradient_order=None) -> Tensor",
+    {"CompositeImplicitAutograd": _attention},
 )
 
 
@@ -41,8 +88,10 @@ def attend_by_products(graph: PrecisionGraph) -> None:
         if not as_products(node.target, args, kwargs, need, context.device, context.options):
             continue
         with graph.graph.inserting_before(node):
-            given: tuple[Any, ...] = (*node.args[:3], node.kwargs.get("scale"))
-            new = graph.graph.call_function(torch.ops.qsync.attention.default, given)
+            # The fused kernel returns a view of `[batch, tokens, heads, width]`, the products do not.
+            orders = memory_order(graph.value(node)), _gradient_order(args[:3])
+            operands: tuple[Any, ...] = (*node.args[:3], node.kwargs.get("scale"), *orders)
+            new = graph.graph.call_function(torch.ops.qsync.attention.default, operands)
         meta.take_over(new, node)
         graph.propagate(new)
         node.replace_all_uses_with(new)
@@ -50,6 +99,13 @@ def attend_by_products(graph: PrecisionGraph) -> None:
         operator = next(one for one in graph.own_operators() if one.node is new)
         operator.update(reason=f"{note.reason}; {_REASON}" if note.reason else _REASON)
     graph.module.recompile()
+
+
+def _gradient_order(operands: Sequence[Any]) -> Sequence[int] | None:
+    """Return the order in memory of torch's gradients; None if torch has no fused kernel for them."""
+    widths = {operand.shape[-1] for operand in operands}
+    fused = len(widths) == 1 and all(operand.stride(-1) == 1 for operand in operands)
+    return _BY_TOKEN if fused else None
 
 
 def _trained(graph: PrecisionGraph) -> set[fx.Node]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.given import Given, define_product
 from qsync_fx.backend.operators.linear import linear
+from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.ops.multiplying.contraction import STRETCHED, Contraction
 
 
@@ -43,7 +44,7 @@ def contract(given: Given, equation: str, order: Sequence[int]) -> Tensor:
     )
     made = c.batch + own + channels
     y = linear(as_a_layer).reshape([sizes[letter] for letter in made])
-    return _ordered(y.permute([made.index(letter) for letter in result]), order)
+    return in_order(y.permute([made.index(letter) for letter in result]), order)
 
 
 def _scale(scale: Tensor | None, letters: str, parts: tuple[str, str, str], columns: bool = False) -> Tensor | None:
@@ -66,11 +67,6 @@ def _arranged(t: Tensor, letters: str, parts: tuple[str, str, str], columns: boo
     if batch or columns:
         t = t.flatten(len(batch), -2) if rows else t.unsqueeze(-2)
     return t.flatten(0, len(batch) - 1) if batch else t
-
-
-def _ordered(t: Tensor, order: Sequence[int]) -> Tensor:
-    back = [order.index(at) for at in range(len(order))]
-    return t.permute(list(order)).contiguous().permute(back)
 
 
 define_product("contract", contract, own="str equation, int[] order")

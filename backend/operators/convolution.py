@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
 from qsync_fx.backend.operators.gradients.explicit_padding import convolution_backward, forward
 from qsync_fx.backend.operators.gradients.live_taps import Geometry
+from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.multiplying import by_kernel, integer_convolution
 from qsync_fx.backend.operators.products import (
     backward_operand,
@@ -46,6 +46,7 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
+    order: Sequence[int],
 ) -> Tensor:
     """Computes `aten::convolution` from operands in a format, and the gradients likewise.
 
@@ -63,21 +64,23 @@ def convolution(
     No unit of torch's convolves INT8 gradients: those of `int8_grad` are carried, and rounded to the carrier as FP8's are.
 
     Each product of a 2-D convolution without groups, on CUDA a 1-D one too, may be a kernel (`qsync::conv2d_product`), whose sums are not
-    rounded to the carrier, and exact for INT8. Its results have their channels last in memory; so have operands that the CPU's takes.
+    rounded to the carrier, and exact for INT8. Its results are channels-last, and so are the operands of the CPU's; a result is copied
+    where torch's is not channels-last.
 
     Args:
         given: `x` is `[N, C, *size]` or `[C, *size]`, `weight` `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, `bias`
             `[O]`, `x_scale` `[]` or `[N, 1, ...]`, and `w_scale` `[]` or one for each output channel: `[O, 1, ...]`, transposed
-            `[1, O, ...]`, which takes groups = 1. The memory format of `xq` decides that of the output.
+            `[1, O, ...]` with groups = 1.
         stride, padding, dilation, transposed, output_padding, groups: those of `aten::convolution`.
+        order: dimensions of the result from the outermost in memory to the innermost, and of the
+            gradients, which have the same in torch.
 
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
     geometry = stride, padding, _spread(dilation, given.weight), transposed, output_padding, groups
-    found, _ = _Convolution.apply(*given, geometry)  # type: ignore[no-untyped-call]
-    result: Tensor = found
-    return result
+    result, _ = _Convolution.apply(*given, geometry, order)  # type: ignore[no-untyped-call]
+    return in_order(result, order)
 
 
 def _spread(dilation: Sequence[int], weight: Tensor) -> list[int]:
@@ -121,7 +124,6 @@ def output(
         return found
     wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
     product = integer_convolution.sums(xq, wq, geometry, row) if wide else None
-    whole = product is not None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
@@ -129,14 +131,7 @@ def output(
         w, w_scale = carried(wq, w_scale, dtype)
         product = forward(x, w, None, geometry)
     added = None if bias is None else bias.reshape(-1, *[1] * (wq.dim() - 2))
-    y = scaled(product, combined(x_scale, w_scale), added, out_dtype)
-    return y.contiguous() if whole and not (channels_last(xq) or channels_last(wq)) else y
-
-
-def channels_last(t: Tensor) -> bool:
-    """Whether torch takes a tensor of a convolution, one-dimensional ones too, as having its channels last in memory."""
-    flat = t.unsqueeze(2) if t.dim() == 3 else t
-    return suggest_memory_format(flat) is not torch.contiguous_format
+    return scaled(product, combined(x_scale, w_scale), added, out_dtype)
 
 
 def input_gradient(
@@ -168,7 +163,7 @@ def weight_gradient(
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *shared, geometry = arguments
+        *shared, geometry, order = arguments
         given = Given(*shared)
         xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
@@ -178,6 +173,7 @@ class _Convolution(torch.autograd.Function):
         ctx.fmt, ctx.place = given.fmt, place(given.stream)
         ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
+        ctx.order = order if len(order) == ndim else [0, *(dim + 1 for dim in order)]
         how = geometry, precision(given.fmt), given.out_dtype
         y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *how)
         # A view that a function like this one returns could not be written to in place.
@@ -239,18 +235,19 @@ class _Convolution(torch.autograd.Function):
             grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
         own = seed, stream
         if grad_x is not None:
-            grad_x = result(grad_x, x_dtype, *own, Role.ACTIVATION, gradients).view(xq.shape)
+            grad_x = in_order(result(grad_x, x_dtype, *own, Role.ACTIVATION, gradients), ctx.order).view(xq.shape)
         if grad_weight is not None:
-            grad_weight = result(grad_weight, weight_dtype, *own, Role.WEIGHT, gradients)
+            grad_weight = in_order(result(grad_weight, weight_dtype, *own, Role.WEIGHT, gradients), ctx.order)
         if need_bias:
             if grad_bias is None or not own_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)
             grad_bias = narrowed(grad_bias, bias_dtype, *own, gradients)
-        return without_gradients((grad_x, grad_weight, grad_bias), own=1)
+        return without_gradients((grad_x, grad_weight, grad_bias), own=2)
 
 
 define_product(
     "convolution",
     convolution,
-    own="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups",
+    own="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
+    "int[] order",
 )

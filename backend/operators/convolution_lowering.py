@@ -17,6 +17,7 @@ from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.devices import native_integer_unit
 from qsync_fx.graph import Context
 from qsync_fx.graph.nodes import arguments
+from qsync_fx.graph.values import memory_order
 from qsync_fx.ops import row_for
 from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions, extent
 from qsync_fx.precision import Precision
@@ -90,8 +91,10 @@ def _emit(node: fx.Node, given: Operands) -> fx.Node:
     assert geometry is not None, "refused"
     (x, xq, x_scale), (w, wq, w_scale) = given.operands
     tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, given.seed
-    how = given.fmt, given.rounding, given.out_dtype
-    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, given.stream, *geometry, *how))
+    value = node.meta["val"]
+    order = memory_order(value) or list(range(value.dim()))
+    arranged = (*geometry, order, given.fmt, given.rounding, given.out_dtype)
+    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, given.stream, *arranged))
 
 
 def _transposed(node: fx.Node) -> bool:

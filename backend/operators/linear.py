@@ -18,6 +18,7 @@ from torch import Tensor
 from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
 from qsync_fx.backend.operators.given import Given, define_product, without_gradients
 from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
+from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.multiplying import by_kernel, integers
 from qsync_fx.backend.operators.products import (
     carried,
@@ -206,6 +207,8 @@ class _Linear(torch.autograd.Function):
         ctx.fmt, ctx.place = given.fmt, place(given.stream)
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
+        # Where a matrix is column-major, torch returns its gradient so.
+        ctx.x_by_columns = xq.dim() == 2 and not xq.is_contiguous() and xq.t().is_contiguous()
         ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
         factors = _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale)
         y = output(*factors, bias, precision(given.fmt), given.out_dtype)
@@ -245,6 +248,8 @@ class _Linear(torch.autograd.Function):
             w_factor = w_scale if _uniform(w_scale, stacked) else None
             to_x = input_gradient(*rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients)
             grad_x = result(to_x, x_dtype, *own, Role.ACTIVATION, gradients).view(ctx.shape)
+            if ctx.x_by_columns:
+                grad_x = in_order(grad_x, (1, 0))
         if need_weight:
             values, by_columns, dtype = _rows(xq, stacked), ctx.by_columns, summed(weight_dtype, gradients)
             to_weight = weight_gradient(

@@ -5,8 +5,6 @@ Invariant: which factor is the weight stands in the operator's row, as `classify
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
@@ -14,6 +12,7 @@ from qsync_fx.backend.operators.multiplying import on_cpu, wide
 from qsync_fx.backend.operators.multiplying.collect import computed
 from qsync_fx.graph import Context, meta
 from qsync_fx.graph.nodes import arguments
+from qsync_fx.graph.values import memory_order
 from qsync_fx.ops import OperatorRow, row_for
 from qsync_fx.ops.multiplying.contraction import Contraction
 from qsync_fx.passes.lowering import Lowering, Operands, Role, extent
@@ -80,21 +79,10 @@ def _emit(node: fx.Node, given: Operands) -> fx.Node:
     tensors = x, w, bias, xq, x_scale, wq, w_scale, given.seed
     if found.is_linear:
         return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, given.stream, *how))
-    shape = found.equation, _order(node.meta["val"])
-    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, given.stream, *shape, *how))
-
-
-def _order(value: Tensor) -> list[int]:
-    """Returns the dimensions of a tensor from the outermost in memory to the innermost."""
-
-    def step(at: int) -> Any:
-        stride: Any = value.stride(at)
-        return stride.node.hint if isinstance(stride, torch.SymInt) else stride
-
-    steps = [step(at) for at in range(value.dim())]
-    every = list(range(value.dim()))
+    value: Tensor = node.meta["val"]
     # Sizes that only a run knows have no strides yet; what has them is made anew, row after row.
-    return every if None in steps else sorted(every, key=lambda at: -steps[at])
+    shape = found.equation, memory_order(value) or list(range(value.dim()))
+    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, given.stream, *shape, *how))
 
 
 def _dimensions(node: fx.Node, role: Role, channels: bool) -> list[int]:

@@ -1,8 +1,8 @@
 """Conversions that return their input, where it shows that they do.
 
-`y.float().add_(1)` writes to an FP32 `y`, `y, y.float()[0]` returns two views of one tensor, and `y[::2].float().as_strided(...)` reads
-values of `y` around those rows. Invariant: that stays so in every format. There a conversion is no wish for a format, since what it is
-asked for first is the memory of its input.
+`y.float().add_(1)` writes to an FP32 `y`, `y, y.float()[0]` returns two views of one tensor, and
+`y[::2].float().as_strided(...)` reads values of `y` outside its operand. Invariant: that is so in every format. Such a
+conversion expresses no wish for a format; the model uses it for the memory of its input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qsync_fx.ops import row_for
 
 
 def without_idle_conversions(graph: PrecisionGraph) -> None:
-    """Remove conversions that change nothing, if anything writes to their memory or reads it by strides, or it leaves the graph twice."""
+    """Remove conversions without an effect if their memory is written, read by strides or returned twice."""
     conversions = [node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts]
     if not conversions:
         return

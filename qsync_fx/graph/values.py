@@ -46,6 +46,45 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
+def memory_order(value: Any) -> list[int] | None:
+    """Return the dimensions of a tensor from the outermost in memory to the innermost.
+
+    Symbolic sizes are replaced by the sizes of the example, without a guard. Of equal strides the
+    dimension of size 1 is the inner one, as in new tensors of any memory format.
+
+    Returns:
+        None for a tensor that is not dense in memory or has no elements, and for unbacked sizes.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    sizes, strides = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+    if None in sizes or None in strides or 0 in sizes:
+        return None
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
+    expected = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != expected:
+            return None
+        expected *= sizes[dim]
+    return order
+
+
+def same_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have equal strides, except along dimensions of size 1.
+
+    The result is True if one is not dense: its copy is dense, and supports every view of the original.
+    """
+    orders = [memory_order(value) for value in (first, second)]
+    if None in orders or first.shape != second.shape:
+        return True
+    of_first, of_second = ([dim for dim in order or () if _hint(first.shape[dim]) != 1] for order in orders)
+    return of_first == of_second
+
+
+def _hint(number: Any) -> Any:
+    return number.node.hint if isinstance(number, torch.SymInt) else number
+
+
 def format_of(value: Any) -> Precision | None:
     """Returns the format of a node's value, that of its first floating-point tensor; None where there is none."""
     floats = [t for t in tensors(value) if is_float(t)]

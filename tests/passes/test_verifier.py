@@ -81,6 +81,12 @@ def take_one_more(graph: qsync_fx.PrecisionGraph) -> None:
         graph.graph.placeholder("more").meta["val"] = graph.value(graph.nodes[-2])
 
 
+def change_strides(graph: qsync_fx.PrecisionGraph) -> None:
+    """Have a product return column-major what the model has row-major."""
+    node = next(op.node for op in graph.operators("adjustable") if graph.value(op.node).dim() == 2)
+    node.meta["val"] = graph.value(node).t().contiguous().t()
+
+
 def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
     graph.operators("dependent")[0].update(precision=None)
 
@@ -102,6 +108,7 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("insert_casts", leave_a_cast_unread, "every cast is needed"),
         ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
         ("lower", narrow_a_linear, "operators read operands of their precision"),
+        ("lower", change_strides, r"its result has the strides \(1, \d+\), where the model has \(\d+, 1\)"),
     ],
 )
 def test_the_verifier_names_pass_node_and_rule(

@@ -55,7 +55,7 @@ def convolution(fmt: str, rounding: str, channel: bool) -> Run:
     def run(x: Tensor, weight: Tensor, seed: Tensor) -> Tensor:
         a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
         b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
-        how = [2], [1], [1], False, [0], 1, fmt, rounding, torch.float32
+        how = [2], [1], [1], False, [0], 1, [0, 1, 2], fmt, rounding, torch.float32
         y: Tensor = torch.ops.qsync.convolution.default(x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how)
         return y
 

@@ -177,10 +177,7 @@ def convolved(
         if not (a.dim() == 4 and native_integer_unit() and conv_on_cpu.pays(a, b, like, stride, operation)):
             return None
         on = like.shape[2:], stride, padding, dilation, operation, _out(out_dtype)
-        made = conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
-        # The layout is that of the first operand; what a compiler lays out later, it writes no copy for.
-        last = operation == "wgrad" or a.is_contiguous(memory_format=torch.channels_last)
-        return made if last else made.contiguous()
+        return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
     flat = a.dim() == 3
     if flat:
         # One-dimensional: images of height 1.

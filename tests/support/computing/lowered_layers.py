@@ -11,8 +11,9 @@ import pytest
 import torch
 from products_in_fp64 import SEED, Operand, operand
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from qsync_fx.graph.values import memory_order
 from qsync_fx.precision import FORMATS
 
 FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
@@ -63,9 +64,19 @@ class Layer:
             return keep_x, [1] if self.geometry.groups == 1 else []
         return keep_x, [0]
 
+    def order(self, x: Tensor, weight: Tensor) -> list[int]:
+        """Return the dimensions of torch's convolution from the outermost in memory to the innermost."""
+        assert self.geometry is not None
+        unbatched = weight.dim() - x.dim()
+        with _disable_current_modes(), torch.no_grad():
+            batched = x.unsqueeze(0) if unbatched else x
+            y = torch.ops.aten.convolution.default(batched, weight.to(x.dtype), None, *self.geometry.arguments)
+        order = memory_order(y) or list(range(y.dim()))
+        return [dim - unbatched for dim in order if dim >= unbatched]
+
     def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED) -> tuple[Any, ...]:
         a, b = self.operands(x, weight, seed)
-        geometry = () if self.geometry is None else self.geometry.arguments
+        geometry = () if self.geometry is None else (*self.geometry.arguments, self.order(x, weight))
         out_dtype = self.out_dtype or OUT[self.fmt]
         return (
             x,
