@@ -67,6 +67,13 @@ class Layer:
     def order(self, x: Tensor, weight: Tensor) -> list[int]:
         """Return the dimensions of torch's convolution from the outermost in memory to the innermost."""
         assert self.geometry is not None
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo traces neither the change of modes nor the sort below.
+            last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+            follows = last is not None and any(
+                t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)
+            )
+            return [0, *range(2, x.dim()), 1] if follows else list(range(x.dim()))
         unbatched = weight.dim() - x.dim()
         with _disable_current_modes(), torch.no_grad():
             batched = x.unsqueeze(0) if unbatched else x

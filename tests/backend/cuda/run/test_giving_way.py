@@ -171,8 +171,8 @@ def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(monkeyp
         checked.append(given)
         check_given(*given)
 
-    check_given = gemm._check_given
-    monkeypatch.setattr(gemm, "_check_given", refuses)
+    check_given = gemm._check
+    monkeypatch.setattr(gemm, "_check", refuses)
     scale, bias = torch.ones(()), torch.ones(B.shape[1])
     right = A, B, scale, scale, bias, torch.float32, False
     for _ in range(2):
