@@ -49,9 +49,9 @@ def _with_unit_strides(x: Tensor) -> Tensor:
 
     These strides distinguish the memory formats of a tensor with one channel or one pixel.
     """
-    units = [dim for dim, size in enumerate(x.shape) if isinstance(size, int) and size == 1]
     if _has_dense_strides(x):
         return x
+    units = [dim for dim, size in enumerate(x.shape) if isinstance(size, int) and size == 1]
     for dim in reversed(units):
         x = x.squeeze(dim)
     for dim in units:
