@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ranks
 import torch
@@ -19,19 +20,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.distributed import guard
+from qsync_fx.distributed import finding, guard
 
 
-class Asked(dict[str, Any]):
-    """Wishes for memory that do something as they are read: rank 0 does so as it begins to solve."""
+@contextmanager
+def as_a_plan_is_chosen(act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` on rank 0 when all profiles are there and it begins to choose a plan."""
+    choosing = finding._Choosing
 
-    def __init__(self, does: Callable[[], None]) -> None:
-        super().__init__()
-        self.does = does
+    def begin(*arguments: Any) -> Any:
+        act()
+        return choosing(*arguments)
 
-    def items(self) -> Any:
-        self.does()
-        return super().items()
+    with mock.patch.object(finding, "_Choosing", begin):
+        yield
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
@@ -83,9 +85,9 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found["class"] = told(lambda: find(rank, memory={"v100": "1 GB"}))
     found["weights"] = told(lambda: find(rank, memory={"slow": 500}))
 
-    with full_disk() as fills:
-        # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's file does.
-        found["disk"] = told(lambda: find(rank, memory=Asked(fills), save=folder / "plan.json"))
+    # Nothing is run to correct the profile: what Inductor writes then would fail before the plan's file does.
+    with full_disk() as fill, as_a_plan_is_chosen(fill):
+        found["disk"] = told(lambda: find(rank, save=folder / "plan.json"))
 
     for name, text in (
         ("truncated", '{"format": "qsync-meas'),
@@ -124,7 +126,8 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         # A process of its own kills it: this one waits for rank 0's answer meanwhile.
         script = f"while [ ! -e {began} ]; do sleep 0.1; done; kill -9 {os.getpid()}; touch {folder / 'dead'}"
         os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", script)
-    return {"told": told(lambda: find(rank, memory=Asked(dies)))}
+    with as_a_plan_is_chosen(dies):
+        return {"told": told(lambda: find(rank))}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import ranks
 import torch
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan
-from qsync_fx.distributed import Replanning, compress, finding, guard
+from qsync_fx.distributed import Replanning, compress, guard
 from qsync_fx.distributed.adapting.holding import held_bytes
+from qsync_fx.profiling.gradients import sending
 from qsync_fx.profiling.profile import Collective
 
 BATCHES, WIDTH = (1536, 512), 256
@@ -108,11 +110,13 @@ def changes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A plan with codecs is found, agreed on and trained under, and another is put in force, as when ranks plan anew."""
-    # Links of 5 MB/s, so that codecs pay.
-    finding.collectives = lambda: [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan = found_plan(rank, model, optimizer, codecs=("qsgd8", "1bit*"), objective="fastest", budget=1e9, corrections=0)
+    wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "corrections": 0}
+    # Links of 5 MB/s, so that codecs pay.
+    slow_links = [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
+    with mock.patch.object(sending, "collectives", return_value=slow_links):
+        plan = found_plan(rank, model, optimizer, **wishes)
     parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options={"plan": plan}))
     found: dict[str, Any] = {"plan": plan.to_json(), "codecs": dict(plan.codecs), "note": plan.notes["codecs"]}
     refusal(found, "none", lambda: Replanning(plan))
