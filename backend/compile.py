@@ -2,10 +2,17 @@
 
 Invariant: what comes back takes what Dynamo's graph takes and returns what it returns, type for type. The inner compiler gets a plain
 fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
+
+Plans that nobody asked for: what a cached profile has for a model, found, put into the pipeline and told.
+
+Invariant: a plan is in force only for models for which neither a plan nor a precision was asked, which includes autocast around the model.
+What is taken is told once for each model, and why nothing is, once for each reason.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,43 +24,90 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from qsync_fx.backend import operators, overflow
-from qsync_fx.backend.dynamo.parallel import compile_anew_where_split
-from qsync_fx.backend.dynamo.record import record
-from qsync_fx.backend.dynamo.shared_code import tell_of_shared_code
-from qsync_fx.backend.dynamo.skipped import told
-from qsync_fx.backend.inductor import decompositions, dropout, keep_less, layout, tuned
-from qsync_fx.backend.operators.attention import attend_by_products
-from qsync_fx.backend.operators.attention_masks import lay_out_masks
-from qsync_fx.backend.operators.multiplying import conv_on_cpu
-from qsync_fx.backend.operators.multiplying.collect import prepare
-from qsync_fx.backend.second_order import telling
-from qsync_fx.backend.unasked import candidates, note_unasked, tell_of_a_stale_profile, with_cached_plan
-from qsync_fx.backend.weights_once import Lifted, lift
-from qsync_fx.backend.widened_norms import widened
-from qsync_fx.cached.candidates import Candidates
-from qsync_fx.coverage.log import log_of
-from qsync_fx.coverage.settle import settle_when_called_again, wait_for_a_step
-from qsync_fx.devices import check_target, support, targeted
-from qsync_fx.errors import PlanError
-from qsync_fx.graph import Context, PrecisionGraph
-from qsync_fx.graph.copies import copied_module
-from qsync_fx.options import Options
+from qsync_fx.backend import numeric_guards, operators
+from qsync_fx.backend.dynamo_hooks import compile_anew_where_split, record, tell_of_shared_code, told
+from qsync_fx.backend.inductor import (
+    activation_recompute,
+    decompositions,
+    decompositions as dropout,
+    inductor_config,
+    layouts,
+)
+from qsync_fx.backend.numeric_guards import telling, widened
+from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
+from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.backend.operators.gemm.precompile_problems import prepare
+from qsync_fx.backend.weight_cache import Lifted, lift
+from qsync_fx.coverage.compilation_log import log_of
+from qsync_fx.coverage.first_step_check import settle_when_called_again, wait_for_a_step
+from qsync_fx.devices.format_support import support
+from qsync_fx.devices.target_override import check_target, targeted
+from qsync_fx.errors import PlanError, PlanWarning
+from qsync_fx.formats import FP32
+from qsync_fx.graph.graph import Context, PrecisionGraph, copied_module
+from qsync_fx.options import Options, plan_in_force
 from qsync_fx.passes.annotate_cost import AnnotateCost
+from qsync_fx.passes.assign import Assign
+from qsync_fx.passes.cached_plan import CachedPlan
 from qsync_fx.passes.normalize import Normalize
-from qsync_fx.passes.pipeline import pipeline, run_or_fall_back
-from qsync_fx.passes.running.instruments import Instrument
-from qsync_fx.passes.tracing.frames import (
+from qsync_fx.passes.pass_base import Pass
+from qsync_fx.passes.pass_manager import pipeline, run_or_fall_back
+from qsync_fx.passes.printer import Instrument
+from qsync_fx.passes.tracing.dynamo_frames import (
     Place,
     compile_for_this_module_only,
     in_backward_pass,
     place,
     warn_at_the_limit,
 )
-from qsync_fx.passes.verify import verify_strides
-from qsync_fx.plan.opid import OpId
-from qsync_fx.plan_in_force import plan_in_force
-from qsync_fx.precision import FP32
+from qsync_fx.passes.verifier import verify_strides
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.plan.plan import CACHED
+from qsync_fx.plan_cache import SWITCH, Candidates, candidates_for
+
+_LOG = logging.getLogger("qsync_fx")
+
+
+def candidates(here: Place, options: Options, device: torch.device) -> Candidates | None:
+    """Returns the plans that a graph may get without having asked; None where there are none."""
+    if here.root is None:
+        return None
+    found = candidates_for(here.root, options, log_of(options).unasked.get(here.root))
+    # A device that qsync_fx does not run on, which torch may not know autocast for, is told by others.
+    return None if found is None or torch.is_autocast_enabled(device.type) else found
+
+
+def with_cached_plan(passes: Sequence[Pass], found: Candidates | None, tell: Callable[[str], None]) -> tuple[Pass, ...]:
+    """Returns the passes with the one that takes a plan, where there are any; `tell` is told why none is taken."""
+    if found is None:
+        return tuple(passes)
+    at = next(at for at, step in enumerate(passes) if isinstance(step, Assign))
+    return (*passes[:at], CachedPlan(found, tell), *passes[at:])
+
+
+def note_unasked(graph: PrecisionGraph, here: Place, options: Options) -> None:
+    """Notes down the plan that a graph has got without having asked, and says so of the model's first one."""
+    plan = graph.context.options.plan
+    if not options.automatic or plan is None or here.root is None:
+        return
+    log = log_of(options)
+    if log.unasked.get(here.root) != plan:
+        log.unasked[here.root] = plan
+        _LOG.warning("%s: %s", type(here.root).__name__, plan.notes[CACHED])
+
+
+def tell_of_a_stale_profile(why: str, here: Place, options: Options) -> None:
+    """Says once that a profile is there and is not taken."""
+    log, name = log_of(options), type(here.root).__name__
+    if here.root is None or not here.root.training or name in log.stale:
+        return
+    log.stale.add(name)
+    text = (
+        f"a profile of {name} is in the cache, but {why}. So it trains as if there were none; measure it again "
+        f"(qsync_fx.measure(...).save()), or switch cached plans off: the option cached_plan=False, or {SWITCH}=0."
+    )
+    warnings.warn(text, PlanWarning, stacklevel=2)
+
 
 Compiled = Callable[..., Any]
 
@@ -122,7 +176,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     note_unasked(graph, here, options)
     record(graph, here, options, module, alone)
     compile_anew_where_split(inputs)
-    overflow.watch(graph, here.root)
+    numeric_guards.watch(graph, here.root)
     if not options.automatic and graph.operators("adjustable"):
         warn_at_the_limit(here)
     if not alone:
@@ -134,12 +188,12 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
-        tuned.tracing(device, kernels),
-        keep_less.settings() if options.keep_less else nullcontext(),
+        inductor_config.tracing(device, kernels),
+        activation_recompute.settings() if options.keep_less else nullcontext(),
         told(graph),
-        conv_on_cpu.laid_out_later() if options.inner == "inductor" else nullcontext(),
+        cpu_kernels.laid_out_later() if options.inner == "inductor" else nullcontext(),
     ):
-        extras = tuned.captures(options, device), options.keep_less
+        extras = inductor_config.captures(options, device), options.keep_less
         lifted = lift(graph) if options.weights_once else Lifted(device)
         compiler = inner_compiler(options.inner, device, fast_dropout, *extras)
         compiled = lifted.around(compiler(graph.module, [*inputs, *lifted.inputs]))
@@ -163,7 +217,9 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
     """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
-        compiled = inner_compiler(options.inner, device, cudagraphs=tuned.captures(options, device))(module, inputs)
+        compiled = inner_compiler(options.inner, device, cudagraphs=inductor_config.captures(options, device))(
+            module, inputs
+        )
 
     def without_autocast(*args: Any) -> Any:
         with torch.autocast(device.type, enabled=False):
@@ -185,14 +241,14 @@ def inner_compiler(
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx_inner
 
-        tuned.register_with_inductor()
-        patches = tuned.inductor(device, cudagraphs, keep_less)
+        inductor_config.register_with_inductor()
+        patches = inductor_config.inductor(device, cudagraphs, keep_less)
         settings = {
-            "inner_compile": tuned.remembering(compile_fx_inner),
+            "inner_compile": inductor_config.remembering(compile_fx_inner),
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
         return lambda module, inputs: found(
-            module, list(inputs), **settings, config_patches=patches | layout.settings(device, module)
+            module, list(inputs), **settings, config_patches=patches | layouts.settings(device, module)
         )
     return lambda module, inputs: found(prepared(module), list(inputs))
 

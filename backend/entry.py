@@ -14,11 +14,10 @@ from typing import Any
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
+from qsync_fx.backend.backend_registration import register
 from qsync_fx.backend.compile import compile_graph
-from qsync_fx.backend.dynamo.observe import install
-from qsync_fx.backend.dynamo.registration import register
-from qsync_fx.backend.dynamo.suppressed import note
-from qsync_fx.coverage.log import forget
+from qsync_fx.backend.dynamo_hooks import install, note
+from qsync_fx.coverage.compilation_log import forget
 from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.options import Options
 

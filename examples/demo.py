@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     import processes
     import screen
 
-    from qsync_fx.files import write_text
+    from qsync_fx.serialization.atomic_files import write_text
 
     started = time.perf_counter()
     images = data.load("digits" if args.quick and args.data is None else args.data)
@@ -194,7 +194,7 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
     import messages
     from data import DataError
 
-    from qsync_fx.plan.reading import read_plan
+    from qsync_fx.plan.plan_loading import read_plan
 
     if args.plan is not None:
         read_plan(args.plan)
@@ -250,7 +250,7 @@ def _announce(console: Any, images: Any, job: Any, args: argparse.Namespace) -> 
     from rich.markup import escape
 
     from qsync_fx.devices import support
-    from qsync_fx.precision import FORMATS
+    from qsync_fx.formats import FORMATS
 
     size = "x".join(str(side) for side in images.train[0].shape[2:])
     count = "all" if job.samples is None else f"{job.samples} of"

@@ -16,12 +16,12 @@ from messages import FORMATS, ROLES, RUNS, Foreseen, Job, Phase, Planned
 from training import Batch, batches, fresh, step_of
 
 import qsync_fx
-from qsync_fx.allocator.judging.judge import Judge
-from qsync_fx.plan.reading import read_plan
-from qsync_fx.predictor.mapper import states
+from qsync_fx.allocator.evaluator import Judge
+from qsync_fx.plan.plan_loading import read_plan
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import Training, peak_bytes
-from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.measuring.optimizers import optimizer_memory
+from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.timing.measured_memory import optimizer_memory
 
 SHARE = 0.8
 """How much of the memory that a step in FP32 takes the inference rank may have, unless the user says otherwise."""
@@ -83,7 +83,7 @@ def _share(job: Job, images: data.Data) -> float:
     """Returns a share of what a step of the inference rank would take in FP32."""
     model, optimizer = fresh(job, images)
     x, _ = next(batches(replace(job, rank=1), images, 0))
-    graph = model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
+    graph = build_model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
     held = Training(optimizer_memory(optimizer), buckets=True)
     return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), held)
 

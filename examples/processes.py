@@ -23,7 +23,7 @@ from typing import Any
 
 from messages import Failed, Job, Result
 
-from qsync_fx.devices.huge_pages import SWITCH
+from qsync_fx.devices.machine import SWITCH
 
 _SILENCE = 400.0
 """Seconds without a word of any rank, after which something must hang; more than a rank itself waits for the other."""

@@ -27,7 +27,7 @@ from messages import RUNS, WORLD, Failed, Job, Phase, Result
 from training import Run, batches, fresh
 
 import qsync_fx
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
 
 _TIMEOUT = 300
 """Seconds that a rank waits for the other, which may still compile."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.profiler.timing.measured_memory import measured_peak
 
 _MEASURED = 2
 """Steps before the two of which memory is measured: weights, state of the optimizer and buckets are there."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.algebra import Cost, Work
-from qsync_fx.graph.costs.operator import flops_of, size_in
-from qsync_fx.graph.costs.total import Costing
-from qsync_fx.graph.reads import State
-from qsync_fx.passes.base import Scope
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.cost_algebra import Cost, Work
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operator_costs import Costing, flops_of, size_in
+from qsync_fx.passes.pass_base import Scope
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost
 def _moved(operator: Operator) -> Cost:
     """The cost of a node that a pass has put in, and the model never wrote: what it reads and writes. That of a body is its operators'."""
     node, graph = operator.node, operator.graph
-    if meta.bodies(node):
+    if node_metadata.bodies(node):
         return Cost()
     nodes = (*node.all_input_nodes, node)
     return Cost(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qsync_fx.devices import row_on
+from qsync_fx.devices.format_support import stays
+from qsync_fx.formats import FP32, Precision
 from qsync_fx.graph import Operator, PrecisionGraph
-from qsync_fx.graph.values import format_of
+from qsync_fx.graph.fx_utils import format_of
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.giving_way import give_way
-from qsync_fx.plan.plan_check import check_plan
-from qsync_fx.precision import FP32, Precision
-from qsync_fx.resolve import stays
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.passes.widen_small_ops import give_way
+from qsync_fx.plan.validation import check_plan
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from qsync_fx.autocast_policy import Policy, policy
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.values import format_of, is_float
+from qsync_fx.formats import precision_of
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.fx_utils import format_of, is_float
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.precision import precision_of
+from qsync_fx.passes.pass_base import Scope
 
 Region = tuple[bool, torch.dtype]
 
@@ -38,7 +38,7 @@ class Autocast:
                 stack.append(_region(node, device) or stack[-1])
             elif node.target is _exit_autocast:
                 stack.pop()
-            elif node in meta.NOTE and (region := stack[-1]) is not None:
+            elif node in node_metadata.NOTE and (region := stack[-1]) is not None:
                 _apply(graph, node, region)
         _remove_regions(graph)
         if graph.context.ambient is not None and graph.parent is None:
@@ -58,12 +58,12 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     operator = Operator(graph, node)
     # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
     operator.update(autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
-    for body in meta.bodies(node):
+    for body in node_metadata.bodies(node):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
         return
     if not isinstance(node.target, torch._ops.OpOverload):
-        if not meta.bodies(node):
+        if not node_metadata.bodies(node):
             _wrap(graph, node, region)
         return
     what = policy(node.target, graph.context.device.type)
@@ -94,8 +94,10 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
         return used
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
-    owner = meta.NOTE[node].id
-    meta.CAST[cast] = meta.Cast(meta.Part.CONVERT, owner, precision_of(wanted), None, meta.Purpose.AUTOCAST, what)
+    owner = node_metadata.NOTE[node].id
+    node_metadata.CAST[cast] = node_metadata.Cast(
+        node_metadata.Part.CONVERT, owner, precision_of(wanted), None, node_metadata.Purpose.AUTOCAST, what
+    )
     graph.propagate(cast)
     return cast
 
@@ -106,13 +108,13 @@ def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         enter = graph.graph.call_function(_enter_autocast, (graph.context.device.type, region[1], region[0], True))
     with graph.graph.inserting_after(node):
         leave = graph.graph.call_function(_exit_autocast, (enter,))
-    meta.KEPT[enter] = meta.KEPT[leave] = True
-    meta.REGION[node] = region
+    node_metadata.KEPT[enter] = node_metadata.KEPT[leave] = True
+    node_metadata.REGION[node] = region
 
 
 def _remove_regions(graph: PrecisionGraph) -> None:
     for node in reversed(graph.nodes):
-        if node.target in (_enter_autocast, _exit_autocast) and node not in meta.KEPT:
+        if node.target in (_enter_autocast, _exit_autocast) and node not in node_metadata.KEPT:
             graph.graph.erase_node(node)
 
 
@@ -123,4 +125,4 @@ def _switch_off(graph: PrecisionGraph) -> None:
         off = graph.graph.call_function(_enter_autocast, (graph.context.device.type, None, False, None))
     with graph.graph.inserting_before(nodes[-1]):
         leave = graph.graph.call_function(_exit_autocast, (off,))
-    meta.KEPT[off] = meta.KEPT[leave] = True
+    node_metadata.KEPT[off] = node_metadata.KEPT[leave] = True

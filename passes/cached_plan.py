@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from qsync_fx.cached.candidates import Candidates
-from qsync_fx.cached.fingerprint import sizes_of
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.base import Scope
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.plan_cache import Candidates, sizes_of
 
 
 @dataclass(frozen=True)

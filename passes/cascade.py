@@ -1,7 +1,7 @@
 """Dependent operators take the promoted precision of their inputs (paper, section IV-B and footnote 1), to a fixed point.
 
 Invariant: afterwards every operator with floating-point output has a precision and an output precision, and every dependent operator's
-precision is the promotion of its inputs' output precisions. The rules stand in qsync_fx/graph/cascading.py.
+precision is the promotion of its inputs' output precisions. The rules stand in qsync_fx/graph/cascade_rules.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import ClassVar
 from torch import fx
 
 from qsync_fx.devices import row_on
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.cascading import Rule, handed_on, rule_of, wants_wide, wide_readers
-from qsync_fx.graph.effects.bodies import operands
-from qsync_fx.graph.notes import Note
-from qsync_fx.graph.values import format_of
+from qsync_fx.formats import Precision
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import operands
+from qsync_fx.graph.cascade_rules import Rule, handed_on, rule_of, wants_wide, wide_readers
+from qsync_fx.graph.fx_utils import format_of
+from qsync_fx.graph.node_metadata import Note
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.precision import Precision
+from qsync_fx.passes.pass_base import Scope
 
 Formats = dict[fx.Node, Precision | None]
 Rules = dict[fx.Node, Rule]
@@ -40,13 +40,13 @@ class Cascade:
 def _sweep(graph: PrecisionGraph, formats: Formats, rules: Rules) -> bool:
     changed = False
     for node in graph.nodes:
-        for body in meta.bodies(node):
+        for body in node_metadata.bodies(node):
             given = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
             formats.update(given)
             changed |= _sweep(body, formats, rules)
         if node.op == "placeholder" and node in formats:
             continue
-        if node not in meta.NOTE:
+        if node not in node_metadata.NOTE:
             source, own = handed_on(graph, node, graph.context.automatic), format_of(graph.value(node))
             formats[node] = own if source is None else formats.get(source, own)
             continue
@@ -86,5 +86,5 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: Note) -> Precision | Non
     if own.bits < 32:
         return own
     found = wide_readers(node)
-    notes = [meta.NOTE[user] for user in found or ()]
+    notes = [node_metadata.NOTE[user] for user in found or ()]
     return own if found is not None and all(wants_wide(n.kind, n.precision) for n in notes) else narrow

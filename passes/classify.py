@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import torch
 
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.copies import copied
-from qsync_fx.graph.effects.writes import in_place
-from qsync_fx.graph.nodes import target_name
-from qsync_fx.graph.weights import Origins, with_weight
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import in_place
+from qsync_fx.graph.fx_utils import target_name
+from qsync_fx.graph.graph import copied
+from qsync_fx.graph.operand_formats import Origins, with_weight
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
+from qsync_fx.passes.pass_base import Scope
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Classify:
 def classify(operator: Operator, origins: Origins | None = None) -> None:
     """Gives one operator its kind and the reason; `origins` are those of the graph's values, where they are known already."""
     graph, node, row = operator.graph, operator.node, operator.row
-    if opaque := meta.OPAQUE.get(node):
+    if opaque := node_metadata.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
-        operator.update(kind=Kind.FIXED, reason=_higher_order(meta.bodies(node)))
+        operator.update(kind=Kind.FIXED, reason=_higher_order(node_metadata.bodies(node)))
     elif row is None:
         name = target_name(node)
         graph.unknown[name] = graph.unknown.get(name, 0) + 1

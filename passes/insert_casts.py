@@ -16,20 +16,16 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from qsync_fx.graph import PrecisionGraph, meta
-from qsync_fx.graph.effects.bodies import operands, results
-from qsync_fx.graph.effects.modes import is_switch
-from qsync_fx.graph.effects.writes import in_place, writes
-from qsync_fx.graph.meta import Cast, Part, Purpose
-from qsync_fx.graph.notes import Note
-from qsync_fx.graph.reads import Operand, Reader, map_operands
-from qsync_fx.graph.values import is_float, memory_order, same_strides
+from qsync_fx.graph import PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import in_place, operands, results, writes
+from qsync_fx.graph.fx_utils import is_float, is_switch, memory_order, same_strides
+from qsync_fx.graph.node_metadata import Cast, Note, Part, Purpose
+from qsync_fx.graph.operand_formats import Operand, Reader, map_operands
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casting.casts import Casts, drop_unread_casts, plain_type
-from qsync_fx.passes.casting.outputs import cast_outputs
-from qsync_fx.passes.lowering import Lowering, Role
-from qsync_fx.rounding.mode import Rounding
+from qsync_fx.passes.casting import Casts, cast_outputs, drop_unread_casts, plain_type
+from qsync_fx.passes.lowering_registry import Lowering, Role
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,11 @@ class _Inserter:
             if not self.inside:  # whoever reads a body's results converts them
                 cast_outputs(self.casts, node)
             return
-        note = meta.NOTE.get(node)
+        note = node_metadata.NOTE.get(node)
         if note is None:
             self._refresh(node)
             return
-        if bodies := meta.bodies(node):
+        if bodies := node_metadata.bodies(node):
             for body in bodies:
                 self._enter(node, body)
             return
@@ -101,7 +97,7 @@ class _Inserter:
 
         map_operands(node, read)
         if rounds:
-            meta.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
+            node_metadata.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
 
     def _enter(self, node: fx.Node, body: PrecisionGraph) -> None:
         """Goes through the body of a higher-order operator as if it stood here."""
@@ -140,8 +136,8 @@ class _Inserter:
         copy = self._after(
             node, lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order))
         )
-        note = meta.NOTE.get(node)
-        meta.CAST[copy] = Cast(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
+        note = node_metadata.NOTE.get(node)
+        node_metadata.CAST[copy] = Cast(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
 
     def _rounded(self, node: fx.Node, operand: Operand, note: Note) -> fx.Node:
         """Returns a factor on the grid of the operator's format."""
@@ -161,7 +157,7 @@ class _Inserter:
             return used
         # An operator that wants another type than the tensor has that it writes to writes to a copy, which is written back.
         with self.graph.graph.inserting_before(node):
-            copy = self.casts.convert(used, dtype, meta.NOTE[node].id)
+            copy = self.casts.convert(used, dtype, node_metadata.NOTE[node].id)
         self.copies[copy] = used
         return copy
 
@@ -187,7 +183,7 @@ class _Inserter:
         if memory.of(node) & memory.of(source) or not (memory.of(node) | memory.of(source)) & memory.written:
             return
         copy = self._after(node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,)))
-        meta.CAST[copy] = Cast(Part.COPY, meta.NOTE[node].id)
+        node_metadata.CAST[copy] = Cast(Part.COPY, node_metadata.NOTE[node].id)
 
     def _output(self, node: fx.Node, note: Note) -> None:
         """Converts a result that is not in the format that the note promises."""

@@ -13,15 +13,15 @@ from typing import ClassVar
 
 from torch import fx
 
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.charging import charge
-from qsync_fx.graph.meta import Part, Purpose
-from qsync_fx.graph.nodes import argument_at, arguments
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.cost_dag import charge
+from qsync_fx.graph.fx_utils import argument_at, arguments
+from qsync_fx.graph.node_metadata import Part, Purpose
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casting.casts import drop_unread_casts
-from qsync_fx.passes.lowering import Lowering, Operands
-from qsync_fx.rounding.mode import Rounding
+from qsync_fx.passes.casting import drop_unread_casts
+from qsync_fx.passes.lowering_registry import Lowering, Operands
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Lower:
 
 def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
     """Returns what an operand is on the grid of its format: the original, the values and the scale, and the seed of the rounding."""
-    found: tuple[fx.Node, fx.Node, fx.Node | None] = (meta.cast_source(operand), operand, None)
+    found: tuple[fx.Node, fx.Node, fx.Node | None] = (node_metadata.cast_source(operand), operand, None)
     made = operand
-    if meta.is_part(operand, Part.DEQUANTIZE):
+    if node_metadata.is_part(operand, Part.DEQUANTIZE):
         values, scale = (arguments(operand)[name] for name in ("q", "scale"))
         found, made = (found[0], values, scale), values.args[0]
     return found, arguments(made)["seed"]
@@ -94,7 +94,7 @@ def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, kept: tuple
     """Puts a lowered operator in the place of an operator, with what it does not compute with as it was before casts, but `kept`."""
     old = operator.node
     _unround_others(new, kept)
-    meta.take_over(new, old)
+    node_metadata.take_over(new, old)
     graph.propagate(new)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
@@ -106,7 +106,11 @@ def _unround_others(new: fx.Node, kept: tuple[fx.Node, ...]) -> None:
 
     def original(used: fx.Node) -> fx.Node:
         # An operator's own output cast is no such narrowing: its result is the narrow one.
-        narrowing = meta.is_part(used, Part.CONVERT) and not meta.has_purpose(used, Purpose.RESULT) and used not in kept
+        narrowing = (
+            node_metadata.is_part(used, Part.CONVERT)
+            and not node_metadata.has_purpose(used, Purpose.RESULT)
+            and used not in kept
+        )
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 
     new.args = tuple(original(a) if isinstance(a, fx.Node) else a for a in new.args)

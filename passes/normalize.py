@@ -13,14 +13,12 @@ from typing import Any, ClassVar
 from torch import fx
 
 from qsync_fx.errors import PassError
-from qsync_fx.graph import PrecisionGraph, meta
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.tracing.frames import Place, place
-from qsync_fx.passes.tracing.identity import identify, name_inputs, numbering, remember_break
-from qsync_fx.passes.tracing.idle import without_idle_conversions
-from qsync_fx.passes.tracing.in_force import restored
-from qsync_fx.passes.tracing.inplace import without_needless_writes
-from qsync_fx.passes.tracing.retrace import current, rebuild
+from qsync_fx.graph import PrecisionGraph, node_metadata
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.passes.tracing.dynamo_frames import Place, place
+from qsync_fx.passes.tracing.graph_cleanup import without_idle_conversions, without_needless_writes
+from qsync_fx.passes.tracing.operator_ids import identify, name_inputs, numbering, remember_break
+from qsync_fx.passes.tracing.retrace import current, rebuild, restored
 
 _REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "checkpoint")
 """Higher-order operators that just call their body: the other passes rewrite it as if it stood in the graph."""
@@ -62,14 +60,14 @@ def _normalize(graph: PrecisionGraph, here: Place) -> None:
             except PassError:
                 raise  # a user's pass has put in the node that cannot be traced
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
-                meta.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
+                node_metadata.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 continue
             replaced[used] = inner.module
             if str(node.target) in _REWRITTEN:
-                meta.CALLER[inner.nodes[-1]] = node
+                node_metadata.CALLER[inner.nodes[-1]] = node
                 bodies.append(inner)
-        meta.BODIES[node] = tuple(bodies)
-        meta.REPLACED[node] = replaced
+        node_metadata.BODIES[node] = tuple(bodies)
+        node_metadata.REPLACED[node] = replaced
 
     graph.module, failures = rebuild(graph.module, graph.inputs, keep)
     for failure in failures:

@@ -19,19 +19,17 @@ import torch
 from torch import fx
 
 from qsync_fx.devices import row_on
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.charging import charge
-from qsync_fx.graph.effects.bodies import handed_in
-from qsync_fx.graph.meta import Part
-from qsync_fx.graph.nodes import argument_at, arguments
-from qsync_fx.graph.values import is_float
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import handed_in
+from qsync_fx.graph.cost_dag import charge
+from qsync_fx.graph.fx_utils import argument_at, arguments, is_float
+from qsync_fx.graph.node_metadata import Part
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.casting.casts import drop_unread_casts
-from qsync_fx.passes.casting.seed import drawn
+from qsync_fx.passes.casting import drawn, drop_unread_casts
 from qsync_fx.passes.lower import replace
-from qsync_fx.passes.lowering import Lowering, Operands
-from qsync_fx.rounding.layout import GRADIENTS, RESULT, Streams
+from qsync_fx.passes.lowering_registry import Lowering, Operands
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.rounding import GRADIENTS, RESULT, Streams
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,11 @@ class _Rewriter:
 
     def run(self) -> None:
         for node in self.graph.nodes:
-            for body in meta.bodies(node):
+            for body in node_metadata.bodies(node):
                 _Rewriter(body, self.lowerings, (self, node)).run()
-            if meta.is_part(node, Part.CONVERT):
+            if node_metadata.is_part(node, Part.CONVERT):
                 self._cast(node)
-            elif node in meta.NOTE:
+            elif node in node_metadata.NOTE:
                 self._operator(Operator(self.graph, node))
         drop_unread_casts(self.graph)
         charge(self.graph)
@@ -79,7 +77,7 @@ class _Rewriter:
             node.target = torch.ops.qsync.widen.default
             stream = self.streams.take()
             node.args = source, self._seed_node(), stream, dtype
-            meta.CAST[node] = dataclasses.replace(meta.CAST[node], stream=stream)
+            node_metadata.CAST[node] = dataclasses.replace(node_metadata.CAST[node], stream=stream)
 
     def _operator(self, operator: Operator) -> None:
         fmt, row = operator.precision, operator.row
@@ -144,4 +142,4 @@ class _Rewriter:
 
 def _original(node: fx.Node) -> fx.Node:
     """What a narrow operand was converted from: its gradient need not be rounded at all."""
-    return meta.cast_source(node) if meta.is_part(node, Part.CONVERT) else node
+    return node_metadata.cast_source(node) if node_metadata.is_part(node, Part.CONVERT) else node

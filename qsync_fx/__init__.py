@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsync_fx import devices as devices, distributed as distributed, optim as optim
-    from qsync_fx.allocator.finding import find_plan as find_plan
+    from qsync_fx.allocator.api import find_plan as find_plan
+    from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
+    from qsync_fx.diagnostics.plan_coverage import Applied as Applied, applied as applied
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
@@ -25,24 +27,22 @@ if TYPE_CHECKING:
         QSyncError as QSyncError,
         RankError as RankError,
     )
-    from qsync_fx.explanation import Explanation as Explanation, explain as explain
-    from qsync_fx.explanation.applied_plan import Applied as Applied, applied as applied
+    from qsync_fx.formats import FORMATS as FORMATS, Precision as Precision
     from qsync_fx.graph import Operator as Operator, PrecisionGraph as PrecisionGraph
     from qsync_fx.options import Options as Options
-    from qsync_fx.passes.base import graph_pass as graph_pass
-    from qsync_fx.passes.rewriting.found import Match as Match
+    from qsync_fx.passes.pass_base import graph_pass as graph_pass
+    from qsync_fx.passes.rewriting.match import Match as Match
     from qsync_fx.passes.rewriting.rewrite_pass import rewrite as rewrite
     from qsync_fx.plan import ClusterPlan as ClusterPlan, Plan as Plan
-    from qsync_fx.plan.opid import OpId as OpId
-    from qsync_fx.precision import FORMATS as FORMATS, Precision as Precision
-    from qsync_fx.predictor.replay.cluster import Cluster as Cluster
-    from qsync_fx.predictor.sensitivity.value import Sensitivity as Sensitivity
-    from qsync_fx.profiling.measurement import measure as measure
-    from qsync_fx.profiling.profile import Profile as Profile
-    from qsync_fx.profiling.statistics.measured import sensitivity as sensitivity
-    from qsync_fx.rounding.stream import rounding_stream as rounding_stream
-    from qsync_fx.switching import switch as switch
-    from qsync_fx.timeline.replaying import replay as replay
+    from qsync_fx.plan.operator_id import OpId as OpId
+    from qsync_fx.plan_switching import switch as switch
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity as Sensitivity
+    from qsync_fx.predictor.replayer.cluster import Cluster as Cluster
+    from qsync_fx.profiler.measurement import measure as measure
+    from qsync_fx.profiler.profile import Profile as Profile
+    from qsync_fx.profiler.sensitivity.estimate import sensitivity as sensitivity
+    from qsync_fx.rounding import rounding_stream as rounding_stream
+    from qsync_fx.timeline.replay_plans import replay as replay
     from qsync_fx.timeline.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
@@ -62,25 +62,25 @@ _HOMES = {
         ),
         "qsync_fx.errors",
     ),
-    **dict.fromkeys(("applied", "Applied"), "qsync_fx.explanation.applied_plan"),
-    **dict.fromkeys(("explain", "Explanation"), "qsync_fx.explanation"),
+    **dict.fromkeys(("applied", "Applied"), "qsync_fx.diagnostics.plan_coverage"),
+    **dict.fromkeys(("explain", "Explanation"), "qsync_fx.diagnostics"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
-    **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.precision"),
-    "find_plan": "qsync_fx.allocator.finding",
-    "Cluster": "qsync_fx.predictor.replay.cluster",
-    "Match": "qsync_fx.passes.rewriting.found",
-    "OpId": "qsync_fx.plan.opid",
+    **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.formats"),
+    "find_plan": "qsync_fx.allocator.api",
+    "Cluster": "qsync_fx.predictor.replayer.cluster",
+    "Match": "qsync_fx.passes.rewriting.match",
+    "OpId": "qsync_fx.plan.operator_id",
     "Options": "qsync_fx.options",
     **dict.fromkeys(("ClusterPlan", "Plan"), "qsync_fx.plan"),
-    "Profile": "qsync_fx.profiling.profile",
-    "graph_pass": "qsync_fx.passes.base",
-    "measure": "qsync_fx.profiling.measurement",
-    "rounding_stream": "qsync_fx.rounding.stream",
-    "sensitivity": "qsync_fx.profiling.statistics.measured",
-    "Sensitivity": "qsync_fx.predictor.sensitivity.value",
-    "replay": "qsync_fx.timeline.replaying",
+    "Profile": "qsync_fx.profiler.profile",
+    "graph_pass": "qsync_fx.passes.pass_base",
+    "measure": "qsync_fx.profiler.measurement",
+    "rounding_stream": "qsync_fx.rounding",
+    "sensitivity": "qsync_fx.profiler.sensitivity.estimate",
+    "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
+    "replay": "qsync_fx.timeline.replay_plans",
     "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
-    "switch": "qsync_fx.switching",
+    "switch": "qsync_fx.plan_switching",
     "Timeline": "qsync_fx.timeline.timeline",
 }
 

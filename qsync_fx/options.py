@@ -3,6 +3,10 @@
 An option that is silently ignored costs a training run, so whatever is not understood raises before anything is compiled, and names
 what was probably meant. Invariant: an `Options` that exists is valid, and says what `DOCUMENTED` documents, option for option. Equal
 options compile to the same code.
+
+The plan that a set of options means on a device.
+
+Invariant: there is always one. Options with neither a plan nor a precision mean what runs best on the device.
 """
 
 from __future__ import annotations
@@ -13,15 +17,18 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from qsync_fx.codec import kind
-from qsync_fx.devices import TARGETS
+import torch
+
+from qsync_fx.devices.format_support import default_precision
+from qsync_fx.devices.target_override import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
-from qsync_fx.option_texts import DOCUMENTED as DOCUMENTED
-from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.reading import HoldsPlan, read_plan
-from qsync_fx.precision import FORMATS, Precision
-from qsync_fx.rounding.mode import ROUNDINGS, Rounding
-from qsync_fx.this_process import part_of_this_process
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.option_help import DOCUMENTED as DOCUMENTED
+from qsync_fx.plan.cluster_plan import ClusterPlan
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan.plan_loading import HoldsPlan, part_of_this_process, read_plan
+from qsync_fx.rounding import ROUNDINGS, Rounding
+from qsync_fx.serialization.strict_json import kind
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 GradientRounding = Literal["nearest", "stochastic"]
@@ -182,3 +189,10 @@ def _one_of(name: str, value: object, known: Iterable[str]) -> None:
 def _wrong(name: str, value: object, do: str) -> OptionError:
     given = shown(value) if isinstance(value, str) else kind(value)
     return OptionError(f'the option "{name}" cannot be {given}', where=f'option "{name}": {DOCUMENTED[name]}', do=do)
+
+
+def plan_in_force(options: Options, device: torch.device) -> Plan:
+    """Returns the user's plan, or the uniform one that the options ask for."""
+    if options.plan is not None:
+        return options.plan
+    return Plan.uniform(options.precision or default_precision(device).name)

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch._dynamo
 
-pytest_plugins = ["clean_exit", "tiers"]
+pytest_plugins = ["tests.support.processes.clean_exit", "tests.support.tiers"]
 
 # No deadline: the first example of a test pays for compilation, and other processes share the machine.
 hypothesis.settings.register_profile("fresh", deadline=None)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import qsync_fx
 from qsync_fx.backend.operators import lowerings
+from qsync_fx.formats import FORMATS
 from qsync_fx.ops import Kind, table
 from qsync_fx.options import Options
-from qsync_fx.passes.pipeline import pipeline
-from qsync_fx.precision import FORMATS
+from qsync_fx.passes.pass_manager import pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {
@@ -52,15 +52,13 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     sources = {name: path for name, path in SOURCES.items() if not name.startswith("backend/cuda/")}
     named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
     because = {
-        "qsync_fx/precision.py": "the table",
-        "qsync_fx/devices/offers.py": "which devices have which units, and what runs when the user asks for nothing",
-        "qsync_fx/devices/integers.py": "the one product of integers that a CPU may get wrong",
-        "qsync_fx/devices/brain_floats.py": "whether that instruction set is a CPU's",
-        "qsync_fx/devices/processor.py": "an instruction set of processors is called bf16",
-        "qsync_fx/graph/values.py": "the short name of a torch type in texts of graphs is bf16",
+        "qsync_fx/formats.py": "the table",
+        "qsync_fx/devices/format_support.py": "which devices have which units, and what runs when the user asks for nothing",
+        "qsync_fx/devices/cpu_features.py": "instruction sets of CPUs, one of which is called bf16",
+        "qsync_fx/graph/fx_utils.py": "the short name of a torch type in texts of graphs is bf16",
     }
     assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
-    assert named["qsync_fx/devices/processor.py"] == named["qsync_fx/graph/values.py"] == {"bf16"}
+    assert named["qsync_fx/graph/fx_utils.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
@@ -69,14 +67,13 @@ def test_no_file_but_the_table_names_types_one_by_one() -> None:
         name for name, path in SOURCES.items() if attributes(path) & narrow and not name.startswith("backend/cuda/")
     }
     because = {
-        "qsync_fx/precision.py": "the table",
-        "qsync_fx/graph/values.py": "short names of torch types in texts of graphs; one that has none shows its long name",
+        "qsync_fx/formats.py": "the table",
+        "qsync_fx/graph/fx_utils.py": "short names of torch types in texts of graphs; one that has none shows its long name",
         "backend/numerics/native.py": "what the kernels of the native module take",
-        "backend/operators/multiplying/integers.py": "what torch's integer product takes",
-        "backend/operators/multiplying/on_cpu.py": "what the native module multiplies, and gives out",
-        "backend/operators/multiplying/conv_on_cpu.py": "the same of convolutions",
-        "backend/inductor/depthwise.py": "the one type of which oneDNN's gradients of some convolutions were measured to be slow",
-        "backend/operators/bits.py": "a byte that says yes or no, and is no number",
+        "backend/operators/gemm/int_mm.py": "what torch's integer product takes",
+        "backend/operators/gemm/cpu_kernels.py": "what the native module multiplies, and gives out",
+        "backend/inductor/layouts.py": "the one type of which oneDNN's gradients of some convolutions were measured to be slow",
+        "backend/operators/masks.py": "a byte that says yes or no, and is no number",
     }
     assert named == because.keys()
 
@@ -110,12 +107,12 @@ def test_one_file_reads_environment_variables() -> None:
 
 
 LAYERS = (
-    "errors environment files codec installed plan rounding precision ops devices resolve this_process option_texts options plan_in_force "
-    "autocast_policy module_tree graph cached coverage",
+    "errors environment serialization entry_points formatting text_tables option_help plan rounding "
+    "formats ops devices options autocast_policy module_paths graph plan_cache coverage",
     "predictor",
     "passes",
     "backend",
-    "allocator communication explanation optim profiling report switching timeline",
+    "allocator communication diagnostics optim profiler plan_switching timeline",
     "distributed",
     "cli",
 )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from operator_samples import Call, calls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_fx.autocast_policy import _COMPOSED, _LOWER, _PROMOTE, policy
+from tests.support import tiers
+from tests.support.computing.operator_samples import Call, calls
 
 aten = torch.ops.aten
 Place = Callable[[torch.Tensor, torch.dtype], torch.Tensor]

@@ -18,20 +18,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
-import communication_tables
-import cuda_tables
-import experiment_tables
-import forks
-import pages
 import pytest
-import tiers
 import torch
 
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.run.device import assumed
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.devices import Support, support
-from qsync_fx.options import DOCUMENTED, Options
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.option_help import DOCUMENTED
+from qsync_fx.options import Options
+from tests.support import communication_tables, experiment_tables, pages, tiers
+from tests.support.cuda import cuda_tables
+from tests.support.processes import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -223,9 +221,9 @@ def formats() -> str:
 def devices(monkeypatch: pytest.MonkeyPatch) -> str:
     def on_cpu(fmt: Precision, units: bool) -> Support:
         with monkeypatch.context() as patch:
-            patch.setattr("qsync_fx.devices.offers.native_bf16_unit", lambda: units)
-            patch.setattr("qsync_fx.devices.offers.cpu_multiplies_integers", lambda: units)
-            patch.setattr("qsync_fx.devices.offers.native_integer_unit", lambda: units)
+            patch.setattr("qsync_fx.devices.format_support.native_bf16_unit", lambda: units)
+            patch.setattr("qsync_fx.devices.format_support.cpu_multiplies_integers", lambda: units)
+            patch.setattr("qsync_fx.devices.format_support.native_integer_unit", lambda: units)
             return support.__wrapped__(torch.device("cpu"), fmt)
 
     def on_cuda(fmt: Precision) -> str:

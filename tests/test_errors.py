@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Convolutional, Perceptron, build, compiled
 from torch import Tensor, nn
 
 import qsync_fx
@@ -28,6 +27,7 @@ from qsync_fx import (
     QSyncError,
     graph_pass,
 )
+from tests.support.models.small_models import Convolutional, Perceptron, build, compiled
 
 torch.set_num_threads(1)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
-import tiers
 
 import qsync_fx
-from qsync_fx.backend.cuda.tools.toolchain import toolchain
+from qsync_fx.backend.cuda.toolchain import toolchain
 from qsync_fx.errors import ToolchainError
+from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = sysconfig.get_path("platlib")
@@ -151,10 +151,10 @@ def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkey
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "a cache"))
     monkeypatch.delenv("QSYNC_KERNELS_PATH", raising=False)
     code = (
-        f"sys.path.append({str(ROOT / 'tests/support/cuda/compiled')!r}); from small_units import small_unit; "
-        "from qsync_fx.backend.cuda.libraries import compiler, keys, library; unit = small_unit(); "
+        f"sys.path.append({str(ROOT)!r}); from tests.support.cuda.compiled.small_units import small_unit; "
+        "from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library; unit = small_unit(); "
         "path = compiler.build([unit])[unit]; "
-        "print(keys.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
+        "print(kernel_cache.TEMPLATES, path, library.load(path, unit).shared_memory(), sep='\\n')"
     )
     templates, library, memory = python(code, installed).splitlines()
     assert templates == str(installed / "qsync_fx/backend/cuda/templates")

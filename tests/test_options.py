@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx.errors import OptionError, PlanError, QSyncError
-from qsync_fx.option_texts import LISTS, SWITCHES
-from qsync_fx.options import _CHOICES, DOCUMENTED, Options
+from qsync_fx.formats import FORMATS
+from qsync_fx.option_help import DOCUMENTED, LISTS, SWITCHES
+from qsync_fx.options import _CHOICES, Options
 from qsync_fx.plan import Plan
-from qsync_fx.precision import FORMATS
 
 
 def test_defaults() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.backend.numerics import reference
-from qsync_fx.precision import Precision
-from qsync_fx.rounding.mode import Rounding
+from qsync_fx.formats import Precision
+from qsync_fx.rounding import Rounding
 
 _TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: "float32",

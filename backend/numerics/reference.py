@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.numerics import philox
-from qsync_fx.precision import Precision
-from qsync_fx.rounding.mode import Rounding
+from qsync_fx.formats import Precision
+from qsync_fx.rounding import Rounding
 
 SMALLEST_SCALE: Final = 2.0**-126
 """The smallest normal FP32 number: a smaller scale would lose bits, or be flushed to zero."""

@@ -5,6 +5,10 @@ Importing this package registers the operators of the namespace `qsync`, which i
 Invariant: one module an operator. A module that lowers ATen operators holds `LOWERINGS`, a tuple of `Lowering`; a new operator is a new
 module and its row in `qsync_fx.ops`. Installed packages add lowerings of their own operators through the entry point group
 `qsync_fx.lowerings`, whose values are such tuples.
+
+Operators that give a tensor another format, and the seed that they round by.
+
+What backward passes need beside products: gates, rounding on the way back, and derivatives that have none of their own.
 """
 
 from __future__ import annotations
@@ -14,14 +18,15 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.backend.operators.product_utils import round_gradients
+from qsync_fx.entry_points import tuples
 from qsync_fx.errors import QSyncError
-from qsync_fx.graph.nodes import arguments
-from qsync_fx.installed import tuples
+from qsync_fx.graph.fx_utils import arguments
 from qsync_fx.ops import table
-from qsync_fx.passes.lowering import Lowering, Operands, Role
+from qsync_fx.passes.lowering_registry import Lowering, Operands, Role
 
 __all__ = ["Lowering", "Operands", "Role", "arguments", "lowerings", "round_gradients"]
+
 
 _MODULES = tuple(importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}."))
 

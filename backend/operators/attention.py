@@ -2,7 +2,15 @@
 
 Why composite: AOTAutograd traces into it, the products are torch's own, and Inductor fuses scale and softmax into one pass.
 
-Invariant: which attention that is, `qsync_fx.graph.attention` says. Operands and result lie in the format that was decided.
+Invariant: which attention that is, `qsync_fx.graph.saved_tensors` says. Operands and result lie in the format that was decided.
+
+Masks of attention that a GPU's fused kernels take.
+
+They read a mask along the keys, and want those beside one another in memory. One that is the same for all keys, as models make it where
+nothing is masked at all, is a view with a stride of zero there: torch then computes attention by products in FP32, with masks and weights
+of dropout in memory.
+
+Invariant: the values of a mask stay as they are, and so does each dimension along which it is repeated, but for the keys.
 """
 
 from __future__ import annotations
@@ -13,11 +21,62 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from qsync_fx.backend.operators.library import define
 from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.graph import PrecisionGraph, meta
-from qsync_fx.graph.attention import FUSED, MOST_TOKENS, as_products, products
-from qsync_fx.graph.values import memory_order
+from qsync_fx.backend.operators.registration import define
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.fx_utils import memory_order
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.saved_tensors import FUSED, MOST_TOKENS, as_products, products
+
+_MASK = 3
+"""Its place among the arguments."""
+aten = torch.ops.aten
+
+
+def lay_out_masks(graph: PrecisionGraph) -> None:
+    """Writes masks anew that lie otherwise, in a graph that has been lowered, on a GPU."""
+    if not _read_so(graph.context.device):
+        return
+    changed = False
+    for node in graph.nodes:
+        if node.target is not FUSED:
+            continue
+        given = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
+        if isinstance(given, fx.Node) and _lies_otherwise(mask := graph.value(given)):
+            node.replace_input_with(given, _laid_out(graph, node, given, mask))
+            changed = True
+    if changed:
+        graph.module.recompile()
+
+
+def _read_so(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _lies_otherwise(mask: object) -> bool:
+    # Sizes that are symbols may be one, where strides are nothing to a kernel; a mask that is trained has a gradient as it lies.
+    if not isinstance(mask, Tensor) or mask.requires_grad or not all(isinstance(size, int) for size in mask.shape):
+        return False
+    return mask.shape[-1] > 1 and mask.stride(-1) != 1
+
+
+def _laid_out(graph: PrecisionGraph, node: fx.Node, given: fx.Node, mask: Tensor) -> fx.Node:
+    """Returns the mask with its keys beside one another."""
+    found = given
+
+    def call(target: object, *args: object, **kwargs: object) -> None:
+        nonlocal found
+        found = graph.graph.call_function(target, (found, *args), kwargs)  # type: ignore[arg-type]
+        graph.propagate(found)
+
+    with graph.graph.inserting_before(node):
+        for dim, stride in enumerate(mask.stride()[:-1]):
+            if stride == 0 and mask.shape[dim] > 1:
+                call(aten.slice.Tensor, dim, 0, 1)
+        call(aten.clone.default, memory_format=torch.contiguous_format)
+        call(aten.expand.default, list(mask.shape))
+    return found
+
 
 _REASON: Final = f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"
 
@@ -80,7 +139,7 @@ def attend_by_products(graph: PrecisionGraph) -> None:
     if not context.training:
         return
     for node in graph.nodes:
-        note = meta.NOTE.get(node)
+        note = node_metadata.NOTE.get(node)
         if node.target is not FUSED or note is None:
             continue
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), graph.value)
@@ -92,7 +151,7 @@ def attend_by_products(graph: PrecisionGraph) -> None:
             orders = memory_order(graph.value(node)), _gradient_order(args[:3])
             operands: tuple[Any, ...] = (*node.args[:3], node.kwargs.get("scale"), *orders)
             new = graph.graph.call_function(torch.ops.qsync.attention.default, operands)
-        meta.take_over(new, node)
+        node_metadata.take_over(new, node)
         graph.propagate(new)
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.given import Given, define_product, without_gradients
-from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
-from qsync_fx.backend.operators.gradients.explicit_padding import convolution_backward, forward
-from qsync_fx.backend.operators.gradients.live_taps import Geometry
+from qsync_fx.backend.operators.conv_gradients import Geometry, convolution_backward, forward
+from qsync_fx.backend.operators.gemm import dispatch, implicit_gemm
 from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.backend.operators.multiplying import by_kernel, integer_convolution
-from qsync_fx.backend.operators.products import (
+from qsync_fx.backend.operators.once_differentiable import first_only, link, place
+from qsync_fx.backend.operators.product_utils import (
+    Given,
     backward_operand,
     carried,
     carrier,
     combined,
+    define_product,
     incoming,
     narrowed,
     result,
@@ -33,9 +33,10 @@ from qsync_fx.backend.operators.products import (
     scaled,
     summed,
     uniform,
+    without_gradients,
 )
-from qsync_fx.passes.lowering import Role
-from qsync_fx.precision import Precision, precision
+from qsync_fx.formats import Precision, precision
+from qsync_fx.passes.lowering_registry import Role
 
 
 def convolution(
@@ -119,11 +120,11 @@ def output(
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
         return forward(xq, wq, plain_bias, geometry).to(out_dtype)
-    found = by_kernel.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
+    found = dispatch.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
     if found is not None:
         return found
     wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
-    product = integer_convolution.sums(xq, wq, geometry, row) if wide else None
+    product = implicit_gemm.sums(xq, wq, geometry, row) if wide else None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
@@ -144,7 +145,7 @@ def input_gradient(
 ) -> Tensor | None:
     """Returns the input gradient of a batch by a kernel, from a rounded gradient and the saved (input, weight); None without one."""
     (g, scale), (xq, wq) = gradient, saved
-    return by_kernel.convolved(g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, by_kernel.partner(g))
+    return dispatch.convolved(g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, dispatch.partner(g))
 
 
 def weight_gradient(
@@ -157,7 +158,7 @@ def weight_gradient(
 ) -> Tensor | None:
     """Returns the weight gradient by a kernel; see `input_gradient`."""
     (g, scale), (xq, wq) = gradient, saved
-    return by_kernel.convolved(g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, by_kernel.partner(g))
+    return dispatch.convolved(g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, dispatch.partner(g))
 
 
 class _Convolution(torch.autograd.Function):

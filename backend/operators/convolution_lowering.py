@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from qsync_fx.backend.operators.gradients.explicit_padding import needs_padding
-from qsync_fx.backend.operators.gradients.live_taps import Geometry
-from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu, wide
-from qsync_fx.backend.operators.multiplying.collect import computed
+from qsync_fx.backend.operators.conv_gradients import Geometry, needs_padding
+from qsync_fx.backend.operators.gemm import cpu_kernels, gpu_profitability
+from qsync_fx.backend.operators.gemm.precompile_problems import computed
 from qsync_fx.devices import native_integer_unit
+from qsync_fx.formats import Precision
 from qsync_fx.graph import Context
-from qsync_fx.graph.nodes import arguments
-from qsync_fx.graph.values import memory_order
+from qsync_fx.graph.fx_utils import arguments, memory_order
 from qsync_fx.ops import row_for
-from qsync_fx.passes.lowering import Lowering, Operands, Role, dimensions, extent
-from qsync_fx.precision import Precision
+from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, dimensions, extent
 
 
 def _each(value: Any, spatial: int) -> list[Any]:
@@ -63,10 +61,12 @@ def _refuses(node: fx.Node) -> str | None:
 
 
 def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
-    if wide.on_gpu(context.device):
+    if gpu_profitability.on_gpu(context.device):
         row = row_for(node.target)
         assert row is not None, node.format_node()
-        return wide.because(node, row, fmt, context, _emit, _keep if context.options.scaling == "channel" else _none)
+        return gpu_profitability.because(
+            node, row, fmt, context, _emit, _keep if context.options.scaling == "channel" else _none
+        )
     found, geometry = arguments(node), _geometry(node)
     x, weight = found["input"].meta["val"], found["weight"].meta["val"]
     if geometry is None or x.dim() != weight.dim():
@@ -78,12 +78,12 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         places, channels, summed = map(extent, ((*out.shape[:1], *out.shape[2:]), weight.shape[:1], weight.shape[1:]))
         if places is None or channels is None or summed is None:
             return None
-        return on_cpu.too_small(places, channels, summed, fmt)
+        return cpu_kernels.gemm_too_small(places, channels, summed, fmt)
     if not native_integer_unit():
         return "the native module's path has no unit for int8, so that convolutions in it are computed in bf16"
     if transposed or groups != 1 or weight.dim() != 4:
         return "the CPU's kernel is for convolutions in two dimensions, neither transposed nor in groups"
-    return conv_on_cpu.too_small(weight.shape, stride)
+    return cpu_kernels.conv_too_small(weight.shape, stride)
 
 
 def _emit(node: fx.Node, given: Operands) -> fx.Node:

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.given import Given, define_product, without_gradients
-from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
-from qsync_fx.backend.operators.products import combined, incoming, multiplied_in, round_gradients, scaled, uniform
-from qsync_fx.passes.lowering import Role
-from qsync_fx.precision import Precision, precision
+from qsync_fx.backend.operators.once_differentiable import first_only, link, place
+from qsync_fx.backend.operators.product_utils import (
+    Given,
+    combined,
+    define_product,
+    incoming,
+    multiplied_in,
+    round_gradients,
+    scaled,
+    uniform,
+    without_gradients,
+)
+from qsync_fx.formats import Precision, precision
+from qsync_fx.passes.lowering_registry import Role
 
 
 def grouped(given: Given, offs: Tensor) -> Tensor:

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
-from qsync_fx.backend.operators.given import Given, define_product, without_gradients
-from qsync_fx.backend.operators.gradients.derivatives import first_only, link, place
+from qsync_fx import rounding as stream_layout
+from qsync_fx.backend.operators.gemm import dispatch, int_mm
 from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.backend.operators.multiplying import by_kernel, integers
-from qsync_fx.backend.operators.products import (
+from qsync_fx.backend.operators.once_differentiable import first_only, link, place
+from qsync_fx.backend.operators.product_utils import (
+    Given,
     carried,
     combined,
+    define_product,
     incoming,
     multiplied_in,
     narrowed,
@@ -32,10 +33,11 @@ from qsync_fx.backend.operators.products import (
     summed,
     transposed,
     uniform,
+    without_gradients,
 )
-from qsync_fx.passes.lowering import Role
-from qsync_fx.precision import Precision, precision
-from qsync_fx.rounding import layout as stream_layout
+from qsync_fx.backend.operators.quantize import quantize_transposed
+from qsync_fx.formats import Precision, precision
+from qsync_fx.passes.lowering_registry import Role
 
 
 def linear(given: Given) -> Tensor:
@@ -118,11 +120,11 @@ def output(
             plain = rows @ transposed(wq) if added is None else torch.baddbmm(added, rows, transposed(wq))
         return plain.to(out_dtype)
     operands = rows, wq, x_scale, w_scale, bias, out_dtype, row
-    found = by_kernel.product(*operands, turned=True)
+    found = dispatch.product(*operands, turned=True)
     if found is not None:
         return found
-    whole = by_kernel.integers_pay(*operands, turned=True)
-    product = integers.product(rows, wq, (row, row)) if whole else None
+    whole = dispatch.integers_pay(*operands, turned=True)
+    product = int_mm.product(rows, wq, (row, row)) if whole else None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
@@ -142,7 +144,7 @@ def input_gradient(
     gradients: str = "nearest",
 ) -> Tensor:
     """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
-    found = by_kernel.product(g, wq, scale, w_scale, None, dtype, row, by_kernel.partner(g))
+    found = dispatch.product(g, wq, scale, w_scale, None, dtype, row, dispatch.partner(g))
     if found is None:
         found = _by_integers(g, wq, scale, w_scale, row, dtype)
     if found is not None:
@@ -168,9 +170,9 @@ def weight_gradient(
 
     `turned` is `g.T` with its rows in memory, if there is such a copy. Where the weight lies by columns, so should its gradient.
     """
-    if incoming(row, g.device).kind == "integer" or not by_kernel.silent(g.device):
+    if incoming(row, g.device).kind == "integer" or not dispatch.silent(g.device):
         by_rows = transposed(g) if turned is None else turned
-        found = by_kernel.product(by_rows, xq, scale, x_scale, None, dtype, row, by_kernel.partner(g))
+        found = dispatch.product(by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g))
         if found is None:
             found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if found is not None:
@@ -187,9 +189,9 @@ def _by_integers(
 ) -> Tensor | None:
     """Returns `a @ b` of a rounded gradient and a saved operand by torch's integer unit; None where it is not to compute it."""
     rounded = incoming(row, a.device)
-    if rounded.kind != "integer" or not by_kernel.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
+    if rounded.kind != "integer" or not dispatch.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
         return None
-    product = integers.product(a, transposed(b), (rounded, row))
+    product = int_mm.product(a, transposed(b), (rounded, row))
     return None if product is None else scaled(product, combined(a_scale, b_scale), None, dtype)
 
 
@@ -235,7 +237,7 @@ class _Linear(torch.autograd.Function):
         rounded: dict[Role, tuple[Tensor, Tensor | None]]
         turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
-        if need_weight and not folded and by_kernel.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
+        if need_weight and not folded and dispatch.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
             g, turned, scale = quantize_transposed(
                 rows, seed, stream + stream_layout.SHARED, row.gradient.name, rounding
             )

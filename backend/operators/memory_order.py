@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qsync_fx.backend.operators.library import define
+from qsync_fx.backend.operators.registration import define
 
 
 def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
@@ -25,7 +25,7 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
     Args:
         x: any shape and strides.
         order: dimensions of `x` from the outermost in memory to the innermost; see
-            `qsync_fx.graph.values.memory_order`.
+            `qsync_fx.graph.fx_utils.memory_order`.
     """
     permuted = x.permute(list(order))
     if _has_dense_strides(permuted):

@@ -8,19 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from qsync_fx.backend.operators.multiplying import on_cpu, wide
-from qsync_fx.backend.operators.multiplying.collect import computed
-from qsync_fx.graph import Context, meta
-from qsync_fx.graph.nodes import arguments
-from qsync_fx.graph.values import memory_order
+from qsync_fx.backend.operators.gemm import cpu_kernels, gpu_profitability
+from qsync_fx.backend.operators.gemm.precompile_problems import computed
+from qsync_fx.formats import Precision
+from qsync_fx.graph import Context, node_metadata
+from qsync_fx.graph.fx_utils import arguments, memory_order
 from qsync_fx.ops import OperatorRow, row_for
-from qsync_fx.ops.multiplying.contraction import Contraction
-from qsync_fx.passes.lowering import Lowering, Operands, Role, extent
-from qsync_fx.precision import Precision
+from qsync_fx.ops.contractions import Contraction
+from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, extent
 
 
 def _row(node: fx.Node) -> OperatorRow:
-    note = meta.NOTE.get(node)
+    note = node_metadata.NOTE.get(node)
     row = row_for(node.target) if note is None else note.row
     assert row is not None and row.contracts is not None, node.format_node()
     return row
@@ -48,17 +47,17 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     found = _contraction(node)
     if isinstance(found, str):
         return None
-    if wide.on_gpu(context.device):
+    if gpu_profitability.on_gpu(context.device):
         keep = _keep if context.options.scaling == "channel" else _separate
-        return wide.because(node, _row(node), fmt, context, _emit, keep)
+        return gpu_profitability.because(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (
         extent(found.sizes[letter] for letter in letters) for letters in (found.own(0), found.own(1), found.summed)
     )
-    if fmt.scaled and (why := on_cpu.without_unit(context.device)) is not None:
+    if fmt.scaled and (why := cpu_kernels.without_unit(context.device)) is not None:
         return why
     if rows is None or channels is None or summed is None:
         return None
-    return on_cpu.too_small(rows, channels, summed, fmt)
+    return cpu_kernels.gemm_too_small(rows, channels, summed, fmt)
 
 
 def _on_cpu(node: fx.Node) -> bool:

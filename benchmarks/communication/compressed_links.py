@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from qsync_fx.communication.codec_benchmarks import HALF, PLAIN, Reduction, reductions
 from qsync_fx.communication.codecs import NAMES
-from qsync_fx.communication.speeds.reduction_speed import HALF, PLAIN, Reduction, reductions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from qsync_fx import _C
+from qsync_fx.communication.codec_benchmarks import measured
 from qsync_fx.communication.codecs import NAMES, Draw, codec_named
 from qsync_fx.communication.codecs.onebit import Reshaped
-from qsync_fx.communication.speeds.speed import measured
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

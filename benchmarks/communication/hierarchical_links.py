@@ -18,16 +18,15 @@ import torch
 from torch import distributed
 
 from qsync_fx import Cluster
+from qsync_fx.communication import codec_benchmarks
+from qsync_fx.communication.codec_benchmarks import Reduction, reductions
+from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
-from qsync_fx.communication.hierarchy import Nodes
-from qsync_fx.communication.speeds import speed
-from qsync_fx.communication.speeds.foreseen import coded
-from qsync_fx.communication.speeds.rates import of_speeds
-from qsync_fx.communication.speeds.reduction_speed import Reduction, reductions
-from qsync_fx.distributed import hosts
-from qsync_fx.predictor.replay import cluster_parts
-from qsync_fx.predictor.replay.fleet import Bucket, travel
-from qsync_fx.predictor.schedule import Parameter
+from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.distributed import node_topology
+from qsync_fx.predictor.replayer import cluster
+from qsync_fx.predictor.replayer.cluster_step import Bucket, travel
+from qsync_fx.predictor.times import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -64,21 +63,21 @@ def rank(job: dict[str, Any]) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    measured = hosts.measured(NODES)
+    measured = node_topology.measured(NODES)
     distributed.barrier()
     codecs = [codec_named(name) for name in (PLAIN.name, *job["codecs"])]
-    speeds = speed.measured(codecs, job["values"], job["repeats"])
+    speeds = codec_benchmarks.measured(codecs, job["values"], job["repeats"])
     found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
-        fleet = Cluster({"all": cluster_parts.Device(world)}, nodes=measured)
+        fleet = Cluster({"all": cluster.Device(world)}, nodes=measured)
         rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]
         Path(job["path"]).write_text(json.dumps(rows))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def row(found: Reduction, fleet: Cluster, speeds: list[speed.Speed], values: int) -> Row:
+def row(found: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int) -> Row:
     parameter = Parameter("gradient", values)
     how = coded([parameter], {"gradient": found.way}, fleet.ranks, of_speeds(speeds, "here"), size=NODES.size)
     ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}

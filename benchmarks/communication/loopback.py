@@ -24,14 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device
-from qsync_fx.profiling.profile import PROFILE
-from qsync_fx.profiling.runs import faster_half
-from qsync_fx.timeline.coding import rates
-from qsync_fx.timeline.known import known_devices
-from qsync_fx.timeline.paying import NONE, best, paying
+from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.profiler.profile import PROFILE
+from qsync_fx.profiler.run_statistics import faster_half
+from qsync_fx.timeline.codec_costs import NONE, best, paying, rates
+from qsync_fx.timeline.device_profiles import known_devices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, errors, measure, read
 from benchmarks.support.harness import Row
-from qsync_fx.communication.codecs import codec_named, fusing, memory
+from qsync_fx.communication.codecs import buffers, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 NAMES = ("qsgd8", "qsgd4", "qsgd2", "qsgd16", "1bit*", "aqgb16", "bf16")
@@ -30,8 +30,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
     x = torch.randn(n, device=device) * 1e-3
     left = torch.zeros_like(x) if codec.residual else None
     wire = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
-    sent, found, other, draw = memory.host(wire.numel(), device), torch.empty_like(x), torch.empty_like(x), Draw(1, 2)
-    failed = fusing._failed
+    sent, found, other, draw = buffers.host(wire.numel(), device), torch.empty_like(x), torch.empty_like(x), Draw(1, 2)
+    failed = torch_kernels._failed
 
     def encode() -> None:
         codec.encode(x, wire, draw, left)
@@ -52,8 +52,8 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
         sent.copy_(wire)
 
     def from_host() -> None:
-        codec.decode(memory.taken_to(sent, found), found)
-        memory.finished(found)
+        codec.decode(buffers.taken_to(sent, found), found)
+        buffers.finished(found)
 
     calls: dict[str, Call] = {
         "copy": lambda: other.copy_(x),

@@ -16,13 +16,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.problem.operands import type_of
-from qsync_fx.backend.cuda.run.peers import Operands, operands, peer
-from qsync_fx.backend.cuda.tune.problem_json import shown
-from qsync_fx.backend.cuda.tune.tuning import work
-from qsync_fx.backend.operators.multiplying.collect import problems_of
-from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
-from qsync_fx.explanation import explain
+from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.runtime.event_timer import Operands, operands, peer
+from qsync_fx.backend.cuda.tuning import shown, work
+from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.diagnostics import explain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

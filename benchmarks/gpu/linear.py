@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.operands import gemm_problem
-from qsync_fx.backend.cuda.run.peers import Operands
-from qsync_fx.backend.operators.multiplying.gemm import gemm
+from qsync_fx.backend.cuda.problem.problem_from_tensors import gemm_problem
+from qsync_fx.backend.cuda.runtime.event_timer import Operands
+from qsync_fx.backend.operators.gemm.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -20,12 +20,11 @@ import torch._dynamo
 from torch import Tensor
 
 from benchmarks.support.harness import Row, Times, arguments, measure as measure_on_cpu, show, write_json
-from qsync_fx.backend.cuda.choose.select import known, way
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.run.device import environment, known_of
-from qsync_fx.backend.cuda.run.event_timer import call_of
-from qsync_fx.backend.cuda.run.peers import Operands
+from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
+from qsync_fx.backend.cuda.runtime.event_timer import Operands, call_of
+from qsync_fx.backend.cuda.selection.select import known, way
 
 Call = Callable[[], object]
 

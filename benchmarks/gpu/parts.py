@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

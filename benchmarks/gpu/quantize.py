@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem.padding import laid_out
-from qsync_fx.backend.operators.casts.convert import convert
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
-from qsync_fx.precision import precision
+from qsync_fx.backend.operators.convert import convert
+from qsync_fx.backend.operators.quantize import quantize, quantize_transposed
+from qsync_fx.formats import precision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

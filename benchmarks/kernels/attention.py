@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support.harness import Row, arguments, finish, measure
-from qsync_fx.graph.attention import products
+from qsync_fx.graph.saved_tensors import products
 
 SHAPES = (
     (8, 4, 64, 16),

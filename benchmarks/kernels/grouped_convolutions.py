@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.bf16_products import PEER
-from qsync_fx.backend.inductor import depthwise
+from qsync_fx.backend.inductor import layouts
 
 BF16 = torch.bfloat16
 Cases = Mapping[str, Callable[[], object]]
@@ -68,8 +68,8 @@ def cases(inner: int, side: int, channels: int, kernel: int, stride: int, groups
         """What Inductor is given in place of a gradient that is slow in BF16."""
         mask = [of_input, not of_input, False]
         arguments = gradient, x, weight, None, *rest, mask
-        slow = depthwise.slow(weight, [stride] * 2, False, groups)[not of_input]
-        return {"bf16 by way of fp32": lambda: depthwise.convolution_backward(*arguments)} if slow else {}
+        slow = layouts.slow(weight, [stride] * 2, False, groups)[not of_input]
+        return {"bf16 by way of fp32": lambda: layouts.convolution_backward(*arguments)} if slow else {}
 
     return {
         "forward": {PEER: forward(narrow), "fp32": forward(wide), **copy},

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from qsync_fx.backend.cuda.choose import ahead
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.libraries import compiler, library
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.operators.multiplying.collect import problems_of
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, library
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.cuda.selection import candidates
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.diagnostics import explain
 from qsync_fx.errors import QSyncError
-from qsync_fx.explanation import explain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -44,7 +44,7 @@ def units_of_layer(arch: Arch) -> list[Unit]:
     layer = BertLayer(BertConfig(attn_implementation="sdpa"))
     with assumed(arch, on="cpu"):
         explained = explain(layer, torch.randn(*TOKENS, 768), options={"precision": "int8_grad"})
-        return ahead.of_problems(problems_of(explained), arch, False)
+        return candidates.of_problems(problems_of(explained), arch, False)
 
 
 def loaded(units: list[Unit], folder: Path) -> float:

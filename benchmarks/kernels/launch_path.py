@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.libraries import abi, kernels
-from qsync_fx.backend.cuda.libraries.library import load
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import kernel_registry, library as abi
+from qsync_fx.backend.cuda.kernel_build.library import load
+from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
-from qsync_fx.backend.cuda.run import quantizer_sites, sites
-from qsync_fx.backend.cuda.run.device import assumed, decision
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.operators.casts import quantize
-from qsync_fx.backend.operators.multiplying import gemm, implicit_gemm
+from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.runtime import call_cache
+from qsync_fx.backend.cuda.runtime.device_state import assumed, decision
+from qsync_fx.backend.operators import quantize
+from qsync_fx.backend.operators.gemm import gemm, implicit_gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -57,14 +57,14 @@ def had(unit: Unit, folder: Path) -> None:
     source, library = folder / f"{unit.name}.c", folder / f"{unit.name}.so"
     source.write_text(_NOTHING.format(abi=abi.VERSION, name=unit.name))
     subprocess.run(["g++", "-x", "c", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
-    kernels._had[unit] = load(library, unit)
+    kernel_registry._had[unit] = load(library, unit)
 
 
 def chosen(problem: Problem, folder: Path) -> None:
     """Has the kernel that computes a problem loaded."""
     config = decision(problem, CPU).config
     assert config is not None, problem
-    had(kernels.unit_of(config), folder)
+    had(kernel_registry.unit_of(config), folder)
 
 
 def product(folder: Path, size: int) -> Callable[[], Tensor]:
@@ -92,18 +92,18 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
 def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
     """Returns the call that quantizes an activation to INT8."""
     x, seed = torch.randn(64 * size, 256), torch.zeros(1, dtype=torch.int64)
-    had(kernels.quantizer(ARCH, "fp32", "int8"), folder)
-    return lambda: quantize._kernel(x, seed, 3, "int8", "stochastic", [])
+    had(kernel_registry.quantizer(ARCH, "fp32", "int8"), folder)
+    return lambda: quantize._quantize_kernel(x, seed, 3, "int8", "stochastic", [])
 
 
 def anew(call: Callable[[], object]) -> Callable[[], object]:
     """Returns a call that finds no site: of operands that no other case has."""
 
     def run() -> object:
-        before = len(sites.known)
+        before = len(call_cache.cached_call)
         found = call()
         # The last one that was kept, which is this call's.
-        (sites.known if len(sites.known) > before else quantizer_sites.known).popitem()
+        (call_cache.cached_call if len(call_cache.cached_call) > before else call_cache.cached_quantizer_call).popitem()
         return found
 
     return run

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from qsync_fx.communication import gathering, reduction
-from qsync_fx.communication.aqgb.adaptive import Block, Broadcast, broadcast
-from qsync_fx.communication.assigned import to_all
+from qsync_fx.communication import allreduce
+from qsync_fx.communication.aqgb import allgather
+from qsync_fx.communication.aqgb.bit_allocation import Block, Broadcast, broadcast
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
-from qsync_fx.communication.compression import Compression
-from qsync_fx.communication.wire.exchange import Flight
+from qsync_fx.communication.ddp_hook import Compression, to_all
+from qsync_fx.communication.point_to_point import Flight
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -180,7 +180,7 @@ def rank(job: dict[str, Any]) -> None:
                 before = busy[-1][1] if busy else 0.0
                 busy.append((max(self.sent[number], before), time.perf_counter() - began))
 
-    for module in (gathering, reduction):
+    for module in (allgather, allreduce):
         vars(module)["Flight"] = Recorded
     found = []
     for step in range(job["steps"]):

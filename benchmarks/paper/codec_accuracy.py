@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

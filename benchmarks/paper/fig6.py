@@ -10,9 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judging.judge import Judge
-from qsync_fx.files import write_text
+from qsync_fx.allocator.evaluator import Judge
+from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.timeline.timeline import Timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

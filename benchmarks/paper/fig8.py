@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qsync_fx.predictor.sensitivity.agreement import spearman
-from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.statistics.measured import several
+from qsync_fx.predictor.indicator.rank_correlation import spearman
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

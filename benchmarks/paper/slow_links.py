@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import compress
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

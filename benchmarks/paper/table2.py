@@ -14,9 +14,9 @@ from pathlib import Path
 
 from qsync_fx.allocator import Answer
 from qsync_fx.allocator.baselines import Hessian, Random
-from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judging.judge import judged
-from qsync_fx.allocator.paper import Greedy
+from qsync_fx.allocator.evaluator import judged
+from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.recovery import Greedy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

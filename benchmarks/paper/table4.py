@@ -17,8 +17,8 @@ from typing import Any
 
 from qsync_fx.allocator import Answer, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
-from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judging.resizing import resized
+from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.milp.milp_allocator import Exact
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -22,16 +22,15 @@ import torch
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Judge, Problem
-from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.known import HOMES, allocator_of
+from qsync_fx.allocator.api import HOMES, allocator_of
+from qsync_fx.allocator.milp.milp_allocator import Exact
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import ADAM, Training
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
 from qsync_fx.predictor.times import Times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -134,7 +133,7 @@ def main() -> None:
         torch._dynamo.reset()
         explanation = qsync_fx.explain(Step(make(options.quick)).train(), options={"target": "a100"})
         for formats in (THREE, FORMATS, SIDE_BY_SIDE):
-            graph = model_graph(explanation, formats)
+            graph = build_model_graph(explanation, formats)
             times = DeviceTimes(get("a100"), graph)
             some = limits if formats is THREE or options.quick else FEWER
             for limit, problem in problems(graph, times, formats, some, Training(ADAM)):

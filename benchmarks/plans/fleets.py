@@ -26,18 +26,17 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator import Answer, Problem
-from qsync_fx.allocator.asking import Wishes, problem_of
+from qsync_fx.allocator.api import allocator_of
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
-from qsync_fx.allocator.judging.resizing import resized
-from qsync_fx.allocator.known import allocator_of
+from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.problem_builder import Wishes, problem_of
 from qsync_fx.devices import get
 from qsync_fx.errors import PlanError
-from qsync_fx.precision import FORMATS as EVERY
+from qsync_fx.formats import FORMATS as EVERY
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -152,7 +151,7 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
         marked = {name: tensor.clone() for name, tensor in inputs.items()}
         for tensor in marked.values():
             torch._dynamo.mark_dynamic(tensor, 0)
-        found[device] = model_graph(qsync_fx.explain(model, **marked, options={"target": device}), formats)
+        found[device] = build_model_graph(qsync_fx.explain(model, **marked, options={"target": device}), formats)
     torch._dynamo.reset()
     narrow = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
     sensitivity = qsync_fx.sensitivity(

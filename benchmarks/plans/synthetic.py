@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.devices import get
-from qsync_fx.graph.reads import State
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.model.value import Follows, ModelParameter, Operator, Read, StateNames, Value
-from qsync_fx.predictor.reckoned import DeviceTimes
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model.model_graph import Follows, ModelParameter, Operator, Read, StateNames, Value
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 DEVICE = "a100"
@@ -80,7 +80,7 @@ def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
     """Returns the graph of one block."""
     torch._dynamo.reset()
     batch = torch.randn(rows, width, requires_grad=True)
-    return model_graph(qsync_fx.explain(Block(width).train(), batch, options={"target": DEVICE}), FORMATS)
+    return build_model_graph(qsync_fx.explain(Block(width).train(), batch, options={"target": DEVICE}), FORMATS)
 
 
 def repeated(block: ModelGraph, count: int) -> ModelGraph:

@@ -4,7 +4,8 @@ Both ranks measure at the same time, as they train at the same time: they share 
 pair of plans is compiled under DistributedDataParallel, and all take turns. Before and behind each turn three things of a uniform plan are
 measured: steps that each rank makes without sending, a bucket that is sent while nothing is computed, and steps of both ranks together. By
 these it is known how fast ranks and network are in these minutes, and what sending takes of a rank that computes, as a profile finds it,
-too (`qsync_fx.profiling.gradients.sending`). Pairs are then foreseen by `qsync_fx.replay` from the profiles and a cluster of the two ranks
+too (`qsync_fx.profiler.links.link_measurement`). Pairs are then foreseen by `qsync_fx.replay` from the profiles and a cluster of the two
+ranks
 at that pace. All are compared by steps that nothing else made longer.
 `floor` is what errors differ by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that travel;
 `no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was measured is kept in the

@@ -17,12 +17,11 @@ import qsync_fx
 from benchmarks.predictor.replay_accuracy import errors
 from benchmarks.support.harness import Row
 from qsync_fx import Plan, Profile
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
-from qsync_fx.predictor.replay.collectives import Measured
-from qsync_fx.profiling.gradients.sending import least_for
-from qsync_fx.profiling.profile import Collective
-from qsync_fx.profiling.runs import faster_half
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replayer.collectives import Measured
+from qsync_fx.profiler.links.link_measurement import least_for
+from qsync_fx.profiler.profile import Collective
+from qsync_fx.profiler.run_statistics import faster_half
 
 RANKS = 2
 BUCKET_MIB = 5

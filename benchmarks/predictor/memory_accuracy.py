@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory import (
     Anchor,
     Category,
@@ -33,10 +33,8 @@ from qsync_fx.predictor.memory import (
     anchored_bytes,
     step_memory,
 )
-from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.measuring.losses import loss_memory
-from qsync_fx.profiling.measuring.optimizers import optimizer_memory
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.timing.measured_memory import loss_memory, measured_peak, optimizer_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -139,7 +137,7 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
     # Of another size than the case before it would be explained with symbols.
     torch._dynamo.reset()
     explanation = qsync_fx.explain(case.model.train(), case.batch[0])
-    graph = model_graph(explanation, PRECISIONS)
+    graph = build_model_graph(explanation, PRECISIONS)
     ids = [str(op_id) for op_id in explanation.plan().operators]
     plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, count)
     loss = loss_of(case)

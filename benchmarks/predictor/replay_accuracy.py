@@ -2,7 +2,8 @@
 
 One process a model: all plans, those of the profile and those to foresee, are compiled, and take turns. A step is foreseen from a profile
 of the first ones alone. The floor is what the same plans differ by between odd and even rounds: no error says anything below it. Plans are
-compared by steps that nothing else made longer, as in every profile (`qsync_fx.profiling.runs.levelled`). Beside it stand what a profile of
+compared by steps that nothing else made longer, as in every profile (`qsync_fx.profiler.run_statistics.levelled`). Beside it stand what a
+profile of
 uniform plans alone would say, and the sum of operators without casts and cascades, as dPRO sees a step. A whole measurement that --partial
 has is judged anew, not measured again.
 """
@@ -24,10 +25,10 @@ from torch import nn
 
 import qsync_fx
 from qsync_fx import Plan, Profile
-from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.profiling import measurement
-from qsync_fx.profiling.measurement import label_of
-from qsync_fx.profiling.runs import Run, paces
+from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.profiler import measurement
+from qsync_fx.profiler.measurement import label_of
+from qsync_fx.profiler.run_statistics import Run, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

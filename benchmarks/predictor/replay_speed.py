@@ -19,11 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from qsync_fx.predictor import ddp_buckets
-from qsync_fx.predictor.replay.closed_form import Array, iteration
-from qsync_fx.predictor.replay.incremental import Incremental, whole
-from qsync_fx.predictor.replay.local import local
-from qsync_fx.predictor.replay.step import steady
-from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
+from qsync_fx.predictor.replayer.cluster_step import Incremental, whole
+from qsync_fx.predictor.replayer.device_timeline import Array, iteration, local, steady
+from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

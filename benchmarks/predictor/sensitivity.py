@@ -20,14 +20,18 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.precision import FORMATS, Precision
-from qsync_fx.predictor.sensitivity import paper
-from qsync_fx.predictor.sensitivity.agreement import agreement, spearman
-from qsync_fx.predictor.sensitivity.grid import scale, step as grid_step
-from qsync_fx.predictor.sensitivity.product_noise import gradient_products, product_noise
-from qsync_fx.predictor.sensitivity.rounding_noise import noise
-from qsync_fx.predictor.sensitivity.value import Sensitivity
-from qsync_fx.profiling.statistics.measured import several
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.predictor.indicator import formulas as paper
+from qsync_fx.predictor.indicator.rank_correlation import agreement, spearman
+from qsync_fx.predictor.indicator.rounding_variance import (
+    gradient_products,
+    noise,
+    product_noise,
+    scale,
+    step as grid_step,
+)
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 
 from benchmarks.published.fitting import Fitting, Numbers
 from qsync_fx import devices
-from qsync_fx.devices.analytic.convolutions import uncorrected
-from qsync_fx.devices.analytic.products import multiplied
-from qsync_fx.devices.analytic.shapes import Shape
-from qsync_fx.devices.analytic.tiles import Machine
-from qsync_fx.devices.constants import Convolution, Tiles
-from qsync_fx.precision import FP32, precision
+from qsync_fx.devices.roofline import Machine, Shape, multiplied, uncorrected
+from qsync_fx.devices.spec import Convolution, Tiles
+from qsync_fx.formats import FP32, precision
 
 
 @dataclass(frozen=True)

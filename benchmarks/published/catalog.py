@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from qsync_fx import devices
-from qsync_fx.devices.analytic.transfers import interpolated
-from qsync_fx.devices.constants import Convolution, Tiles
-from qsync_fx.files import write_text
+from qsync_fx.devices.roofline import interpolated
+from qsync_fx.devices.spec import Convolution, Tiles
+from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

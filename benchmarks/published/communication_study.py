@@ -2,7 +2,8 @@
 
 The tables are those of Grubic et al., EDBT 2018 (data/communication_study.csv): six networks on 2 to 16 GPUs, with MPI and with
 NCCL, gradients in 32 bits and by QSGD in 16, 8, 4 and 2. For each primitive and number of GPUs two numbers are fitted to all networks but
-one (qsync_fx/predictor/replay/exchange.py); what they make of that one's 32-bit row is compared with its other rows. `without` is the error
+one (qsync_fx/predictor/replayer/collectives.py); what they make of that one's 32-bit row is compared with its other rows. `without` is the
+error
 of taking the 32-bit row itself, `all` that of numbers fitted to all networks, which are the ones that qsync_fx has.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.predictor.replay.exchange import EXCHANGES, Exchange, Sample
+from qsync_fx.predictor.replayer.collectives import EXCHANGES, Exchange, Sample
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

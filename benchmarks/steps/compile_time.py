@@ -22,7 +22,7 @@ from torch import fx
 import qsync_fx
 from qsync_fx.backend import compile as backend
 from qsync_fx.options import Options
-from qsync_fx.passes.running.instruments import Timing
+from qsync_fx.passes.printer import Timing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import qsync_fx
-from qsync_fx.backend.operators.keep import keep
+from qsync_fx.backend.operators.masks import keep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from qsync_fx.devices.huge_pages import SWITCH, huge_pages
+from qsync_fx.devices.machine import SWITCH, huge_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

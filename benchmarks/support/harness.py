@@ -28,9 +28,9 @@ import torch
 
 import qsync_fx
 from qsync_fx import _C
-from qsync_fx.devices.processor import cpu
+from qsync_fx.devices.cpu_features import cpu
 from qsync_fx.errors import QSyncError
-from qsync_fx.files import check_writable, write_text
+from qsync_fx.serialization.atomic_files import check_writable, write_text
 
 Row = Mapping[str, Any]
 Case = TypeVar("Case")

@@ -1,4 +1,4 @@
-// The C interface of compiled kernels. backend/cuda/libraries/abi.py says the same in Python, and what each number means.
+// The C interface of compiled kernels. backend/cuda/kernel_build/library.py says the same in Python, and what each number means.
 #pragma once
 
 #include <cstdint>

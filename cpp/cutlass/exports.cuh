@@ -1,4 +1,4 @@
-// The functions that every library has, by one macro, so that no kernel can leave one out. See backend/cuda/libraries/abi.py.
+// The functions that every library has, by one macro, so that no kernel can leave one out. See backend/cuda/kernel_build/library.py.
 //
 // `Kernel` has the static members
 //     int can_implement(Arguments const &)

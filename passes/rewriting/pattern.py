@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import OptionError, PassError
 from qsync_fx.graph import Context, PrecisionGraph
-from qsync_fx.graph.nodes import arguments
+from qsync_fx.graph.fx_utils import arguments
 from qsync_fx.options import Options
-from qsync_fx.passes.rewriting.trace import Traced, Untraceable, trace_call
-from qsync_fx.passes.tracing.inplace import without_needless_writes
+from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.tracing.graph_cleanup import without_needless_writes
 from qsync_fx.plan import Plan
 
 _SIZE = 8

@@ -15,16 +15,14 @@ from typing import Any, overload
 from torch import Tensor, fx
 
 from qsync_fx.errors import OptionError, PassError, QSyncError
-from qsync_fx.graph import Operator, PrecisionGraph, meta
-from qsync_fx.graph.notes import Rewritten
-from qsync_fx.passes.base import GraphPass
-from qsync_fx.passes.casting.casts import drop_unread_casts
-from qsync_fx.passes.rewriting.found import Match
-from qsync_fx.passes.rewriting.match import Site, sites
-from qsync_fx.passes.rewriting.obstacles import obstacle
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.node_metadata import Rewritten
+from qsync_fx.passes.casting import drop_unread_casts
+from qsync_fx.passes.pass_base import GraphPass
+from qsync_fx.passes.rewriting.apply_rewrite import obstacle, put
+from qsync_fx.passes.rewriting.match import Match, Site, sites
 from qsync_fx.passes.rewriting.pattern import Pattern
-from qsync_fx.passes.rewriting.put import put
-from qsync_fx.passes.tracing.in_force import modes
+from qsync_fx.passes.tracing.retrace import modes
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Rewrite(GraphPass):
         return Rewritten(len(chosen), tuple(left))
 
     def _match(self, graph: PrecisionGraph, site: Site) -> Match:
-        operators = tuple(Operator(graph, node) for node in site.matched if node in meta.NOTE)
+        operators = tuple(Operator(graph, node) for node in site.matched if node in node_metadata.NOTE)
         return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
 
     def _wanted(self, where: Callable[[Match], Any], match: Match) -> bool:

@@ -3,27 +3,192 @@
 Invariant: the new graph computes what the old one computes, to the last bit, in training too: pre-dispatch tracing records above
 autograd, so nothing is differentiated, decomposed by dtype or hidden behind a mode. Nodes that make_fx must not trace through stay as
 Dynamo wrote them (pieces.py), and the code between them is re-traced.
+
+The modes that nodes run in: whether gradients are recorded, and what autocast does.
+
+Invariant: a node's modes are what executing the graph's own switches before it leaves behind. The
+state of the process is restored.
+
+Splits what Dynamo wrote into pieces that are re-traced and pieces that stay.
+
+Invariant: every computing node is in one piece, in the order of the graph. make_fx must not trace
+through the following nodes, which stay:
+
+- higher-order operators: it raises KeyError on checkpointing's context function, and would inline a
+  custom autograd function's forward, losing its backward;
+- calls that change state of the process: it lasts beyond a piece, and tracing does not record them;
+- nodes that hook gradients;
+- regions between levels of functorch or of forward-mode differentiation: their values are batched or
+  dual tensors, which exist only inside.
+
+What functions call above autograd and autocast: make_fx before dispatch, and what goes past the dispatcher under another name.
+
+Invariant: what is traced computes what the function computes, to the last bit, in training too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental._backward_state import BackwardState
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
 
 from qsync_fx.errors import PassError
-from qsync_fx.graph import meta
-from qsync_fx.graph.copies import adopt_attributes
-from qsync_fx.graph.effects.modes import Effect, affects_tracing, effect_of, is_switch, mark_unlisted
-from qsync_fx.passes.tracing.moves import copied
-from qsync_fx.passes.tracing.pieces import hooks_gradients, pieces
-from qsync_fx.passes.tracing.tracer import Tracking, pre_dispatch
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.fx_utils import Effect, affects_tracing, effect_of, is_switch, level_step, mark_unlisted
+from qsync_fx.graph.graph import PrecisionGraph, adopt_attributes
+from qsync_fx.passes.tracing.graph_cleanup import UNFUSED, copied
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Modes:
+    """
+    Attributes:
+        grad: whether gradients are recorded.
+        autocast: for each kind of device whether autocast is on, and the type that it lowers to.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls) -> Modes:
+        """Returns the modes of the process."""
+        found = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+        return cls(torch.is_grad_enabled(), found)
+
+    def apply(self) -> None:
+        """Makes these the modes of the process."""
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Restore all state that executing a graph's switches may change."""
+    before, cache, dtype = Modes.current(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        before.apply()
+        torch.set_autocast_cache_enabled(cache)
+        torch.set_default_dtype(dtype)
+        # `torch.use_deterministic_algorithms` would set options of Inductor, too.
+        torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
+    """Returns the modes that each node of a graph runs in."""
+    found: dict[fx.Node, Modes] = {}
+    values: dict[fx.Node, Any] = {}
+    with restored():
+        if graph.parent is not None:
+            caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
+            modes(graph.parent)[caller].apply()
+        for node in graph.nodes:
+            found[node] = Modes.current()
+            if effect_of(node) in (Effect.GRAD, Effect.AUTOCAST):
+                args = fx.node.map_arg(node.args, lambda used: values[used])
+                values[node] = node.target(*args)  # type: ignore[operator]
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
+
+    nodes: tuple[fx.Node, ...]
+    kept: bool
+    leveled: bool = False
+    """Whether the nodes are between the entry and the exit of a level."""
+
+
+def pieces(graph: fx.Graph) -> Iterator[Piece]:
+    """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
+    current: list[fx.Node] = []
+    kept: set[fx.Node] = set()
+    nesting = 0
+    region: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        before = nesting
+        nesting += level_step(node)
+        if before or nesting:
+            region.append(node)
+            if nesting == 0:
+                yield from ([Piece(tuple(current), kept=False)] if current else [])
+                yield Piece(tuple(region), kept=True, leveled=True)
+                kept.update(region)
+                current, region = [], []
+        elif _stays(node) or _unpacks(node, kept):
+            yield from ([Piece(tuple(current), kept=False)] if current else [])
+            yield Piece((node,), kept=True)
+            kept.add(node)
+            current = []
+        else:
+            current.append(node)
+    if region or current:
+        yield Piece(tuple(current + region), kept=bool(region), leveled=bool(region))
+
+
+def _stays(node: fx.Node) -> bool:
+    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator) or hooks_gradients(node)
+
+
+def hooks_gradients(node: fx.Node) -> bool:
+    """Whether a node puts a hook on a tensor, which sees the tensor's gradient."""
+    known = (used.meta.get("example_value") for used in node.all_input_nodes)
+    return any(isinstance(value, (BackwardState, BackwardHook)) for value in known)
+
+
+def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in kept
+
+
+_OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
+"""Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+
+
+def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
+    with fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *values
+        )
+    return traced
+
+
+class Tracking(fx.Interpreter):
+    """Knows the name of the node that it runs, so that a failure can be laid at its door."""
+
+    at = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n.name
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in UNFUSED and not args[0].is_nested:
+            return UNFUSED[target](*args, **kwargs)
+        return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
+
 
 _HOOKED = "a hook sees its gradient, in the type that the model has"
 
@@ -121,13 +286,13 @@ class _Builder:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             keep(new, self.module)
             for used in new.all_input_nodes:
-                if used.op == "get_attr" and used in (meta.REPLACED.get(new) or {}):
-                    self.root[str(used.target)] = meta.REPLACED[new][used]
-            del meta.REPLACED[new]
+                if used.op == "get_attr" and used in (node_metadata.REPLACED.get(new) or {}):
+                    self.root[str(used.target)] = node_metadata.REPLACED[new][used]
+            del node_metadata.REPLACED[new]
         elif hooks_gradients(node):
-            meta.OPAQUE[new] = _HOOKED
+            node_metadata.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
-            meta.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+            node_metadata.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
         """Execute a call that changes state, for the pieces after it to be traced in that state.
@@ -150,7 +315,7 @@ class _Builder:
         with self.graph.inserting_after(source):
             apart = self.graph.call_function(torch.ops.aten.alias.default, (source,))
         apart.meta.update(source.meta)
-        meta.OPAQUE[apart] = _HOOKED
+        node_metadata.OPAQUE[apart] = _HOOKED
         source.replace_all_uses_with(apart, delete_user_cb=lambda user: user is not apart)
         self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
 
@@ -184,7 +349,7 @@ class _Builder:
 
     def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
         """Keeps one of the nodes as Dynamo wrote it, and re-traces those before and after it."""
-        if by := meta.put_in_by(bad):
+        if by := node_metadata.put_in_by(bad):
             raise PassError(
                 f"pass {by!r} has put in %{bad.name}, which cannot be traced: {kind}: {message}",
                 where=f"pass {by!r}, node %{bad.name}",
@@ -195,7 +360,7 @@ class _Builder:
         if where:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
-        meta.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        node_metadata.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
         # The inputs of a trace are single tensors, so a trace cannot read a result that is a tuple.
         items = _items(bad)
         for item in items:

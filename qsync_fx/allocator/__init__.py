@@ -6,8 +6,8 @@ Invariant: an answer says of a plan what the judge says of it: the cost mapper, 
 with meanwhile is its own.
 """
 
-from qsync_fx.allocator.answer import Allocator, Answer, Note, NoteKind, Round
-from qsync_fx.allocator.judging.judge import Judge, Judged, judged
+from qsync_fx.allocator.evaluator import Judge, Judged, judged
+from qsync_fx.allocator.plan_result import Allocator, Answer, Note, NoteKind, Round
 from qsync_fx.allocator.problem import DeviceClass, Problem
 
 __all__ = ["Allocator", "Answer", "DeviceClass", "Judge", "Judged", "Note", "NoteKind", "Problem", "Round", "judged"]

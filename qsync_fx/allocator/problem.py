@@ -2,6 +2,10 @@
 
 Invariant: frozen, and whole: what a plan costs follows from it and the plan alone. Two formats are two choices of an operator only where
 it computes in two formats.
+
+Plans in which all operators of a class of devices are asked for one format.
+
+Invariant: each is one that `Problem.uniform` makes; the first is that of the narrowest format of each class.
 """
 
 from __future__ import annotations
@@ -11,15 +15,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from qsync_fx.allocator.coding import Coding
+from qsync_fx.allocator.codec_choice import Coding
 from qsync_fx.errors import PlanError, shown
-from qsync_fx.precision import FORMATS
-from qsync_fx.predictor.mapper.tables import Tables
-from qsync_fx.predictor.memory import Anchor, Training
-from qsync_fx.predictor.model.reachable import chosen
-from qsync_fx.predictor.model.value import Choices, ModelGraph
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.formats import FORMATS
+from qsync_fx.predictor.cost_mapper.indexed_model import Tables
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.predictor.memory.outside_passes import Training
+from qsync_fx.predictor.memory.peak_memory import Anchor
+from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, chosen
+from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.times import Times
 
 Asked = Mapping[str, str]
@@ -190,3 +194,15 @@ def width(fmt: str) -> tuple[int, int, int]:
     """Returns what formats are sorted by, from the narrowest up: bits, bits of gradients, and bits of the mantissa."""
     found = FORMATS[fmt]
     return found.bits, found.gradient.bits, found.mantissa
+
+
+def uniforms(problem: Problem) -> Mapping[str, Plans]:
+    """Returns uniform plans by the format asked for, from the narrowest up, of those that all open classes have.
+
+    Where classes have different ones, that of each class's narrowest format comes first, under the names of all of these.
+    """
+    parts = [problem.classes[name] for name in problem.open]
+    lowest = sorted({part.lowest for part in parts}, key=width)
+    common = sorted(set.intersection(*(set(part.formats) for part in parts)), key=width)
+    found = {} if common[:1] == lowest else {"/".join(lowest): problem.uniform()}
+    return found | {fmt: problem.uniform(fmt) for fmt in common}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from qsync_fx.cli.command import Command
 from qsync_fx.cli.output import status_of
-from qsync_fx.cli.parsing import parsed
+from qsync_fx.cli.parser import parsed
 
 __all__ = ["Command", "main"]
 

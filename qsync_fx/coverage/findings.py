@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from qsync_fx.coverage.causes import Cause, Why, cause_of, nested
-from qsync_fx.coverage.log import Frame
-from qsync_fx.coverage.reached import has_gradients
-from qsync_fx.coverage.tree import Tree, stale
-from qsync_fx.graph.values import format_of
-from qsync_fx.module_tree import joined, own_parameters
+from qsync_fx.coverage.compilation_log import Frame
+from qsync_fx.coverage.module_coverage import Tree, has_gradients, stale
+from qsync_fx.formats import Precision
+from qsync_fx.graph.fx_utils import format_of
+from qsync_fx.module_paths import joined, own_parameters
 from qsync_fx.plan import Plan
-from qsync_fx.plan.opid import OpId, escaped
+from qsync_fx.plan.operator_id import OpId, escaped
 from qsync_fx.plan.patterns import module_regex
-from qsync_fx.plan.plan_check import misfit
-from qsync_fx.precision import Precision
+from qsync_fx.plan.validation import misfit
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,33 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from qsync_fx.devices.counted import Kernels, standing_for, target_of
-    from qsync_fx.devices.device import Device
-    from qsync_fx.devices.integers import cpu_multiplies_integers, native_integer_unit, wrong_path
-    from qsync_fx.devices.known import get, names
-    from qsync_fx.devices.offers import Support, compiles, default_precision, forget, offer, row_at, row_on, support
-    from qsync_fx.devices.targets import TARGETS, check_target, targeted
+    from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_unit, wrong_path
+    from qsync_fx.devices.device_catalog import get, names
+    from qsync_fx.devices.device_model import Device
+    from qsync_fx.devices.format_support import (
+        Kernels,
+        Support,
+        compiles,
+        default_precision,
+        forget,
+        offer,
+        row_at,
+        row_on,
+        standing_for,
+        support,
+        target_of,
+    )
+    from qsync_fx.devices.target_override import TARGETS, check_target, targeted
 
 _HOMES: Final = {
-    **dict.fromkeys(("Kernels", "standing_for", "target_of"), "counted"),
-    **dict.fromkeys(("Device",), "device"),
-    **dict.fromkeys(("cpu_multiplies_integers", "native_integer_unit", "wrong_path"), "integers"),
-    **dict.fromkeys(("get", "names"), "known"),
+    **dict.fromkeys(("Kernels", "standing_for", "target_of"), "format_support"),
+    **dict.fromkeys(("Device",), "device_model"),
+    **dict.fromkeys(("cpu_multiplies_integers", "native_integer_unit", "wrong_path"), "cpu_features"),
+    **dict.fromkeys(("get", "names"), "device_catalog"),
     **dict.fromkeys(
-        ("Support", "compiles", "default_precision", "forget", "offer", "row_at", "row_on", "support"), "offers"
+        ("Support", "compiles", "default_precision", "forget", "offer", "row_at", "row_on", "support"), "format_support"
     ),
-    **dict.fromkeys(("TARGETS", "check_target", "targeted"), "targets"),
+    **dict.fromkeys(("TARGETS", "check_target", "targeted"), "target_override"),
 }
 
 __all__ = [

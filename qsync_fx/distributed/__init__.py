@@ -7,14 +7,12 @@ the plan of all; in adapting/ `replanning` finds another when a device has chang
 `drift` makes of it.
 """
 
-from qsync_fx.distributed.averaging import average_by_batch
-from qsync_fx.distributed.compressing import compress
-from qsync_fx.distributed.finding import find_plan
-from qsync_fx.distributed.guarding import Guard, guard
-from qsync_fx.distributed.replanned import Replanned
-from qsync_fx.distributed.replanning import Replanning
-from qsync_fx.distributed.replicas import check_replicas
-from qsync_fx.distributed.survey import FoundPlan
+from qsync_fx.distributed.compress_gradients import compress
+from qsync_fx.distributed.fleet_plan import FoundPlan, find_plan
+from qsync_fx.distributed.guard_training import Guard, guard
+from qsync_fx.distributed.replan import Replanned, Replanning
+from qsync_fx.distributed.replica_check import check_replicas
+from qsync_fx.distributed.sample_weighted_mean import average_by_batch
 
 __all__ = [
     "FoundPlan",

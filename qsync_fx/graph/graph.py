@@ -1,39 +1,176 @@
 """The precision DAG: a typed view over an fx.Graph.
 
 Invariant: the fx.Graph is the only truth. Each node's value is `meta["val"]` (fake tensors), each operator's note is
-a frozen `Note` (qsync_fx/graph/meta.py); a `PrecisionGraph` adds no state of its own beside the context of the compilation.
+a frozen `Note` (qsync_fx/graph/node_metadata.py); a `PrecisionGraph` adds no state of its own beside the context of the compilation.
+
+A handle on one operator of a graph.
+
+Invariant: it keeps nothing. What it says it reads from the node's note, and what is decided by it stands there.
+
+A copy of a precision graph, which stays as it is when the passes go on.
+
+Invariant: the copy shares no node and no body with the original. Notes are frozen, so both hold the same ones; tensors that it
+refers to are shared.
+
+Which dropout draws what it drops in vectors, from the stream of the roundings: the option "fast_dropout".
+
+Invariant: who compiles and who foresees ask the same function. Where nothing is asked for, dropout of a CPU is drawn so wherever it can be.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
-from qsync_fx.devices import targeted
-from qsync_fx.errors import PassError
-from qsync_fx.graph import meta
-from qsync_fx.graph.fake import FakeRun
-from qsync_fx.graph.nodes import target_name
-from qsync_fx.graph.notes import Rewritten
-from qsync_fx.graph.operator import Operator
-from qsync_fx.graph.values import describe
-from qsync_fx.ops import Kind
+from qsync_fx.devices.format_support import ANY, capability, resolve, row_on, support
+from qsync_fx.devices.target_override import targeted
+from qsync_fx.errors import PassError, PrecisionError
+from qsync_fx.formats import FP32, Precision, precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.fx_utils import FakeRun, Source, argument_at, arguments, describe, format_of, source_of, target_name
+from qsync_fx.graph.node_metadata import Note, Rewritten
+from qsync_fx.ops.spec import Kind, OperatorRow
 from qsync_fx.options import Options
-from qsync_fx.plan import Plan
-from qsync_fx.plan.opid import Numbering, OpId
+from qsync_fx.plan.operator_id import Numbering, OpId
+from qsync_fx.plan.plan import Plan
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from qsync_fx.graph.costs.total import Costing
+    from qsync_fx.graph.operator_costs import Costing
+
+
+class Operator:
+    """A handle on one operator of the graph; it reads and writes the node's note.
+
+    Args:
+        note: what the handle shows in place of the node's note: a decision that is another plan's.
+    """
+
+    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: Note | None = None) -> None:
+        self.graph, self.node, self._note = graph, node, note
+
+    @property
+    def note(self) -> Note:
+        note: Note = self._note or node_metadata.NOTE[self.node]
+        return note
+
+    @property
+    def id(self) -> OpId:
+        return self.note.id
+
+    @property
+    def kind(self) -> Kind:
+        return self.note.kind
+
+    @property
+    def precision(self) -> Precision | None:
+        return self.note.precision
+
+    @property
+    def output(self) -> Precision | None:
+        return self.note.output
+
+    @property
+    def reason(self) -> str:
+        by, reason = self.note.by, self.note.reason
+        if self.note.computed is not None:
+            reason = f"{reason}; {self.note.computed}" if reason else str(self.note.computed)
+        return f"{self.note.how} by {by}; {reason}" if by and reason else reason
+
+    @property
+    def row(self) -> OperatorRow | None:
+        return self.note.row
+
+    @property
+    def held(self) -> Precision | None:
+        """The format that the model itself holds the result in; None in an autocast region that gives way to a plan."""
+        region = isinstance(self.note.autocast, Precision) and not self.graph.context.automatic
+        return None if region else format_of(self.graph.value(self.node))
+
+    @property
+    def refused(self) -> str | None:
+        """Why no operator of ours takes the place of this one; None where one does, and for rows that never have one."""
+        row = self.row
+        if row is None or not row.scaled:
+            return None
+        given = tuple(arguments(self.node).values())
+        if not all(isinstance(argument_at(given, at), fx.Node) for at in row.scaled):
+            return "an operand is no tensor"
+        lowering = self.graph.context.lowerings.get(row.name)
+        return lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
+
+    @property
+    def source(self) -> Source | None:
+        return source_of(self.node)
+
+    @property
+    def where(self) -> str:
+        """The operator's id and its line in the user's model, for error messages."""
+        source = self.source
+        return f"operator {self.id}" + (f", {source}: {source.code}" if source else "")
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the note."""
+        note = self.note
+        if any(getattr(note, name) != value for name, value in changes.items()):
+            node_metadata.NOTE[self.node] = dataclasses.replace(note, **changes)
+
+    def assign(self, name: str | Precision, reason: str) -> None:
+        """Gives the operator a precision, for a reason that reports show; it holds against the plan.
+
+        Raises:
+            PrecisionError: the precision is unknown, or the operator is not adjustable.
+        """
+        wanted = precision(name)
+        if self.kind is not Kind.ADJUSTABLE:
+            raise PrecisionError(
+                f"{self.id} is {self.kind}: no pass can assign {wanted} to it",
+                where=self.where,
+                do='choose among graph.operators(kind="adjustable"); dependent operators follow their inputs',
+            )
+        self.decide(wanted, reason, pinned=True)
+
+    def slower(self, fmt: Precision) -> str | None:
+        """Why a wider format is as fast at the operator's shape on the device; None where it is not, or where nothing says so."""
+        context = self.graph.context
+        if (offered := support(context.device, fmt)).how == "simulated":
+            return offered.reason
+        # A product without a weight has no lowering that would know its shape.
+        lowering = context.lowerings.get(self.row.name) if self.row is not None and self.row.scaled else None
+        found: str | None = lowering.slower(self.node, fmt, context) if lowering is not None and fmt.bits < 32 else None
+        return found
+
+    def decide(self, planned: Precision, reason: str, pinned: bool = False, where_faster: bool = False) -> None:
+        """Notes what is planned, what the operator and the device make of it, and why.
+
+        Args:
+            where_faster: whether a wider format is taken that is as fast.
+        """
+        row = self.row
+        assert row is not None, "adjustable operators have rows"
+        context = self.graph.context
+        runs, but = resolve(row, planned, context.device, context.options.exact, self.held, self.refused)
+        narrow = self.held if self.held is not None and self.held.bits < 32 else None
+        while where_faster and runs is not narrow and (slower := self.slower(runs)) is not None:
+            wider = narrow or (FP32 if runs.plain else row_on(context.device, runs).elsewhere)
+            but = "; ".join(filter(None, (but, f"{slower}, so it runs in {wider}")))
+            runs = wider
+        reason = f"{reason}; {but}" if but else reason
+        self.update(planned=planned, precision=runs, reason=reason, instead=but, pinned=pinned)
+
+    def __repr__(self) -> str:
+        return f"<Operator {self.id} {self.kind} {self.precision or 'unassigned'}>"
 
 
 @dataclass(frozen=True)
@@ -119,7 +256,7 @@ class PrecisionGraph:
 
     def own_operators(self) -> list[Operator]:
         """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
-        return [Operator(self, node) for node in self.nodes if node in meta.NOTE]
+        return [Operator(self, node) for node in self.nodes if node in node_metadata.NOTE]
 
     def operators(self, kind: Kind | str | None = None, pattern: str | None = None) -> list[Operator]:
         """Returns the operators, those in bodies of higher-order operators included, by kind and by pattern of their id."""
@@ -135,7 +272,7 @@ class PrecisionGraph:
         """Yields this graph and, depth first, the bodies of its higher-order operators that the passes rewrite."""
         yield self
         for node in self.nodes:
-            for body in meta.bodies(node):
+            for body in node_metadata.bodies(node):
                 yield from body.walk()
 
     def output_types(self) -> list[torch.dtype | None]:
@@ -145,12 +282,12 @@ class PrecisionGraph:
         return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
 
     def dag(self) -> nx.MultiDiGraph:
-        """Returns the operators and what flows between them as a value of networkx; see `qsync_fx.graph.costs.dag`.
+        """Returns the operators and what flows between them as a value of networkx; see `qsync_fx.graph.cost_dag`.
 
         Raises:
             PassError: the graph has not been classified yet.
         """
-        from qsync_fx.graph.costs.dag import precision_dag
+        from qsync_fx.graph.cost_dag import precision_dag
 
         with self.context.there():
             return precision_dag(self.costing.flow)
@@ -158,8 +295,8 @@ class PrecisionGraph:
     @functools.cached_property
     def costing(self) -> Costing:
         """What operators cost in each of their states."""
-        from qsync_fx.graph.costs.flow import Flow
-        from qsync_fx.graph.costs.total import Costing
+        from qsync_fx.graph.operator_costs import Costing
+        from qsync_fx.graph.saved_tensors import Flow
 
         if self.written is None:
             raise PassError("the graph has no operators yet", do='ask after the pass "classify"')
@@ -183,12 +320,12 @@ class PrecisionGraph:
         """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
-            enabled, dtype = meta.REGION.get(node) or (False, None)
+            enabled, dtype = node_metadata.REGION.get(node) or (False, None)
             region = torch.autocast(self.context.device.type, dtype, enabled)
             with FakeRun(self.context.fake_mode, torch.no_grad(), region):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            where = Operator(self, node).where if node in meta.NOTE else f"node %{node.name}"
+            where = Operator(self, node).where if node in node_metadata.NOTE else f"node %{node.name}"
             shown = ", ".join(describe(self.value(a)) for a in node.args)
             raise PassError(
                 f"{target_name(node)} does not take ({shown}): {error}",
@@ -202,3 +339,90 @@ def _sized_as(before: Any, now: Any) -> Any:
     if isinstance(now, (list, tuple)):
         return type(now)(_sized_as(b, n) for b, n in zip(before, now, strict=True))
     return before.to(now.dtype) if isinstance(now, torch.Tensor) else before
+
+
+def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> PrecisionGraph:
+    """Returns a copy of the graph and of the bodies of its higher-order operators; `parent` is the copy that it is a body in."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    new = fx.Graph()
+    found = new.graph_copy(graph.graph, nodes, return_output_node=True)
+    if isinstance(found, tuple):
+        result, output = found
+        new.output(result).meta = dict(output.meta)
+    # Lazily: the code of a copy is written when somebody runs it.
+    copy = PrecisionGraph(_LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent)
+    copy.module.meta.update(graph.module.meta)
+    copy.numbers = graph.numbers.copy()
+    copy.unknown, copy.rewritten, copy.outputs = dict(graph.unknown), dict(graph.rewritten), list(graph.outputs)
+    for old, node in nodes.items():
+        before: tuple[PrecisionGraph, ...] = node_metadata.bodies(old)
+        bodies = tuple(copied(body, copy) for body in before)
+        if bodies:
+            node_metadata.BODIES[node] = bodies
+        for body in bodies:
+            node_metadata.CALLER[body.nodes[-1]] = node
+        places = {id(body.module): inner.module for body, inner in zip(before, bodies, strict=True)}
+        for used in node.all_input_nodes:
+            held = getattr(graph.module, str(used.target), None) if used.op == "get_attr" else None
+            if id(held) in places:
+                setattr(copy.module, str(used.target), places[id(held)])
+    return copy
+
+
+_ATTRIBUTES = (
+    "compile_subgraph_reason",
+    "_param_name_to_source",
+    "_backend_id",
+    "torchdynamo_force_dynamic",
+)
+"""Dynamo's attributes of a graph module that Inductor and AOTAutograd read."""
+
+
+def adopt_attributes(new: fx.GraphModule, old: fx.GraphModule) -> None:
+    """Give a module the metadata and the attributes that Dynamo has written to another one."""
+    new.meta.update(old.meta)
+    for name in _ATTRIBUTES:
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a module of Dynamo's, which shares its tensors and its bodies' graphs."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copy = nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    new = fx.GraphModule(module, graph)
+    adopt_attributes(new, module)
+    return new
+
+
+aten = torch.ops.aten
+
+VECTORS: Final = "vectors"
+"""How an operator computes that drops what is drawn so."""
+_DROPPING: Final = (aten.dropout.default, aten.native_dropout.default, aten.scaled_dot_product_attention.default)
+
+
+def drops(node: fx.Node) -> bool:
+    """Whether a node may be a dropout, or have one in it."""
+    return node.target in _DROPPING
+
+
+def may_be_drawn(graph: PrecisionGraph) -> bool:
+    """Whether there is a dropout in a graph that is compiled for a CPU, and nothing asks for torch's."""
+    context = graph.context
+    asked = context.options.fast_dropout is not False and context.options.inner == "inductor"
+    if not asked or context.device.type != "cpu" or capability(context.device) != ANY:
+        return False
+    return any(drops(node) for part in graph.walk() for node in part.nodes)
+
+
+def drawn(graph: PrecisionGraph) -> bool:
+    """Whether it is drawn in vectors: not in the body of an operator, which may be computed again from another seed, nor where the model
+    calls torch.native_dropout."""
+    if not may_be_drawn(graph):
+        return False
+    parts = list(graph.walk())
+    return len(parts) == 1 and not any(node.target is aten.native_dropout.default for node in parts[0].nodes)

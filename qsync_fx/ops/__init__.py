@@ -4,6 +4,12 @@ Invariant: each module of the folders of this package holds `ROWS`, a tuple of `
 a new row.
 Installed packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
 target.
+
+Operators that compute new values element by element, or sum up along a dimension: activations, norms, reductions, losses.
+
+Operators whose results hold the values that they are given, or constants: views, lookups, conversions, writes.
+
+Operators that multiply tensors: products, convolutions, attention, and what is built of them.
 """
 
 from __future__ import annotations
@@ -17,13 +23,14 @@ from typing import Any
 
 import torch
 
+from qsync_fx.entry_points import tuples
 from qsync_fx.errors import QSyncError
-from qsync_fx.installed import tuples
-from qsync_fx.ops.row import Flops, Kind, OperatorRow, Place
+from qsync_fx.ops.spec import Flops, Kind, OperatorRow, Place
 
 __all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
-_NO_ROWS = ("qsync_fx.ops.row", "qsync_fx.ops.multiplying.contraction")
+
+_NO_ROWS = ("qsync_fx.ops.spec", "qsync_fx.ops.contractions")
 """What rows are made of."""
 
 

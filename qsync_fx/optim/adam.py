@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from qsync_fx import _C
-from qsync_fx.optim.taking import (
+from qsync_fx.optim.eligibility import (
     addresses,
     all_taken,
     grad_scale,

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from qsync_fx.codec import Parsed, Path, kind
 from qsync_fx.errors import PlanError, nearest, shown
-from qsync_fx.plan.opid import OpId
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.patterns import pattern_regex
-from qsync_fx.plan.plan_check import check_plan
 from qsync_fx.plan.plan_file import PLAN, block, notes_of, texts_block
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.plan.validation import check_plan
+from qsync_fx.serialization import Parsed, Path, kind
 
 # Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
 _Operators = Mapping[OpId, Precision | str] | Mapping[str, Precision | str] | Mapping[OpId | str, Precision | str]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qsync_fx.codec import Schema, kind
 from qsync_fx.errors import PlanError
+from qsync_fx.serialization import Schema, kind
 
 
 @dataclass(frozen=True)

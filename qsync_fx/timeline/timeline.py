@@ -2,18 +2,40 @@
 
 Invariant: of each device, forward and backward pass, casts and the rest, waiting, sending and the optimizer add up to the step, but for
 what the host takes to hand work over and what communication slows down.
+
+What `print(timeline)` shows: the step, each class of devices, and the operators that take longest.
+
+Invariant: seconds of a device are of one of its devices, and add up as `timeline` says.
+
+Timelines as JSON of the Trace Event Format, which Perfetto and Chrome show: a process a class of devices, with a track for what it
+computes and one for what it sends.
+
+Waiting is shown on both tracks. An arrow leads from the entry after which a bucket is ready to where it travels.
+
+Invariant: times are microseconds from the begin of the step, and pieces of one track do not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import pathlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
-from qsync_fx.codec import Path
-from qsync_fx.predictor.replay.fleet import Bucket, Played
-from qsync_fx.predictor.schedule import Part
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from qsync_fx.errors import ProfileError, QSyncError
+from qsync_fx.formatting import duration, many, short
+from qsync_fx.predictor.replayer.cluster_step import Bucket, Played
+from qsync_fx.predictor.times import Part
+from qsync_fx.serialization.atomic_files import write_text
+from qsync_fx.serialization.schema import Path
+from qsync_fx.text_tables import Fitted, plain, table_of
 
 
 @dataclass(frozen=True)
@@ -120,19 +142,17 @@ class Timeline:
 
     def save_perfetto(self, path: Path) -> None:
         """Writes the timeline for ui.perfetto.dev and chrome://tracing; raises `ProfileError` if it cannot."""
-        from qsync_fx.report.perfetto import save
 
         save(self, path)
 
     def __repr__(self) -> str:
         """One line, as notebooks and debuggers show it."""
-        from qsync_fx.report.numbers import duration
+        from qsync_fx.formatting import duration
 
         devices = ", ".join(f"{device.count} {name}" for name, device in self.played.cluster.devices.items())
         return f"Timeline({duration(self.seconds)} a step on {devices})"
 
     def __str__(self) -> str:
-        from qsync_fx.report.timeline_text import timeline_text
 
         return timeline_text(self)
 
@@ -178,3 +198,142 @@ _WITHOUT = {Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.CAST: "cast
 def _name(bucket: Bucket) -> str:
     more = len(bucket.parameters) - 1
     return f"{bucket.parameters[0]}{f' and {more} more' if more else ''}"
+
+
+SHOWN = 15
+"""How many operators a table has where nobody says it."""
+
+
+def timeline_text(timeline: Timeline, width: int | None = None) -> str:
+    """Returns a timeline as plain text, fitted to a width where one is given."""
+    return plain(timeline_table(timeline), width)
+
+
+def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
+    """Returns a timeline for a rich console, with so many operators."""
+    operators = timeline.by_operator()
+    left = len(operators) - shown
+    more = [Text(many(left, "more operator"))] if left > 0 else []
+    taken = [Text(f"{name}: measured with {found}") for name, found in timeline.conditions.items()]
+    tables = (_devices(timeline, operators), _operators(timeline, operators[:shown]))
+    return Group(Text(_head(timeline)), *tables, *more, *taken)
+
+
+def _head(timeline: Timeline) -> str:
+    parts = [f"{duration(timeline.seconds)} a step"]
+    if timeline.seconds:
+        parts.append(f"{1 / timeline.seconds:.4g} steps a second")
+    if timeline.throughput is not None:
+        parts.append(f"{timeline.throughput:.4g} samples a second")
+    buckets = timeline.played.buckets
+    if buckets:
+        parts.append(
+            f"{many(len(buckets), 'bucket')} of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients"
+        )
+    codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
+    if codecs:
+        kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
+        between = " between nodes" if timeline.played.cluster.nodes.ranks > 1 else ""
+        parts.append(f"sent{between} as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})")
+    return ", ".join(parts)
+
+
+def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
+    cluster, sending, waiting = timeline.played.cluster, timeline.sending, timeline.waiting
+    parts = ("forward", "backward", "casts", "other")
+    columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
+    table = table_of([*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak"))
+    for name, device in cluster.devices.items():
+        own = [one for one in operators if one.device == name]
+        sums = [sum(getattr(one, part) for one in own) for part in parts]
+        times = [*sums, sending[name], waiting[name], timeline.played.devices[name].optimizer]
+        peak = [_peak(timeline, name)] if timeline.peak_bytes else []
+        table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
+    return Fitted(table)
+
+
+def _peak(timeline: Timeline, name: str) -> str:
+    cluster, peak = timeline.played.cluster, timeline.peak_bytes.get(name)
+    memory = cluster.bytes_of(name, cluster.devices[name].memory or 0)
+    if peak is None:
+        return "?"
+    if memory is None:
+        return short(peak, "B")
+    return f"{short(peak, 'B')} of {short(memory, 'B')}{', too much' if peak > memory else ''}"
+
+
+def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
+    several = len(timeline.played.devices) > 1
+    columns = ("forward", "backward", "casts", "share")
+    table = table_of(["operator", *(["devices"] if several else []), *columns], right=columns)
+    for one in operators:
+        share = one.seconds / timeline.seconds if timeline.seconds else 0.0
+        times = (one.forward + one.other, one.backward, one.casts)
+        device = [Text(one.device)] if several else []
+        table.add_row(Text(one.operator or "(outside operators)"), *device, *map(duration, times), f"{share:.1%}")
+    return table
+
+
+_COLORS = {
+    "forward": "thread_state_running",
+    "backward": "rail_animation",
+    "cast": "rail_load",
+    "outside": "generic_work",
+    "optimizer": "rail_response",
+    "waiting": "terrible",
+    "sending": "thread_state_iowait",
+}
+"""Names that the format reserves; Perfetto colours by name where it does not know them."""
+
+
+def save(timeline: Timeline, path: Path) -> None:
+    """Writes a timeline; raises `ProfileError` where that fails."""
+    try:
+        write_text(pathlib.Path(path), json.dumps(trace(timeline), allow_nan=False) + "\n")
+    except QSyncError as error:
+        raise ProfileError(f"the timeline is not saved: {error.what}", where=error.where, do=error.do) from error
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """Returns the object of the format."""
+    events: list[dict[str, Any]] = []
+    # Process 0 is the idle one to tools that know Linux.
+    for at, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
+        title = f"{name} ({device.count} devices)" if device.count > 1 else name
+        events.append({"ph": "M", "name": "process_name", "pid": at, "tid": 0, "args": {"name": title}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": at, "tid": 0, "args": {"sort_index": at}})
+        tracks = {"computation": timeline.computing[name], "communication": timeline.communicating[name]}
+        for tid, (track, pieces) in enumerate(tracks.items(), start=1):
+            events.append({"ph": "M", "name": "thread_name", "pid": at, "tid": tid, "args": {"name": track}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": at, "tid": tid, "args": {"sort_index": tid}})
+            events += [_slice(piece, at, tid) for piece in pieces]
+        events += _arrows(timeline, name, at)
+    return {"displayTimeUnit": "ms", "otherData": {"seconds": timeline.seconds}, "traceEvents": events}
+
+
+def _slice(piece: Piece, pid: int, tid: int) -> dict[str, Any]:
+    begin, end = piece.begin * 1e6, piece.end * 1e6
+    return {
+        "ph": "X",
+        "name": piece.name,
+        "cat": piece.kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": begin,
+        "dur": end - begin,
+        "cname": _COLORS[piece.kind],
+    }
+
+
+def _arrows(timeline: Timeline, name: str, pid: int) -> list[dict[str, Any]]:
+    step, pieces = timeline.played.step, timeline.computing[name]
+    events: list[dict[str, Any]] = []
+    for number, (ready, sent) in enumerate(zip(step.ready[pid - 1].tolist(), step.sent.tolist(), strict=True)):
+        # An arrow belongs to the slice that its time lies within, and a bucket is ready when one ends.
+        made_by = max((piece for piece in pieces if piece.begin < ready), key=lambda piece: piece.begin, default=None)
+        if made_by is None:
+            continue
+        same = {"cat": "ready", "name": "ready", "id": f"{name} {number}", "pid": pid}
+        events.append({"ph": "s", **same, "tid": 1, "ts": (made_by.begin + made_by.end) / 2 * 1e6})
+        events.append({"ph": "f", "bp": "e", **same, "tid": 2, "ts": sent * 1e6})
+    return events

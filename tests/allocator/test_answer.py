@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from allocation_problems import fleet
 
 from qsync_fx import Plan, PlanError
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
-from qsync_fx.predictor.mapper import states
-from qsync_fx.report.numbers import duration
+from qsync_fx.formatting import duration
+from qsync_fx.predictor.cost_mapper import states
+from tests.support.planning.allocation_problems import fleet
 
 
 def an_answer() -> Answer:

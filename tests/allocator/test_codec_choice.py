@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from allocation_problems import PlainTimes, drawn_sensitivity
-from predicted_models import graph_of
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
 from qsync_fx.allocator import Judge, NoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.wire.messages import HEADER
+from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import BETWEEN_NODES
+from qsync_fx.plan.cluster_plan import BETWEEN_NODES
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.predictor.replay.cluster_parts import Compression, Device, Network, Nodes
+from qsync_fx.predictor.replayer.cluster import Compression, Device, Network, Nodes
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.statistics.coding import of_gradients
+from qsync_fx.profiler.sensitivity.gradient_step import of_gradients
+from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
+from tests.support.planning.predicted_models import graph_of
 
 
 class Known:

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from allocation_problems import PlainTimes, drawn_sensitivity
-from predicted_models import graph_of
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, QSyncError, Sensitivity
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
-from qsync_fx.allocator.exact.exact import Exact
+from qsync_fx.allocator.milp.milp_allocator import Exact
 from qsync_fx.devices import get
-from qsync_fx.distributed.asked import checked as asked_of
+from qsync_fx.distributed.compress_gradients import checked as asked_of
+from qsync_fx.formatting import duration
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.memory import ADAM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
+from qsync_fx.predictor.replayer.cluster import Device, Network
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.profile import Profile
-from qsync_fx.report.numbers import duration
+from qsync_fx.profiler.profile import Profile
+from tests.support import tiers
+from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
+from tests.support.planning.predicted_models import graph_of
 
 
 class Known:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tiers
-from catalog_fleets import of_catalog, symbolic
 
 from qsync_fx.allocator import Answer, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
-from qsync_fx.allocator.exact.exact import Exact
-from qsync_fx.allocator.judging.resizing import resized
-from qsync_fx.allocator.paper import Greedy
+from qsync_fx.allocator.evaluator import resized
+from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.recovery import Greedy
+from tests.support import tiers
+from tests.support.planning.catalog_fleets import of_catalog, symbolic
 
 
 def of_paper(name: str, count: int, room: float | None = None) -> Problem:

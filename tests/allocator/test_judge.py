@@ -6,15 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from allocation_problems import alone, device_class, fleet
 
 import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.allocator import Judge, Problem, judged
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import anchored_bytes, most_bytes, step_memory
-from qsync_fx.predictor.memory.anchors import Anchor
-from qsync_fx.timeline.known import Profiled
+from qsync_fx.predictor.memory.peak_memory import Anchor
+from qsync_fx.timeline.device_profiles import Profiled
+from tests.support.planning.allocation_problems import alone, device_class, fleet
 
 
 class Known:

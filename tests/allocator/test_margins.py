@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from allocation_problems import drawn_sensitivity
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, Profile
 from qsync_fx.allocator import Answer, Note, NoteKind, judged
-from qsync_fx.allocator.margins import MOST, slowed
+from qsync_fx.allocator.feasibility import MOST, slowed
 from qsync_fx.devices import get
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
+from qsync_fx.predictor.replayer.cluster import Device, Network
+from tests.support.planning.allocation_problems import drawn_sensitivity
 
 FLEET = Cluster({"fast": Device(batch=512), "slow": Device(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
 

@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-import tiers
 import torch
-from allocation_problems import drawn_sensitivity
-from measured_layer import BATCH, Counted, layer, quick
-from small_models import Perceptron, build
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError, Profile, ProfileError
 from qsync_fx.allocator import Answer, NoteKind
-from qsync_fx.allocator.rounds import Rounds
+from qsync_fx.allocator.measure_and_replan import Rounds
 from qsync_fx.devices import get
-from qsync_fx.predictor.mapper import CostMapper, states
+from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.memory import SGD, step_memory
-from qsync_fx.profiling.correcting import corrected
-from qsync_fx.profiling.runs import Measured, Run
-from qsync_fx.timeline.known import training_of
+from qsync_fx.profiler.measurement import corrected
+from qsync_fx.profiler.run_statistics import Measured, Run
+from qsync_fx.timeline.device_profiles import training_of
+from tests.support import tiers
+from tests.support.models.small_models import Perceptron, build
+from tests.support.planning.allocation_problems import drawn_sensitivity
+from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 import qsync_fx
 from qsync_fx.backend import compile as compiling
 from qsync_fx.backend.entry import options_of
-from qsync_fx.backend.inductor import tuned
+from qsync_fx.backend.inductor import inductor_config
 from qsync_fx.options import Options
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -33,10 +33,12 @@ def test_other_modes_are_refused_by_name(mode: Any) -> None:
 
 def test_inductor_is_told_on_cuda_and_other_devices_say_that_there_are_none() -> None:
     wanted = Options(cudagraphs=True)
-    assert tuned.captures(wanted, CUDA) and not tuned.captures(Options(), CUDA)
-    assert tuned.inductor(CUDA, True) == {"triton.cudagraphs": True} and "triton.cudagraphs" not in tuned.inductor(CUDA)
+    assert inductor_config.captures(wanted, CUDA) and not inductor_config.captures(Options(), CUDA)
+    assert inductor_config.inductor(CUDA, True) == {
+        "triton.cudagraphs": True
+    } and "triton.cudagraphs" not in inductor_config.inductor(CUDA)
     with pytest.warns(qsync_fx.PlanWarning, match='"cudagraphs" has no effect on cpu'):
-        assert not tuned.captures(wanted, CPU)
+        assert not inductor_config.captures(wanted, CPU)
 
 
 def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +51,7 @@ def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return inner("eager", device)
 
     monkeypatch.setattr(compiling, "inner_compiler", watched)
-    monkeypatch.setattr(tuned, "captures", lambda options, device: options.cudagraphs)
+    monkeypatch.setattr(inductor_config, "captures", lambda options, device: options.cudagraphs)
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     for how in ({"mode": "reduce-overhead"}, {"options": {"cudagraphs": True}}, {}):
         torch.compiler.reset()

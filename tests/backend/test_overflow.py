@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import qsync_fx
-from qsync_fx.backend import overflow
+from qsync_fx.backend import numeric_guards
 
 X = torch.randn(8, 16)
 
@@ -53,7 +53,7 @@ def test_a_scaler_keeps_them_from_the_optimizer(fused: bool) -> None:
 
 
 def test_other_formats_are_nobody_s_business() -> None:
-    assert trained("bf16", loss=1e39) == [] and not [m for m in overflow._watched if isinstance(m, nn.Sequential)]
+    assert trained("bf16", loss=1e39) == [] and not [m for m in numeric_guards._watched if isinstance(m, nn.Sequential)]
 
 
 def test_int8_is_watched_where_fp16_carries_it() -> None:
@@ -61,12 +61,12 @@ def test_int8_is_watched_where_fp16_carries_it() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     for target, formats in (("a100", None), ("t4", "fp16 (whose range ends at 65504)")):
         [part] = qsync_fx.explain(model, torch.randn(8, 64), options={"precision": "int8", "target": target}).graphs
-        overflow.watch(part.graph, model)
-        assert overflow._watched.pop(model, None) == formats
+        numeric_guards.watch(part.graph, model)
+        assert numeric_guards._watched.pop(model, None) == formats
 
 
 def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(overflow, "_finite", lambda gradients: looked.append(len(gradients)) or True)
+    monkeypatch.setattr(numeric_guards, "_finite", lambda gradients: looked.append(len(gradients)) or True)
     assert trained("fp16", loss=1.0, steps=9) == []
     assert looked == [4] * 4, "in steps 1, 2, 4 and 8"

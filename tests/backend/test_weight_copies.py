@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from weight_writes import Write
 
 import qsync_fx
-from qsync_fx.backend import kept_weights
-from qsync_fx.backend.kept_weights import Made, copies
+from qsync_fx.backend import weight_cache
+from qsync_fx.backend.weight_cache import Made, copies
+from tests.support import tiers
+from tests.support.computing.weight_writes import Write
 
 
 def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -114,14 +114,14 @@ def test_tensors_without_values_are_quantized_and_not_kept() -> None:
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
         ((q, scale),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
     assert isinstance(q, FakeTensor) and q.shape == (4, 6) and scale.shape == ()
-    assert weight not in kept_weights._kept
+    assert weight not in weight_cache._kept
 
 
 def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that was at hand would be replayed for good."""
     weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
     before = copies([(weight, how)], seed)
-    monkeypatch.setattr(kept_weights, "_queue", lambda device: None)
+    monkeypatch.setattr(weight_cache, "_queue", lambda device: None)
     assert copies([(weight, how)], seed)[0][0] is not before[0][0]
     monkeypatch.undo()
     assert copies([(weight, how)], seed)[0][0] is before[0][0]
@@ -132,7 +132,7 @@ def test_queues_of_a_device_have_copies_of_their_own(monkeypatch: pytest.MonkeyP
     weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
     found = []
     for queue in (1, 2, 1, 2):
-        monkeypatch.setattr(kept_weights, "_queue", lambda device, queue=queue: queue)
+        monkeypatch.setattr(weight_cache, "_queue", lambda device, queue=queue: queue)
         found.append(copies([(weight, how)], seed)[0][0])
     assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weight_writes import COUNTED, UNCOUNTED, Write
 
 import qsync_fx
-from qsync_fx.backend.kept_weights import Made
+from qsync_fx.backend.weight_cache import Made
+from tests.support import tiers
+from tests.support.computing.weight_writes import COUNTED, UNCOUNTED, Write
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=tiers.ALL), pytest.param("eager", marks=tiers.ALL)]
 NEAREST = {"precision": "int8", "rounding": "nearest"}

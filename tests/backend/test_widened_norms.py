@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from qsync_fx.backend.widened_norms import widened
+from qsync_fx.backend.numeric_guards import widened
 
 BF16 = torch.bfloat16
 

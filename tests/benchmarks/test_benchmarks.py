@@ -9,11 +9,11 @@ import json
 import os
 from pathlib import Path
 
-import forks
 import pytest
-import tiers
 
 from benchmarks.plans import fleets
+from tests.support import tiers
+from tests.support.processes import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
@@ -22,7 +22,7 @@ ELSEWHERE = {
     "codec_accuracy": "test_paper_experiments runs it for one network",
     "communication_study": "reads what its paper printed",
     "hybrid": "runs the demo, which has tests of its own",
-    "indicator_scatter": "draws what sensitivity has written: tests/predictor/sensitivity/test_how_well.py",
+    "indicator_scatter": "draws what sensitivity has written: tests/predictor/indicator/test_how_well.py",
     "kernel_build": "needs nvcc",
     "links": "makes links for others: tests/test_links.py",
 }

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
+
+from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 
 from benchmarks.communication import links
+from tests.support import tiers
 
 LINKS = Path(links.__file__)
 NAMES = Path("/run/netns")

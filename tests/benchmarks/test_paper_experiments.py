@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import experiment_tables
-import forks
-import pair_rank
 import pytest
-import tiers
 import torch
-from allocation_problems import fleet
-from ranks import ENVIRONMENT
 from torch import nn
 
 from benchmarks.paper import table3
@@ -24,6 +18,11 @@ from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
 from benchmarks.support.harness import write_json
 from qsync_fx.allocator import Judge
+from tests.support import experiment_tables, tiers
+from tests.support.distributed import pair_rank
+from tests.support.planning.allocation_problems import fleet
+from tests.support.processes import forks
+from tests.support.processes.ranks import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "benchmarks" / "paper"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import MODELS
+
+from tests.support.processes.command_line import MODELS
 
 
 @pytest.fixture

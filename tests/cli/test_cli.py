@@ -11,18 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiers
 import torch
-from command_line import run
 
 from qsync_fx import __version__
-from qsync_fx.cli.reference import load
-from qsync_fx.explanation import explain
+from qsync_fx.cli.model_args import load
+from qsync_fx.diagnostics import explain
+from qsync_fx.formats import FORMATS
 from qsync_fx.ops import Kind
-from qsync_fx.options import DOCUMENTED
+from qsync_fx.option_help import DOCUMENTED
 from qsync_fx.plan import Plan
-from qsync_fx.plan.opid import OpId
-from qsync_fx.precision import FORMATS
+from qsync_fx.plan.operator_id import OpId
+from tests.support import tiers
+from tests.support.processes.command_line import run
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from qsync_fx.cli import Command, commands, main, model, output
-from qsync_fx.cli.commands import inspect, tune
-from qsync_fx.cli.commands.kernels import build
+from qsync_fx.cli import Command, commands, main, model_args, output
+from qsync_fx.cli.commands import inspect, kernels, tune
 from qsync_fx.errors import QSyncError
-from qsync_fx.options import DOCUMENTED, Options
+from qsync_fx.option_help import DOCUMENTED
+from qsync_fx.options import Options
 from qsync_fx.plan import Plan
 
 MODEL = """
@@ -84,11 +84,11 @@ def options_of(command: Command) -> dict[str, str | None]:
 def test_each_verb_takes_a_model_in_the_same_way() -> None:
     told = options_of(tune.COMMAND)
     assert options_of(inspect.COMMAND).keys() == told.keys() | {"--train", "--eval", "--target"}
-    assert options_of(build.BUILD).items() - told.items() == {
+    assert options_of(kernels.BUILD).items() - told.items() == {
         ("--model", "what returns (model, args) or (model, args, kwargs)")
     }
     # A new option of the backend is a new argument of each.
-    assert {model.flag(name) for name in DOCUMENTED} - told.keys() == {
+    assert {model_args.flag(name) for name in DOCUMENTED} - told.keys() == {
         "--cached-plan",
         "--inner",
         "--strict",
@@ -99,9 +99,9 @@ def test_each_verb_takes_a_model_in_the_same_way() -> None:
 def test_options_are_those_of_the_backend(here: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
-    model.add(parser)
+    model_args.add(parser)
     line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --exact --root a.b"
-    read = Options.parse(model.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
+    read = Options.parse(model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
     assert read == Options(
         plan=Plan("int8"),
         rounding="floor",
@@ -111,7 +111,7 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
         root="a.b",
         passes=("one", "two"),
     )
-    assert model.given(parser.parse_args(["json:loads"])) == {}
+    assert model_args.given(parser.parse_args(["json:loads"])) == {}
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
 def test_a_wrong_option_is_told_before_the_model_is_made(
     verb: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from qsync_fx.backend.cuda.tune import recorded
-    from qsync_fx.backend.cuda.tune.table import Environment
+    from qsync_fx.backend.cuda import tuning
+    from qsync_fx.backend.cuda.tuning import Environment
 
-    recorded.save(Path("none.json"), recorded.Recording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {}))
+    tuning.save_recording(Path("none.json"), tuning.Recording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {}))
     name = verb[:1] if verb[0] == "tune" else verb
     rest = verb[1:] if verb[0] == "tune" else []
     assert main([*name, "model_of_commands:loud", *rest, "--rounding", "up"]) == 2

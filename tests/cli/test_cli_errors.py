@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import run
 
-from qsync_fx.cli.reference import load
+from qsync_fx.cli.model_args import load
 from qsync_fx.errors import OptionError
 from qsync_fx.plan import Plan
+from tests.support.processes.command_line import run
 
 pytestmark = pytest.mark.usefixtures("folder")
 

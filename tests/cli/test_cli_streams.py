@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiers
-from command_line import run
 
 from qsync_fx.cli import commands
+from tests.support import tiers
+from tests.support.processes.command_line import run
 
 pytestmark = pytest.mark.usefixtures("folder")
 FULL = "qsync: standard output cannot be written: No space left on device\n"
@@ -71,7 +71,7 @@ def test_full_standard_output(
 
 def test_output_longer_than_the_buffer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The write itself fails then, which argparse ignores, and Python has nothing left to flush at exit."""
-    monkeypatch.setattr("qsync_fx.cli.parsing._EXAMPLES", "x" * 100_000)
+    monkeypatch.setattr("qsync_fx.cli.parser._EXAMPLES", "x" * 100_000)
     assert run_full(monkeypatch, capsys, "--help") == (2, FULL)
 
 

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 
-import forks
-import ranks
-import tiers
+from tests.support import tiers
+from tests.support.processes import forks, ranks
 
 
 @tiers.ALL

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 from qsync_fx import _C
-from qsync_fx.cli import machine as home
+from qsync_fx.cli.commands import doctor as home
 from qsync_fx.cli.commands.doctor import render
 from qsync_fx.devices import support
 from qsync_fx.errors import ToolchainError
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
 
 XEON = """
 processor\t: {0}

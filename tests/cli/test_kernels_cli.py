@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiers
-from kernel_caches import cache_of
-from small_units import small_unit
 
-from qsync_fx.backend.cuda.libraries import cache, manifest
-from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, library
 from qsync_fx.cli import main
 from qsync_fx.errors import ToolchainError
+from tests.support import tiers
+from tests.support.cuda.compiled.kernel_caches import cache_of
+from tests.support.cuda.compiled.small_units import small_unit
 
 MODEL = """
 import torch
@@ -70,14 +70,14 @@ def full(built: Path, empty: Path) -> Path:
     """A cache with two libraries, one compiled ten days ago."""
     shutil.copytree(built, empty)
     (old,) = (entry for entry in found(empty) if entry.manifest.name == "first")
-    path = old.folder / manifest.FILE
+    path = old.folder / library.FILE
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"created": fields["created"] - 10 * 86400}))
     return empty
 
 
-def found(home: Path) -> list[cache.Entry]:
-    return [entry for entry in cache.entries(home / "kernels") if isinstance(entry, cache.Entry)]
+def found(home: Path) -> list[kernel_cache.Entry]:
+    return [entry for entry in kernel_cache.entries(home / "kernels") if isinstance(entry, kernel_cache.Entry)]
 
 
 def names(home: Path) -> set[str]:
@@ -95,7 +95,7 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
     arguments = "build --arch sm_80 --model model_of_kernels_test:tiny --precision int8 --output carried".split()
     assert run(*arguments) == 0
     said = capsys.readouterr()
-    made = [entry for entry in cache.entries(Path("carried")) if isinstance(entry, cache.Entry)]
+    made = [entry for entry in kernel_cache.entries(Path("carried")) if isinstance(entry, kernel_cache.Entry)]
     assert made
     # The product is too small for a kernel of its own; what quantizes its operands is needed nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}
@@ -104,7 +104,7 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
     assert not empty.exists(), "the cache has no part in it"
 
     assert run(*arguments) == 0
-    assert [cache.read(entry.folder) for entry in made] == made, "what is there is not compiled again"
+    assert [kernel_cache.read(entry.folder) for entry in made] == made, "what is there is not compiled again"
 
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(Path("carried").absolute()))
     monkeypatch.setenv("QSYNC_NVCC", "/nowhere/nvcc")
@@ -203,7 +203,7 @@ def test_damaged_ones_are_told_and_cleared(full: Path, capsys: pytest.CaptureFix
     assert run("list") == 0
     assert "1 damaged" in capsys.readouterr().err
     assert run("clear", "--older-than", "52w") == 0
-    assert len(list(cache.entries(full / "kernels"))) == 1
+    assert len(list(kernel_cache.entries(full / "kernels"))) == 1
     assert "removed 1 kernels" in capsys.readouterr().err
 
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiers
 import torch
 from torch import nn
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
 from qsync_fx.cli import main
+from tests.support import tiers
 
 MODEL = """
 import torch
@@ -182,7 +182,7 @@ def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
     def never(*_: object) -> None:
         raise AssertionError("minutes are spent on what no plan keeps")
 
-    monkeypatch.setattr("qsync_fx.cli.commands.plan.known.sensitivities", never)
+    monkeypatch.setattr("qsync_fx.cli.plan_inputs.sensitivities", never)
     asked = ["plan", "nets_that_do_not_fit:small", "--cluster", "fleet.toml", "--memory", "t4=1 MB"]
     assert main(asked) == 2
     error = capsys.readouterr().err

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import traced_rank
 from torch import nn
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan, Profile
 from qsync_fx.cli import main
+from tests.support.distributed import traced_rank
 
 
 @pytest.fixture(scope="module")

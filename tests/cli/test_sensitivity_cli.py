@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import tiers
 
 from qsync_fx.cli import main
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from tests.support import tiers
 
 MODEL = """
 import torch

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from qsync_fx.backend.cuda.choose.select import decide, known, way
+from qsync_fx.backend.cuda import tuning
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.run import peers
-from qsync_fx.backend.cuda.tune import recorded, table
-from qsync_fx.backend.cuda.tune.problem_json import problem_from
-from qsync_fx.backend.cuda.tune.recorded import Recording
-from qsync_fx.backend.cuda.tune.table import Environment
+from qsync_fx.backend.cuda.runtime import event_timer
+from qsync_fx.backend.cuda.selection.select import decide, known, way
+from qsync_fx.backend.cuda.tuning import Environment, Recording, problem_from
 from qsync_fx.cli import main
 
 HERE = Environment("NVIDIA A100", "570.86", "13.0", "2.13.0", "4.2.0", 1)
@@ -58,7 +56,7 @@ def names(problem: Problem) -> list[str]:
 def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     """Returns the buckets of the model, as the command tells them."""
     empty = Path("empty.json")
-    recorded.save(empty, Recording(HERE, "sm_80", {}))
+    tuning.save_recording(empty, Recording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
     return [problem_from(row["problem"], "here") for row in json.loads(capsys.readouterr().out)["skipped"]]
 
@@ -97,7 +95,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
     third = names(LAYER)[2]
     timings[LAYER] |= {name: [9e-6] for name in names(LAYER)} | {third: [5e-6, 6e-6, 4e-6]}
-    recorded.save(Path("a100.json"), Recording(HERE, "sm_80", timings))
+    tuning.save_recording(Path("a100.json"), Recording(HERE, "sm_80", timings))
 
     tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
     assert run(*tuned, "--output", "table.json") == 0
@@ -106,7 +104,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     assert len(lines) == 1 and "10.0" in lines[0] and "5.0" in lines[0] and "2.00" in lines[0] and third in lines[0]
     assert "wrote table.json" in printed.err
 
-    kept = table.load(Path("table.json"))
+    kept = tuning.load_table(Path("table.json"))
     choice = kept.choices[LAYER]
     assert kept.environment == HERE and choice.name == third and choice.faster_than_bf16 is True
     config = decide(LAYER, "sm_80", kept).config
@@ -122,15 +120,15 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
 
 def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
-    recorded.save(Path("t4.json"), Recording(HERE, "sm_80", timings))
+    tuning.save_recording(Path("t4.json"), Recording(HERE, "sm_80", timings))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json") == 0
     assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
-    found = decide(LAYER, "sm_80", table.load(Path("table.json")))
+    found = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
     assert found.config is None and not found.integers
 
 
 def test_a_model_without_products_has_nothing_to_tune(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded.save(Path("empty.json"), Recording(HERE, "sm_80", {}))
+    tuning.save_recording(Path("empty.json"), Recording(HERE, "sm_80", {}))
     assert run("tunable:plain", "--recorded", "empty.json") == 2
     assert "torch computes every product" in capsys.readouterr().err
 
@@ -155,10 +153,10 @@ MEASURED = [
 @pytest.mark.parametrize("problem", MEASURED, ids=str)
 def test_peers_compute_the_product(problem: Problem) -> None:
     """In the right format and shape, and right where it has no more than one scale."""
-    given = peers.operands(problem, torch.device("cpu"))
-    found = peers.peer(problem, given)()
+    given = event_timer.operands(problem, torch.device("cpu"))
+    found = event_timer.peer(problem, given)()
     one_scale = [given.a_scale, given.b_scale].count(None) == 1
-    assert peers.differs(problem, found, given) == "" or problem.bias or not one_scale
+    assert event_timer.differs(problem, found, given) == "" or problem.bias or not one_scale
     assert str(found.dtype).removeprefix("torch.") == {"bf16": "bfloat16", "fp32": "float32"}[problem.out]
 
 
@@ -167,7 +165,7 @@ def test_peers_compute_the_product(problem: Problem) -> None:
 )
 def test_wrong_results_are_seen(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = MEASURED[2]
-    given = peers.operands(problem, torch.device("cpu"))
-    right = peers.peer(problem, given)()
-    assert peers.differs(problem, right, given) == ""
-    assert "off by" in peers.differs(problem, break_it(right), given)
+    given = event_timer.operands(problem, torch.device("cpu"))
+    right = event_timer.peer(problem, given)()
+    assert event_timer.differs(problem, right, given) == ""
+    assert "off by" in event_timer.differs(problem, break_it(right), given)

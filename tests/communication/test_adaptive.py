@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from qsync_fx.communication.aqgb.adaptive import Block, broadcast, mixed
+from qsync_fx.communication.aqgb.bit_allocation import Block, broadcast, mixed
 from qsync_fx.communication.codecs.truncation import LEVELS
 
 BLOCKS = [Block(size * 1e6, ready) for size, ready in ((40, 0.27), (20, 0.41), (30, 0.61), (10, 0.68))]

@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 from torch import nn
 
 import qsync_fx
 from qsync_fx.communication.codecs import NAMES
 from qsync_fx.distributed import compress
+from tests.support import tiers
+from tests.support.processes import ranks
 
 run = functools.partial(ranks.results, script="compressed_rank.py")
 FAULTS = "compressed_faults_rank.py"

@@ -7,14 +7,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 
-from qsync_fx.communication.speeds.foreseen import coded
-from qsync_fx.communication.speeds.rates import of_copy
-from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.predictor.replay.collectives import share
-from qsync_fx.predictor.schedule import Parameter
+from qsync_fx.communication.codec_cost_model import coded, of_copy
+from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.predictor.replayer.collectives import share
+from qsync_fx.predictor.times import Parameter
+from tests.support import tiers
+from tests.support.processes import ranks
 
 run = functools.partial(ranks.results, script="planned_rank.py")
 

@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 
 import qsync_fx
 from qsync_fx.communication.codecs.onebit import Reshaped
-from qsync_fx.communication.duo.rates import Duo
+from qsync_fx.communication.duo.sign_codecs import Duo
+from tests.support import tiers
+from tests.support.processes import ranks
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw foreach", "adamw fused", "sgd fused", "adagrad", "nadam", "tensor lr")
 CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from qsync_fx.communication.duo.ending import Outstanding
+from qsync_fx.communication.duo.optimizer_steps import Outstanding
 
 
 class Training:

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import ranks
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw foreach", "adamw fused", "sgd fused", "adagrad", "nadam", "tensor lr")
 CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [

@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import tiers
-from compressed_training import Network
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.communication.hierarchy import Nodes
-from qsync_fx.communication.speeds.foreseen import coded, uniform
-from qsync_fx.communication.speeds.rates import of_copy
-from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.distributed.asked import Asked, checked
-from qsync_fx.distributed.hosts import grouped, in_a_row
+from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
+from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.distributed.compress_gradients import Asked, checked
+from qsync_fx.distributed.node_topology import grouped, in_a_row
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import between_nodes, nodes_noted
-from qsync_fx.predictor.replay.collectives import share
-from qsync_fx.predictor.schedule import Parameter
+from qsync_fx.plan.cluster_plan import between_nodes, nodes_noted
+from qsync_fx.predictor.replayer.collectives import share
+from qsync_fx.predictor.times import Parameter
+from tests.support import tiers
+from tests.support.communication.compressed_training import Network
+from tests.support.processes import ranks
 
 run = functools.partial(ranks.results, script="hierarchy_rank.py")
 

@@ -6,12 +6,12 @@ import functools
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 import torch
 from hypothesis import given, strategies as st
 
-from qsync_fx.communication.residuals import Residuals, finite
+from qsync_fx.communication.error_feedback import Residuals, finite
+from tests.support import tiers
+from tests.support.processes import ranks
 
 run = functools.partial(ranks.results, script="scaled_rank.py")
 

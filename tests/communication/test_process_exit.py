@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import ranks
 
 CODES = {"exception": [1, 1, 1], "interrupt": [-signal.SIGINT] * 3, "one fails": [0, 1, 1]}
 

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import ranks
 
 CODECS = ["fp32", "fp16", "qsgd8", "bf16", "qsgd4", "qsgd16", "1bit*", "qsgd2"]
 

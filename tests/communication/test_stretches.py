@@ -7,10 +7,9 @@ import itertools
 import torch
 from hypothesis import given, strategies as st
 
+from qsync_fx.communication.bucket import piece
 from qsync_fx.communication.codecs import Draw, codec_named
-from qsync_fx.communication.geometry import piece
-from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.communication.wire.stretches import stretches
+from qsync_fx.communication.point_to_point import HEADER, stretches
 
 CODECS = st.sampled_from(["fp32", "fp16", "qsgd2", "qsgd8", "1bit", "1bit*", "aqgb16"])
 SHAPES = st.lists(st.tuples(CODECS, st.lists(st.integers(0, 60), min_size=1, max_size=3)), min_size=0, max_size=5)

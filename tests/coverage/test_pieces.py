@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError, PlanWarning
+from tests.support import tiers
 
 torch.set_num_threads(1)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import build, compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx import Plan, PlanError, PlanWarning
+from tests.support.models.small_models import build, compiled
 
 
 @pytest.fixture(autouse=True)

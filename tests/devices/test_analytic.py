@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from qsync_fx import devices
 from qsync_fx.devices import Device, get, names
-from qsync_fx.devices.analytic.transfers import interpolated
-from qsync_fx.devices.device import PRODUCTS
+from qsync_fx.devices.device_model import PRODUCTS
+from qsync_fx.devices.roofline import interpolated
 from qsync_fx.errors import DeviceError, PrecisionError
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
 
 T4, V100 = get("t4"), get("v100")
 

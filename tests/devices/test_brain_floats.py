@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qsync_fx.devices import brain_floats, offers
-from qsync_fx.devices.processor import Cpu
+from qsync_fx.devices import cpu_features, format_support
+from qsync_fx.devices.cpu_features import Cpu
 
 CASES = [
     (True, ("avx2", "avx512", "vnni", "bf16"), "", True),
@@ -25,12 +25,12 @@ def test_the_default_is_bf16_where_there_is_a_unit(
     monkeypatch: pytest.MonkeyPatch, supported: bool, features: tuple[str, ...], narrowed: str, native: bool
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
-    monkeypatch.setattr(brain_floats, "cpu", lambda: Cpu("a processor", features, 1, 1))
+    monkeypatch.setattr(cpu_features, "cpu", lambda: Cpu("a processor", features, 1, 1))
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", narrowed)
-    assert brain_floats.native_bf16_unit() is native
-    offers.forget()
+    assert cpu_features.native_bf16_unit() is native
+    format_support.forget()
     try:
-        assert str(offers.default_precision(torch.device("cpu"))) == ("bf16" if native else "fp32")
+        assert str(format_support.default_precision(torch.device("cpu"))) == ("bf16" if native else "fp32")
     finally:
-        offers.forget()
+        format_support.forget()

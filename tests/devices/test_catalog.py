@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from small_models import Perceptron
 
 import qsync_fx
 from qsync_fx import devices
 from qsync_fx.devices import TARGETS, Device
-from qsync_fx.devices.offers import CUDA_SINCE
-from qsync_fx.devices.reading import DEVICE
+from qsync_fx.devices.device_model import DEVICE
+from qsync_fx.devices.format_support import CUDA_SINCE
 from qsync_fx.errors import DeviceError, OptionError
+from qsync_fx.formats import FORMATS, encoding
 from qsync_fx.options import Options
-from qsync_fx.precision import FORMATS, encoding
+from tests.support.models.small_models import Perceptron
 
 CATALOG = Path(devices.__file__).parent / "catalog"
 PLAIN = """

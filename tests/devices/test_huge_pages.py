@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from qsync_fx.devices.huge_pages import SWITCH, huge_pages, of
+from qsync_fx.devices.machine import SWITCH, huge_pages, of
 
 GLIBC = ("glibc", "2.36")
 
@@ -46,7 +46,7 @@ def test_what_is_said(policy: str, tunables: str, library: tuple[str, str], said
 def test_the_switch_has_the_kernel_give_them() -> None:
     name, _, value = SWITCH.partition("=")
     code = (
-        "import torch; from qsync_fx.devices.huge_pages import huge_pages; kept = torch.ones(2**25);"
+        "import torch; from qsync_fx.devices.machine import huge_pages; kept = torch.ones(2**25);"
         "import re; text = open('/proc/self/smaps_rollup').read();"
         "print(huge_pages().asked, int(re.search(r'AnonHugePages: +([0-9]+)', text)[1]) > 2**16)"
     )

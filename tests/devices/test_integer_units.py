@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from qsync_fx import _C
-from qsync_fx.devices import offers, support, wrong_path
-from qsync_fx.devices.processor import Cpu
+from qsync_fx.devices import format_support, support, wrong_path
+from qsync_fx.devices.cpu_features import Cpu
 from qsync_fx.errors import OptionError
-from qsync_fx.precision import precision
+from qsync_fx.formats import precision
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ from qsync_fx.precision import precision
 def test_exact_sums_are_no_unit(
     native: bool, exact: bool, features: tuple[str, ...], how: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "native_integer_unit", lambda: native)
-    monkeypatch.setattr(offers, "cpu_multiplies_integers", lambda: exact)
-    monkeypatch.setattr(offers, "cpu", lambda: Cpu("", features, None, 1))
+    monkeypatch.setattr(format_support, "native_integer_unit", lambda: native)
+    monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: exact)
+    monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", features, None, 1))
     for name in ("int8", "int8_grad"):
         found = support.__wrapped__(torch.device("cpu"), precision(name))
         assert found.how == how and found.runs_as.name == name and reason in found.reason
@@ -38,7 +38,7 @@ def test_exact_sums_are_no_unit(
 
 def test_a_wrong_setting_is_said_where_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = OptionError("there is no path 'quantum'", where="environment variable QSYNC_CPU_ISA")
-    monkeypatch.setattr(offers, "wrong_path", lambda: wrong)
+    monkeypatch.setattr(format_support, "wrong_path", lambda: wrong)
     found = support.__wrapped__(torch.device("cpu"), precision("int8"))
     assert found.how != "native"
     assert "QSYNC_CPU_ISA is wrong" in found.reason and "no path 'quantum'" in found.reason

@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch._inductor.compile_fx as compile_fx
-from small_models import Convolutional, Perceptron, build, gradients, relative_error
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CpuInterface
-from zoo import language, loss_of
-from zoo_torch import resnet
 
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import FORMATS
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.operators.multiplying.collect import problems_of
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
+from tests.support import tiers
+from tests.support.models.small_models import Convolutional, Perceptron, build, gradients, relative_error
+from tests.support.models.zoo import language, loss_of
+from tests.support.models.zoo_torch import resnet
 
 CPU = torch.device("cpu")
 

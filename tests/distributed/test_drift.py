@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.distributed.adapting.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
+from qsync_fx.distributed.monitoring.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
 
 HOW = Hysteresis(tolerance=0.15, patience=8, cooldown=30)
 WITHIN = st.floats(1 / 1.15, 1.15)

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import forks, ranks
 
 pytestmark = tiers.ALL
 

@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 
 from qsync_fx import ClusterPlan
+from tests.support import tiers
+from tests.support.processes import ranks
 
 pytestmark = tiers.ALL
 

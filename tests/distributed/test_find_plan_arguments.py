@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from measured_layer import BATCH, Counted, layer
 
 import qsync_fx
 from qsync_fx import QSyncError
 from qsync_fx.devices import get
+from tests.support.planning.measured_layer import BATCH, Counted, layer
 
 
 @pytest.mark.parametrize(

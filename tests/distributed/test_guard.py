@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 
 from qsync_fx import ClusterPlan
+from tests.support import tiers
+from tests.support.processes import ranks
 
 
 @tiers.ALL

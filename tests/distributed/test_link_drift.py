@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import tiers
 from hypothesis import given, strategies as st
 
 from benchmarks.communication import links as made_links
 from qsync_fx import OptionError
-from qsync_fx.distributed.adapting import links as watched
-from qsync_fx.distributed.adapting.drift import Hysteresis, link_drift
-from qsync_fx.distributed.adapting.links import Links, Probe
-from qsync_fx.distributed.replanned import Cause, Change, Replanned
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
+from qsync_fx.distributed.monitoring import link_probe as watched
+from qsync_fx.distributed.monitoring.drift import Hysteresis, link_drift
+from qsync_fx.distributed.monitoring.link_probe import Links, Probe
+from qsync_fx.distributed.replan import Cause, Change, Replanned
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from tests.support import tiers
+from tests.support.processes import ranks
 
 HOW = Hysteresis(patience=5, cooldown=20, links=0.5)
 

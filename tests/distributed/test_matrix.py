@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matrix_rank
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.distributed import matrix_rank
+from tests.support.processes import ranks
 
 WAYS = (
     "DDP(compile)",

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
-from qsync_fx.allocator.foreseen import Foreseen
+from qsync_fx.allocator.plan_result import Foreseen
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
-from qsync_fx.distributed.agreeing.alive import gone, identity
-from qsync_fx.distributed.agreeing.channel import Channel, Failure, StoreLost
-from qsync_fx.distributed.agreeing.meeting import Meeting, compiles_told
-from qsync_fx.distributed.agreeing.timeouts import at_least, limit_of_group
-from qsync_fx.distributed.replicas import digests
-from qsync_fx.distributed.survey import under
+from qsync_fx.distributed.consensus.rank_liveness import gone, identity
+from qsync_fx.distributed.consensus.rendezvous import Meeting, at_least, compiles_told, limit_of_group
+from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
+from qsync_fx.distributed.fleet_plan import under
+from qsync_fx.distributed.replica_check import digests
 from qsync_fx.errors import PlanError
+from tests.support import tiers
 
 
 @pytest.fixture

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
-import tiers
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from qsync_fx.allocator.foreseen import Foreseen
-from qsync_fx.distributed.adapting.holding import free_bytes
-from qsync_fx.distributed.adapting.peaks import PeakCheck
-from qsync_fx.profiling.measuring.peak import measured_peak
-from qsync_fx.switching import when_called
+from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes
+from qsync_fx.plan_switching import when_called
+from qsync_fx.profiler.timing.measured_memory import measured_peak
+from tests.support import tiers
+from tests.support.processes import ranks
 
 SIZE = 256
 

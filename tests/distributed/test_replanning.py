@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import tiers
 
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.distributed import Replanning
-from qsync_fx.distributed.replanned import Cause, Change, Costs, Replanned
+from qsync_fx.distributed.replan import Cause, Change, Costs, Replanned
+from tests.support import tiers
+from tests.support.processes import ranks
 
 STEPS, FROM = 45, 15
 

@@ -7,10 +7,10 @@ import re
 import subprocess
 from pathlib import Path
 
-import forks
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import forks, ranks
 
 pytestmark = tiers.ALL
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ranks
-import tiers
+from tests.support import tiers
+from tests.support.processes import ranks
 
 pytestmark = tiers.ALL
 

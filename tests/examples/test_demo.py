@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
-from demo_runs import DIGITS, EAGER, INT8, run
 
 from qsync_fx import ClusterPlan, Plan, Profile
+from tests.support import tiers
+from tests.support.processes.demo_runs import DIGITS, EAGER, INT8, run
 
 pytestmark = tiers.ALL
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from demo_runs import EXAMPLES
 from hypothesis import given, settings, strategies as st
+
+from tests.support.processes.demo_runs import EXAMPLES
 
 
 @pytest.fixture(scope="module")

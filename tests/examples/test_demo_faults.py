@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import forks
 import pytest
-import tiers
-from demo_runs import DIGITS, EAGER, EXAMPLES, run, wide
-from ranks import ENVIRONMENT
 
 from qsync_fx import ClusterPlan, Plan
+from tests.support import tiers
+from tests.support.processes import forks
+from tests.support.processes.demo_runs import DIGITS, EAGER, EXAMPLES, run, wide
+from tests.support.processes.ranks import ENVIRONMENT
 
 
 @tiers.EVERY

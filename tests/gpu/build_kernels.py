@@ -21,16 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.extend(
-    str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
-)
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from gpu import kit, models, test_gemm, test_memory, test_wrapper
-from qsync_fx.backend.cuda.choose import ahead, candidates
-from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch, KernelConfig
-from qsync_fx.backend.cuda.libraries import compiler, kernels
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.files import write_text
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch, KernelConfig
+from qsync_fx.backend.cuda.selection import candidates, candidates as ahead
+from qsync_fx.serialization.atomic_files import write_text
+from tests.gpu import kit, models, test_gemm, test_memory, test_wrapper
 
 
 class Over(BaseException):
@@ -45,7 +43,9 @@ def ordered(arch: Arch) -> list[Unit]:
     longest = max(map(len, kinds.values()))
     rounds = [kind[at] for at in range(longest) for kind in kinds.values() if at < len(kind)]
     called = models.kernels_of([*test_wrapper.asked(), *test_gemm.asked(), *test_memory.asked()], arch)
-    return list(dict.fromkeys([*models.units(arch), *called, *ahead.of_all(arch), *map(kernels.unit_of, rounds)]))
+    return list(
+        dict.fromkeys([*models.units(arch), *called, *ahead.of_all(arch), *map(kernel_registry.unit_of, rounds)])
+    )
 
 
 @contextlib.contextmanager

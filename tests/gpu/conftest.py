@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import kit
+from tests.gpu import kit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

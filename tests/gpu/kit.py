@@ -12,23 +12,22 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import cuda_emulation as emulation
 import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.choose import candidates
-from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.libraries import cache, kernels
-from qsync_fx.backend.cuda.libraries.abi import GemmArguments
-from qsync_fx.backend.cuda.libraries.keys import content_key
-from qsync_fx.backend.cuda.libraries.library import Library
-from qsync_fx.backend.cuda.problem import ConvProblem, fallback
-from qsync_fx.backend.cuda.run import calls
-from qsync_fx.backend.cuda.run.device import known_of
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.devices.offers import CUDA_SINCE
-from qsync_fx.precision import FORMATS, encoding
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import content_key
+from qsync_fx.backend.cuda.kernel_build.library import GemmArguments, Library
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
+from qsync_fx.backend.cuda.problem import ConvProblem, reference_result
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.backend.cuda.runtime.device_state import known_of
+from qsync_fx.backend.cuda.selection import candidates
+from qsync_fx.devices.format_support import CUDA_SINCE
+from qsync_fx.formats import FORMATS, encoding
+from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 AVAILABLE = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0)
@@ -94,14 +93,16 @@ def configs(*operations: str) -> list[KernelConfig]:
 def compiled(unit: Unit) -> bool:
     """Whether a unit's library is kept, here or in a folder of kernels built ahead of time."""
     content = content_key(unit)
-    return any(cache.find(place, content, None) for place in (cache.root(), *cache.ahead_of_time()))
+    return any(
+        kernel_cache.find(place, content, None) for place in (kernel_cache.root(), *kernel_cache.ahead_of_time())
+    )
 
 
 def library(unit: Unit) -> Library:
     """Returns a unit's library; skips the test where it would have to be compiled and must not be."""
     if not COMPILES and not compiled(unit):
         pytest.skip("its kernel was not compiled in the time given for that")
-    found = kernels.library(unit)
+    found = kernel_registry.library(unit)
     assert found is not None
     return found
 
@@ -158,10 +159,10 @@ def gemm(
         lda=a_memory.shape[1], ldb=b_memory.shape[1], ldd=d.shape[1], m=m, n=n, k=k,
         a_scale_per_row=a_scale is not None and a_scale.dim() > 0,
         b_scale_per_column=b_scale is not None and b_scale.dim() > 0,
-        split=1, **calls.place(a.device),
+        split=1, **launch_utils.place(a.device),
     )  # fmt: skip
-    with calls.guarded(a.device):
-        calls.run(library, arguments, a.device)
+    with launch_utils.guarded(a.device):
+        launch_utils.run(library, arguments, a.device)
     assert (d[m:] == -77).all() and (d[:, n:] == -77).all(), "it wrote beyond the result"
     return d[:m, :n]
 
@@ -241,7 +242,7 @@ def convolved(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
     """Returns the sums of a convolution's product in FP64, its channels last, `[..., channels]`, on the operands' device."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     how = p.stride, p.padding, p.dilation
-    return fallback.convolve(wide(a), wide(b), size, how, p.operation).permute(0, 2, 3, 1)
+    return reference_result.convolve(wide(a), wide(b), size, how, p.operation).permute(0, 2, 3, 1)
 
 
 def convolved_size(p: ConvProblem) -> int:

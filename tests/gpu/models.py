@@ -17,19 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda.choose.ahead import of_problems
-from qsync_fx.backend.cuda.choose.select import known, way
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda import tuning
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
-from qsync_fx.backend.cuda.run import device as known_devices
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.cuda.tune import table
-from qsync_fx.backend.cuda.tune.table import Table
-from qsync_fx.backend.cuda.tune.tuning import Choice
-from qsync_fx.backend.operators.multiplying.collect import problems_of
-from qsync_fx.explanation import explain
+from qsync_fx.backend.cuda.runtime import device_state as known_devices
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.cuda.selection.candidates import of_problems
+from qsync_fx.backend.cuda.selection.select import known, way
+from qsync_fx.backend.cuda.tuning import Choice, Table
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.diagnostics import explain
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def units(arch: Arch) -> list[Unit]:
 
 def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[Unit]:
     """Returns the kernels that compute problems, under `kernels_win` and without, and the quantizers of their formats."""
-    own = [kernels.unit_of(config) for problem in asked for config in _first(problem, arch)]
+    own = [kernel_registry.unit_of(config) for problem in asked for config in _first(problem, arch)]
     return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
 
 
@@ -143,14 +142,14 @@ def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
     return found
 
 
-def winning(asked: Sequence[Problem], arch: Arch, environment: table.Environment | None = None) -> Table:
+def winning(asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None) -> Table:
     """Returns a table in which the first kernel wins wherever there is one."""
     choices = {}
     for problem in asked:
         for config in _first(problem, arch):
             bucket = problem.bucket()
             choices[bucket] = Choice(bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1)
-    return Table(environment or table.Environment("", "", "", "", "", 1), choices)
+    return Table(environment or tuning.Environment("", "", "", "", "", 1), choices)
 
 
 @contextlib.contextmanager
@@ -162,7 +161,7 @@ def kernels_win(asked: Sequence[Problem], arch: Arch, folder: Path) -> Iterator[
     here = known_devices.environment(torch.device("cuda", 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_devices, "folder", lambda: folder)
-        table.save(table.path_in(folder, here), here, winning(asked, arch).choices.values())
+        tuning.save_table(tuning.path_in(folder, here), here, winning(asked, arch).choices.values())
         known_devices.forget()
         try:
             yield

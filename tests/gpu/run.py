@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
     """Returns what the tests ran on."""
     import torch
 
-    from gpu import kit
+    from tests.gpu import kit
 
     found = {
         "python": platform.python_version(),
@@ -126,11 +126,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once")
     parser.add_argument("--seconds", type=float, default=480.0, help="for each part (%(default)s)")
     options = parser.parse_args()
-    sys.path.extend(
-        str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
-    )
-    from gpu import kit
-    from qsync_fx.files import write_text
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from qsync_fx.serialization.atomic_files import write_text
+    from tests.gpu import kit
 
     if reason := kit.missing():
         print(reason if reason.startswith("no GPU") else f"{reason}: nothing was tested", file=sys.stderr)

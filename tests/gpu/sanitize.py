@@ -18,20 +18,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(
-    str(Path(__file__).resolve().parents[1] / place) for place in (".", "support/cuda/on_cpu", "support/models")
-)
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from gpu import geometries, kit, test_conv, test_gemm
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.libraries import kernels
-from qsync_fx.backend.cuda.source import quantizer_source
-from qsync_fx.backend.operators.casts.convert import convert
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
-from qsync_fx.files import write_text
+from qsync_fx.backend.cuda import codegen
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
+from qsync_fx.backend.operators.convert import convert
+from qsync_fx.backend.operators.quantize import quantize, quantize_transposed
+from qsync_fx.serialization.atomic_files import write_text
+from tests.gpu import geometries, kit, test_conv, test_gemm
 
 FOUND = 9
 """What the tools exit with when they have found something."""
@@ -40,7 +37,9 @@ FOUND = 9
 def sample(count: int) -> list[KernelConfig]:
     """Returns compiled configurations, spread evenly over all that there are."""
     found = [
-        config for config in kit.configs("gemm", "fprop", "dgrad", "wgrad") if kit.compiled(kernels.unit_of(config))
+        config
+        for config in kit.configs("gemm", "fprop", "dgrad", "wgrad")
+        if kit.compiled(kernel_registry.unit_of(config))
     ]
     return [found[at * len(found) // count] for at in range(min(count, len(found)))]
 
@@ -49,7 +48,7 @@ def run(count: int) -> int:
     """Runs kernels with odd sizes, every quantizer, and copies, and returns how many."""
     chosen = sample(count)
     for config in chosen:
-        library = kit.library(kernels.unit_of(config))
+        library = kit.library(kernel_registry.unit_of(config))
         if config.operation == "gemm":
             for m, n, k in kit.gemm_sizes(config)[:2]:
                 a, b = test_gemm.operands(config, m, n, k, draw=kit.whole_numbers)
@@ -61,7 +60,7 @@ def run(count: int) -> int:
         torch.cuda.synchronize()
     seed = torch.zeros(1, dtype=torch.int64, device=kit.DEVICE)
     for dtype in (torch.float32, torch.bfloat16):
-        for fmt in quantizer_source.FORMATS:
+        for fmt in codegen.QUANTIZER_FORMATS:
             for shape in ((1, 1), (33, 70), (129, 264)):
                 x = torch.ones(shape, device=kit.DEVICE).to(dtype)
                 for keep in ((), (0,), (1,)):

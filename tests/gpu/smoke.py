@@ -114,9 +114,9 @@ def versions(device: Any) -> dict[str, Any]:
     """What this machine is."""
     import torch
 
-    from qsync_fx.backend.cuda.run import missing
-    from qsync_fx.backend.cuda.run.device import known_of
-    from qsync_fx.backend.cuda.tools import toolchain
+    from qsync_fx.backend.cuda import toolchain
+    from qsync_fx.backend.cuda.runtime import quantize_launch
+    from qsync_fx.backend.cuda.runtime.device_state import known_of
     from qsync_fx.errors import QSyncError
 
     def told(tool: Callable[[], Any]) -> str:
@@ -135,7 +135,7 @@ def versions(device: Any) -> dict[str, Any]:
         known = known_of(device)
         found |= {
             "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "memory": properties.total_memory,
-            "kernels": known.arch or f"none: {known.reason}", "lacks": missing.told(device),
+            "kernels": known.arch or f"none: {known.reason}", "lacks": quantize_launch.told(device),
         }  # fmt: skip
     return found
 
@@ -144,7 +144,7 @@ def kernels(device: Any) -> dict[str, Any]:
     """Eight units for this device, one of each kind: compiled, and to the last bit what torch computes."""
     import smoke_kernels
 
-    from qsync_fx.backend.cuda.run.device import known_of
+    from qsync_fx.backend.cuda.runtime.device_state import known_of
 
     known = known_of(device)
     if known.arch is None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.choose import candidates
-from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
-from qsync_fx.backend.cuda.libraries import compiler, kernels
-from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, fallback
-from qsync_fx.backend.cuda.problem.operands import type_of
-from qsync_fx.backend.cuda.run import converting, launch, quantizing
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
+from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, reference_result
+from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.runtime import launch, layout_convert, quantize_launch
+from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.backend.numerics import reference
-from qsync_fx.precision import precision
+from qsync_fx.formats import precision
 
 MOST = 8
 SEED = 0x0123456789ABCDEF
@@ -40,10 +40,10 @@ def each(arch: Arch, device: torch.device) -> dict[str, Any]:
     plain = (
         {}
         if arch == "sm_70"
-        else {"quantize int8": kernels.quantizer(arch, "fp32", "int8"), "copy": kernels.copier(arch)}
+        else {"quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"), "copy": kernel_registry.copier(arch)}
     )
     chosen = dict(
-        list({**plain, **{name: kernels.unit_of(config) for name, config in products.items()}}.items())[:MOST]
+        list({**plain, **{name: kernel_registry.unit_of(config) for name, config in products.items()}}.items())[:MOST]
     )
     start = time.monotonic()
     built = compiler.attempt(list(chosen.values()))
@@ -72,8 +72,8 @@ def _whole(shape: tuple[int, ...], fmt: str, device: torch.device) -> Tensor:
 
 
 def _product(config: KernelConfig, device: torch.device) -> str:
-    unit = kernels.unit_of(config)
-    library = kernels.library(unit)
+    unit = kernel_registry.unit_of(config)
+    library = kernel_registry.library(unit)
     assert library is not None
     scaled = config.a_scale != "none"
     one = torch.tensor(0.5, device=device) if scaled else None
@@ -83,7 +83,9 @@ def _product(config: KernelConfig, device: torch.device) -> str:
         a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
         problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
         got = launch.run_gemm(library, config, problem, a, b, one, one, None)
-        want = fallback.gemm(*(t.cpu() if t is not None else None for t in (a, b, one, one)), None, torch.float32)  # type: ignore[arg-type]
+        want = reference_result.gemm(
+            *(t.cpu() if t is not None else None for t in (a, b, one, one)), None, torch.float32
+        )  # type: ignore[arg-type]
         return _differs(got, want)
     # The 2.x input gradient has a kernel for strides of 1 and one for others.
     stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
@@ -97,7 +99,7 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     size = (14, 14) if config.operation == "dgrad" else (3, 3)
     how = size, stride, (1, 1), (1, 1), config.operation, torch.float32
     cpu = (t.cpu() if t is not None else None for t in (a, b, one, one))
-    return _differs(got, fallback.conv2d_product(*cpu, None, *how))  # type: ignore[arg-type]
+    return _differs(got, reference_result.conv2d_product(*cpu, None, *how))  # type: ignore[arg-type]
 
 
 def _differs(got: Tensor, want: Tensor) -> str:
@@ -109,7 +111,7 @@ def _quantizer(device: torch.device) -> str:
     x, seed = torch.randn(513, 1030, device=device), torch.tensor([SEED], device=device)
     for rounding in ("nearest", "stochastic"):
         row = precision("int8")
-        got = quantizing.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
+        got = quantize_launch.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
         want = reference.quantize(x, seed, 3, row, rounding, ())  # type: ignore[arg-type]
         if not all(torch.equal(one, other) for one, other in zip(got, want, strict=True)):
             return f"{rounding} rounding gives other bits than the reference"
@@ -118,7 +120,7 @@ def _quantizer(device: torch.device) -> str:
 
 def _copy(device: torch.device) -> str:
     x = torch.randint(-127, 128, (513, 1030), dtype=torch.int8, device=device)
-    got = converting.laid_out(x.t(), 1040, 528, "row")
+    got = layout_convert.laid_out(x.t(), 1040, 528, "row")
     return (
         ""
         if torch.equal(got[:1030, :513], x.t()) and not got[1030:].any() and not got[:, 513:].any()
@@ -131,14 +133,14 @@ def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
     The operator itself would leave a product as small as the one below to torch, but on GPUs before Ampere.
     """
-    from qsync_fx.backend.cuda.run.device import known_of
-    from qsync_fx.backend.operators.multiplying.gemm import gemm
+    from qsync_fx.backend.cuda.runtime.device_state import known_of
+    from qsync_fx.backend.operators.gemm.gemm import gemm
 
     arch = known_of(device).arch
     if arch is None:
         return lambda a, b: gemm(a, b, None, None, None)
     config = kinds(arch)["gemm int8"]
-    library = kernels.library(kernels.unit_of(config))
+    library = kernel_registry.library(kernel_registry.unit_of(config))
     assert library is not None
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:

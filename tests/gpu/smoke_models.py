@@ -117,7 +117,7 @@ def trained(device: torch.device) -> dict[str, Any]:
 
 
 def _check_ours(device: torch.device, name: str, ran: set[str]) -> None:
-    from qsync_fx.backend.cuda.run.device import known_of
+    from qsync_fx.backend.cuda.runtime.device_state import known_of
 
     known = known_of(device)
     # Before Ampere nothing is faster than INT8, whatever the size, so its products are kernels without tuning.

@@ -6,15 +6,15 @@ import functools
 
 import pytest
 import torch
+from gpu.geometries import problems
 from torch import Tensor
 
-from gpu import kit
-from gpu.geometries import problems
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.run import launch
-from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+from qsync_fx.backend.cuda.runtime import launch
+from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from tests.gpu import kit
 
 CONFIGS = kit.configs("fprop", "dgrad", "wgrad")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -46,7 +46,7 @@ def run(config: KernelConfig, p: ConvProblem, a: Tensor, b: Tensor, given: tuple
     """Returns the result, channels last. The memory that it will most likely get is NaN before."""
     poison = torch.full((kit.convolved_size(p),), torch.nan, dtype=kit.FORMATS[config.out].dtype, device=kit.DEVICE)
     del poison
-    library = kit.library(kernels.unit_of(config))
+    library = kit.library(kernel_registry.unit_of(config))
     return launch.run_conv(library, config, p, p, a, b, *given).permute(0, 2, 3, 1)
 
 

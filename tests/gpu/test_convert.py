@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import kit
-from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.codegen import NUMBERS
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.problem import padding
-from qsync_fx.backend.cuda.run import converting, reasons
-from qsync_fx.backend.cuda.source.convert_source import NUMBERS
-from qsync_fx.backend.operators.casts.convert import FLOATS, TYPES, convert
+from qsync_fx.backend.cuda.runtime import launch_utils, layout_convert
+from qsync_fx.backend.operators.convert import FLOATS, TYPES, convert
+from tests.gpu import kit
 
 SHAPES = ((1, 1), (1, 7), (7, 1), (33, 5), (64, 256), (129, 1030), (1000, 777), (3, 100_003), (2048, 4096))
 LAYOUTS = ("rows", "columns", "sliced", "shifted")
@@ -21,12 +21,12 @@ LAYOUTS = ("rows", "columns", "sliced", "shifted")
 
 @pytest.fixture(autouse=True)
 def _nothing_by_torch() -> None:
-    reasons.forget()
+    launch_utils.forget()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    for unit in (kernels.copier(kit.arch()), *(kernels.converter(kit.arch(), x) for x in NUMBERS)):
+    for unit in (kernel_registry.copier(kit.arch()), *(kernel_registry.converter(kit.arch(), x) for x in NUMBERS)):
         kit.library(unit)
 
 
@@ -76,7 +76,7 @@ def test_copies_have_every_bit(dtype: torch.dtype) -> None:
         room = inner[0] + more[0], -(-(inner[1] + more[1]) // 16) * 16 if more[1] == 16 else inner[1] + more[1]
         found = convert(x, turned=turned, shape=room)
         assert found.is_contiguous() and torch.equal(bits(found), bits(wanted(x, dtype, None, turned, room)))
-    assert not reasons.reasons()
+    assert not launch_utils.reasons()
 
 
 @pytest.mark.parametrize("source", TYPES, ids=str)
@@ -89,7 +89,7 @@ def test_conversions_are_torchs(source: torch.dtype, dtype: torch.dtype) -> None
         room = inner[0] + 1, -(-inner[1] // 16) * 16
         for scale in scales[:: 1 if shape == (129, 1030) else 2]:
             assert_equal(convert(x, dtype, scale, turned, room), wanted(x, dtype, scale, turned, room))
-    assert not reasons.reasons()
+    assert not launch_utils.reasons()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
@@ -99,10 +99,10 @@ def test_images(dtype: torch.dtype) -> None:
         last = packed.view(torch.uint8 if dtype.itemsize == 1 else dtype).contiguous(memory_format=torch.channels_last)
         for x in (packed, last.view(dtype), drawn(dtype, (shape[0], shape[1] + 2, *shape[2:]))[:, 1:-1]):
             for first, second in (x.shape[:2], (x.shape[0] + 1, -(-x.shape[1] // 16) * 16)):
-                found, want = converting.channels_last(x, first, second), padding.channels_last(x, first, second)
+                found, want = layout_convert.channels_last(x, first, second), padding.channels_last(x, first, second)
                 assert found.stride() == want.stride()
                 assert torch.equal(bits(found.permute(0, 2, 3, 1)), bits(want.permute(0, 2, 3, 1)))
-    assert not reasons.reasons()
+    assert not launch_utils.reasons()
 
 
 def test_more_than_two_to_the_31() -> None:
@@ -119,7 +119,7 @@ def test_more_than_two_to_the_31() -> None:
         assert int(found.count_nonzero()) == len(marks)
         for value, (row, column) in enumerate(marks, 1):
             assert found[(column, row) if turned else (row, column)] == value
-    assert not reasons.reasons()
+    assert not launch_utils.reasons()
 
 
 def test_a_stream_of_one_s_own_and_a_graph() -> None:
@@ -139,7 +139,7 @@ def test_a_stream_of_one_s_own_and_a_graph() -> None:
         found = convert(kept, turned=True, shape=(2050, 528))
     kept.copy_(x)
     graph.replay()
-    assert torch.equal(found, want) and not reasons.reasons()
+    assert torch.equal(found, want) and not launch_utils.reasons()
 
 
 def test_empty() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import kit
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.libraries import kernels
+from qsync_fx.backend.cuda.codegen import LARGEST_K
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
-from qsync_fx.backend.cuda.run import launch, peers, reasons
-from qsync_fx.backend.cuda.source.gemm_source import LARGEST_K
+from qsync_fx.backend.cuda.runtime import event_timer, launch, launch_utils
+from tests.gpu import kit
 
 CONFIGS = kit.configs("gemm")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -30,7 +30,7 @@ def epilogue(config: KernelConfig, m: int, n: int) -> tuple[Tensor | None, Tenso
 
 @each
 def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
-    library = kit.library(kernels.unit_of(config))
+    library = kit.library(kernel_registry.unit_of(config))
     for size in kit.gemm_sizes(config):
         a, b = operands(config, *size, draw=kit.whole_numbers)
         with_all = epilogue(config, size[0], size[1])
@@ -44,7 +44,7 @@ def test_exact_sums_are_right_to_the_last_bit(config: KernelConfig) -> None:
 
 @each
 def test_random_data_against_fp64(config: KernelConfig) -> None:
-    library = kit.library(kernels.unit_of(config))
+    library = kit.library(kernel_registry.unit_of(config))
     for m, n, k in kit.gemm_sizes(config):
         a, b = operands(config, m, n, k)
         with_all = epilogue(config, m, n)
@@ -55,7 +55,7 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
 
 @each
 def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
-    library = kit.library(kernels.unit_of(config))
+    library = kit.library(kernel_registry.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[1]
     a, b = operands(config, m, n, k, draw=kit.whole_numbers)
     a_scale, b_scale, bias = epilogue(config, m, n)
@@ -80,7 +80,7 @@ def test_what_is_not_finite_stays_in_its_rows(config: KernelConfig) -> None:
 @each
 def test_the_largest_values(config: KernelConfig) -> None:
     """INT8 at both ends of its range, and a sum as long as a kernel takes; elsewhere sums that overflow the output."""
-    library = kit.library(kernels.unit_of(config))
+    library = kit.library(kernel_registry.unit_of(config))
     m, n, k = kit.gemm_sizes(config)[0]
     if config.a == "int8":
         k = LARGEST_K["int8"] // config.alignment * config.alignment
@@ -103,10 +103,12 @@ def test_the_tuner_s_own_check_of_results_agrees() -> None:
     fmt = "fp16" if kit.lacks("bf16") else "bf16"
     config = next(config for config in CONFIGS if config.a == fmt)
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
-    given = peers.operands(problem, kit.DEVICE)
-    found = launch.run_gemm(kit.library(kernels.unit_of(config)), config, problem, given.a, given.b, None, None, None)
-    assert peers.differs(problem, found, given) == ""
-    assert peers.differs(problem, found * 1.1, given)
+    given = event_timer.operands(problem, kit.DEVICE)
+    found = launch.run_gemm(
+        kit.library(kernel_registry.unit_of(config)), config, problem, given.a, given.b, None, None, None
+    )
+    assert event_timer.differs(problem, found, given) == ""
+    assert event_timer.differs(problem, found * 1.1, given)
 
 
 SIZES = ((0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (3, 5, 7), (33, 17, 129), (257, 1000, 31))
@@ -123,13 +125,13 @@ def asked() -> list[GemmProblem]:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_operator_takes_any_size(fmt: str, size: tuple[int, int, int]) -> None:
     """`qsync::gemm` is right whether a kernel takes the size, a padded one, or torch; on the CPU it says what is right."""
-    from qsync_fx.backend.operators.multiplying.gemm import gemm
+    from qsync_fx.backend.operators.gemm.gemm import gemm
 
     m, n, k = size
     kind = dataclasses.replace(CONFIGS[0], a=fmt, b=fmt)
     a, b = operands(kind, m, n, k, draw=kit.whole_numbers)
     bias, scale = torch.randn(n, device=kit.DEVICE), torch.rand(m, 1, device=kit.DEVICE) + 0.5
-    reasons.forget()
+    launch_utils.forget()
     found = gemm(a, b, scale, None, bias, torch.float32, fmt == "tf32")
     want = gemm(a.cpu(), b.cpu(), scale.cpu(), None, bias.cpu(), torch.float32, fmt == "tf32")
     assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-5)

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 
-from gpu import kit
-from qsync_fx.communication.codecs import Codec, codec_named, fusing
-from qsync_fx.communication.codecs.casting import Cast
+from qsync_fx.communication.codecs import Codec, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.communication.codecs.truncation import Truncated
+from qsync_fx.communication.codecs.truncation import Cast, Truncated
+from tests.gpu import kit
+from tests.support.processes import ranks
 
 CODECS = (
     *(Qsgd(bits, size, norm, layout) for bits, size in ((2, 128), (4, 512), (8, 512), (16, 8192)) for norm, layout in
@@ -50,7 +49,7 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
 @pytest.mark.parametrize("how", ["fused", "operators"])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}")
 def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "_failed", [] if how == "fused" else ["told so by a test"])
+    monkeypatch.setattr(torch_kernels, "_failed", [] if how == "fused" else ["told so by a test"])
     for n in SIZES:
         for name, x in values(n).items():
             draw = Draw(0x123456789ABCDEF, 77, 512 * n)
@@ -59,7 +58,7 @@ def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypat
             both = coded(codec, x, draw)[skipped:], coded(codec, x.to(kit.DEVICE), draw)[skipped:]
             for wanted, made in zip(*both, strict=True):
                 torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}")
-    assert how == "operators" or not fusing._failed, fusing._failed
+    assert how == "operators" or not torch_kernels._failed, torch_kernels._failed
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu import kit, models
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.operators.multiplying.collect import problems_of
-from qsync_fx.explanation import explain
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.diagnostics import explain
+from tests.gpu import kit, models
 
 WIDTH, BATCH, LAYERS = 1024, 8192, 6
 
@@ -74,8 +74,8 @@ def test_bert_trains_in_less_memory_than_in_bf16() -> None:
 
 def test_workspace_and_operands_are_given_back() -> None:
     """A thousand calls take no more memory than ten."""
-    from qsync_fx.backend.operators.casts.quantize import quantize
-    from qsync_fx.backend.operators.multiplying.gemm import gemm
+    from qsync_fx.backend.operators.gemm.gemm import gemm
+    from qsync_fx.backend.operators.quantize import quantize
 
     x, seed = torch.randn(1000, 770, device=kit.DEVICE), torch.zeros(1, dtype=torch.int64, device=kit.DEVICE)
 

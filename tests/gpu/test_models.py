@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Perceptron, gradients, relative_error
 from torch import Tensor, nn
 
-from gpu import kit, models
-from qsync_fx.backend.cuda.run import reasons
+from qsync_fx.backend.cuda.runtime import launch_utils
+from tests.gpu import kit, models
+from tests.support.models.small_models import Perceptron, gradients, relative_error
 
 GRADIENTS = {
     "bert": {"bf16": 0.012, "fp16": 0.012, "int8": 0.045, "int8_grad": 0.055, "fp8": 0.17},
@@ -32,7 +32,7 @@ STEPS = 25
 def _exact_fp32() -> Iterator[None]:
     """FP32 is what others are compared with, so it is not TF32; and each test compiles anew."""
     torch.compiler.reset()
-    reasons.forget()
+    launch_utils.forget()
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     yield
@@ -84,7 +84,7 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
             called = {event.key for event in profile.key_averages()}
             assert models.operators_with_kernels(asked, kit.arch()) <= called, "no kernel of ours ran"
         refused = {
-            p: why for p, why in reasons.reasons().items() if "its kernel does not" in why or "cannot be st" in why
+            p: why for p, why in launch_utils.reasons().items() if "its kernel does not" in why or "cannot be st" in why
         }
         assert not refused, refused
         for each in (exact, model):
@@ -185,7 +185,7 @@ def test_a_step_is_captured_in_a_cuda_graph(inner: str, rounding: str, tmp_path:
             graph.replay()
             torch.cuda.synchronize()
             found.append((float(loss), gradients(model)))
-        late = [why for why in reasons.reasons().values() if "before a CUDA graph was captured" in why]
+        late = [why for why in launch_utils.reasons().values() if "before a CUDA graph was captured" in why]
         assert not late, late
         model.zero_grad(set_to_none=True)
         wanted = float(models.step(name, fast, x)), gradients(model)

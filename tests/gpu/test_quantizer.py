@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import kit
-from qsync_fx.backend.cuda.run import reasons
+from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.numerics import philox, reference
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.casts.quantize_transposed import quantize_transposed
-from qsync_fx.precision import precision
+from qsync_fx.backend.operators.quantize import quantize, quantize_transposed
+from qsync_fx.formats import precision
+from tests.gpu import kit
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = ("int8", "fp8", "fp8_e5m2")
@@ -31,10 +30,10 @@ def bits(t: Tensor) -> Tensor:
 
 def assert_reference(x: Tensor, fmt: str, rounding: str, keep: tuple[int, ...]) -> None:
     """Asserts that the kernel ran and gave the bits of the reference, on this device and, Philox mirrored, on the CPU."""
-    reasons.forget()
+    launch_utils.forget()
     row = precision(fmt)
     q, scale = quantize(x, seed(), 5, fmt, rounding, keep)
-    assert not reasons.reasons() or not x.numel()
+    assert not launch_utils.reasons() or not x.numel()
     want, want_scale = reference.quantize(x, seed(), 5, row, rounding, keep)  # type: ignore[arg-type]
     assert (q.stride(), q.dtype, scale.shape) == (want.stride(), want.dtype, want_scale.shape)
     assert torch.equal(scale.isnan(), want_scale.isnan())
@@ -114,9 +113,9 @@ def test_empty() -> None:
 def test_the_transpose_in_the_same_pass(fmt: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x = torch.randn(shape, device=kit.DEVICE).to(dtype)
-        reasons.forget()
+        launch_utils.forget()
         q, turned, scale = quantize_transposed(x, seed(), 5, fmt, "stochastic")
-        assert not reasons.reasons()
+        assert not launch_utils.reasons()
         assert turned.is_contiguous() and torch.equal(bits(turned), bits(q.t()))
         alone, alone_scale = quantize(x, seed(), 5, fmt, "stochastic", ())
         assert torch.equal(bits(q), bits(alone)) and torch.equal(scale, alone_scale)

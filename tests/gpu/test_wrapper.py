@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import kit, models
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.operands import gemm_problem
-from qsync_fx.backend.cuda.run import reasons
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.multiplying.gemm import gemm
+from qsync_fx.backend.cuda.problem.problem_from_tensors import gemm_problem
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.backend.operators.gemm.gemm import gemm
+from qsync_fx.backend.operators.quantize import quantize
+from tests.gpu import kit, models
 
 FORMATS = kit.here("int8", "fp8", "fp16", "bf16", "tf32")
 WIDE = "fp16" if kit.lacks("bf16") else "bf16"
@@ -87,10 +87,10 @@ def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
     """Else the tests above are about torch."""
     for fmt in FORMATS:
         given = operands(fmt, SIZES[0])
-        reasons.forget()
+        launch_utils.forget()
         with models.kernels_win([problem(fmt, *given)], kit.arch(), tmp_path / fmt):
             call(fmt, *given)
-        assert reasons.reasons() == {}, fmt
+        assert launch_utils.reasons() == {}, fmt
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -143,12 +143,12 @@ def test_captured_in_a_cuda_graph(fmt: str, tmp_path: Path) -> None:
 def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qsync_fx.backend.cuda.libraries import kernels
+    from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
     given = operands(WIDE, LATE)
     with models.kernels_win([problem(WIDE, *given)], kit.arch(), tmp_path):
-        monkeypatch.setattr(kernels, "_had", {})
-        monkeypatch.setattr(kernels, "prepare", lambda units: pytest.fail("it was compiled"))
+        monkeypatch.setattr(kernel_registry, "_had", {})
+        monkeypatch.setattr(kernel_registry, "prepare", lambda units: pytest.fail("it was compiled"))
         given[0] @ given[1]  # cuBLAS makes its handle before.
         torch.ops.aten.mm.dtype(given[0], given[1], torch.float32)
         torch.cuda.synchronize()
@@ -157,7 +157,7 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
             found = call(WIDE, *given)
         graph.replay()
         assert torch.allclose(found.cpu(), call(WIDE, *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4)
-    assert any("before a CUDA graph was captured" in why for why in reasons.reasons().values())
+    assert any("before a CUDA graph was captured" in why for why in launch_utils.reasons().values())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here: this needs two")
@@ -172,7 +172,7 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
 
 
 def test_explain_says_what_runs(tmp_path: Path) -> None:
-    from qsync_fx.explanation import explain
+    from qsync_fx.diagnostics import explain
 
     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)).to(kit.DEVICE)
     x = torch.randn(4096, 4096, device=kit.DEVICE)

@@ -17,16 +17,16 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from zoo import CASES, loss_of, make
 
 import qsync_fx
 from qsync_fx.backend.operators.attention import attend_by_products
-from qsync_fx.explanation import Explanation
-from qsync_fx.graph import meta
-from qsync_fx.graph.algebra import WORKS, Cost, Work, evaluated
-from qsync_fx.graph.costs.casts import casts
-from qsync_fx.graph.reads import State
+from qsync_fx.diagnostics import Explanation
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.cost_algebra import WORKS, Cost, Work, evaluated
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operator_costs import casts
 from qsync_fx.ops import Kind
+from tests.support.models.zoo import CASES, loss_of, make
 
 torch.set_num_threads(1)
 ZOO = {case.name: case for case in CASES}
@@ -132,13 +132,13 @@ def foreseen(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
 
 
 def inserted(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
-    from qsync_fx.graph.values import format_of
+    from qsync_fx.graph.fx_utils import format_of
 
     found: Counter[tuple[str, str]] = Counter()
     for part in graph.walk():
         for node in part.nodes:
             before = format_of(part.value(node.args[0])) if node.args else None
-            if node.target is torch.ops.aten.to.dtype and meta.is_cast(node):
+            if node.target is torch.ops.aten.to.dtype and node_metadata.is_cast(node):
                 found[str(before), str(format_of(part.value(node)))] += 1
             elif node.target in (torch.ops.qsync.quantize.default, torch.ops.qsync.round.default):
                 found[str(before), str(node.args[3])] += 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch._inductor.config
 from test_architecture import SOURCES
@@ -17,18 +16,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
-from qsync_fx.graph import meta
-from qsync_fx.graph.charging import charges, computes
-from qsync_fx.graph.meta import Part
-from qsync_fx.graph.values import tensors
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.cost_dag import charges, computes
+from qsync_fx.graph.fx_utils import tensors
+from qsync_fx.graph.node_metadata import Part
+from tests.support import tiers
 
 aten = torch.ops.aten
 
 
 def test_no_other_file_names_keys() -> None:
-    names = {key.name for key in meta.OURS}
+    names = {key.name for key in node_metadata.OURS}
     for name, path in SOURCES.items():
-        if name == "qsync_fx/graph/meta.py":
+        if name == "qsync_fx/graph/node_metadata.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             given = (
@@ -39,7 +39,7 @@ def test_no_other_file_names_keys() -> None:
                 else set()
             )
             # One of them is the name of the backend, and of the command, too.
-            assert not given & (names - {meta.NOTE.name}), f"{name} names {given}"
+            assert not given & (names - {node_metadata.NOTE.name}), f"{name} names {given}"
             for key in _keys(node):
                 assert key != "custom" and not str(key).startswith("qsync"), f"{name} reads or writes {key!r} of a node"
 
@@ -188,10 +188,10 @@ def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> 
     graphs, explanation = trained(make, precision)
     wanted, seeds = set(), 0
     for node in explanation.graph_module("lower").graph.nodes:
-        cast = meta.CAST.get(node)
-        assert cast is None or ((charge := meta.charged(node)) is not None and charge.part is cast.part)
+        cast = node_metadata.CAST.get(node)
+        assert cast is None or ((charge := node_metadata.charged(node)) is not None and charge.part is cast.part)
         if cast is not None and cast.part in (Part.QUANTIZE, Part.SEED):
-            wanted.add(meta.charged(node))
+            wanted.add(node_metadata.charged(node))
             seeds += cast.part is Part.SEED
     assert (seeds > 0) == (precision == "int8")
     found = {charge for charge in charges(graphs[0]).values() if charge.part is not None}
@@ -208,7 +208,7 @@ def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> 
     (forward, backward), _ = trained(attention, "int8")
     (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
     (gradient,) = [n for n in backward.nodes if computes(n) and "scaled_dot_product" in n.name]
-    assert meta.charged(fused) is None, "nothing is left to find: Inductor says itself what it has fused"
+    assert node_metadata.charged(fused) is None, "nothing is left to find: Inductor says itself what it has fused"
     assert charges(forward)[fused].owner == "/matmul@v#1"
     assert charges(backward)[gradient].owner.startswith("/")
 
@@ -217,7 +217,7 @@ def test_a_constant_is_charged_where_its_only_reader_is_charged_to_what_it_reads
     graph = fx.Graph()
     x = graph.placeholder("x")
     product = graph.call_function(aten.mm.default, (x, x))
-    meta.charge(product, "linear")
+    node_metadata.charge(product, "linear")
     classes = graph.call_function(torch.ops.prims.iota.default, (2,))
     compared = graph.call_function(
         aten.eq.Tensor, (product, graph.call_function(aten.reshape.default, (classes, [1, 2])))
@@ -246,6 +246,6 @@ def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
 def test_the_sum_of_two_gradients_is_charged_where_the_value_was_made() -> None:
     (_, backward), _ = trained(residual, "bf16")
     found = charges(backward)
-    sums = [n for n in backward.nodes if n.target is aten.add.Tensor and meta.charged(n) is None]
+    sums = [n for n in backward.nodes if n.target is aten.add.Tensor and node_metadata.charged(n) is None]
     # What the block reads comes from the pooling.
     assert "pool/max_pool2d" in {found[node].owner for node in sums}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import qsync_fx
-from qsync_fx.graph import meta
-from qsync_fx.graph.values import tensors
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.fx_utils import tensors
 
 
 class Shapes(nn.Module):
@@ -52,12 +52,12 @@ class Moves(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         before = [t.clone() for t in tensors([*args, *kwargs.values()])]
         result = super().run_node(n)
-        if n in meta.NOTE:
+        if n in node_metadata.NOTE:
             operands = tensors([*args, *kwargs.values()])
             untouched = all(torch.equal(t.flatten(), was.flatten()) for t, was in zip(operands, before, strict=True))
             memory = {t.untyped_storage().data_ptr() for t in operands}
             given = [t.untyped_storage().data_ptr() for t in tensors(result)]
-            self.views[str(meta.NOTE[n].id)] = untouched and all(pointer in memory for pointer in given)
+            self.views[str(node_metadata.NOTE[n].id)] = untouched and all(pointer in memory for pointer in given)
         return result
 
 

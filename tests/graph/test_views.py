@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import compiled
 from test_writes import product, whole
 from torch import Tensor
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx.errors import PassError
+from tests.support.models.small_models import compiled
 
 Model = Callable[[Tensor], tuple[Tensor, ...]]
 

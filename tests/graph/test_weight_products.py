@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from products_in_fp64 import Product
 from torch import Tensor, nn
-from weight_products import SEED, adjustable
 
 import qsync_fx
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.precision import FORMATS
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.formats import FORMATS
+from tests.support.computing.products_in_fp64 import Product
+from tests.support.computing.weight_products import SEED, adjustable
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from weight_products import adjustable
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.computing.weight_products import adjustable
 
 
 class Two(nn.Module):

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from tests.support import tiers
+from tests.support.models.small_models import compiled
 
 PERMUTED = torch.eye(4)[[2, 0, 3, 1]]
 """A weight whose products are whole numbers again."""

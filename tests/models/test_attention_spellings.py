@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention as attend
+
+from tests.support import tiers
 
 BATCH, TOKENS, HEADS, WIDTH = 4, 32, 4, 32
 CHANNELS = HEADS * WIDTH

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import assert_equal, build, compiled, gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import qsync_fx
-from qsync_fx.graph import meta
+from qsync_fx.graph import node_metadata
+from tests.support import tiers
+from tests.support.models.small_models import assert_equal, build, compiled, gradients
 
 torch.set_num_threads(1)
 
@@ -101,7 +101,7 @@ def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
             return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=False)
 
     graph = qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
-    (region,) = (node for node in graph.nodes if node in meta.BODIES)
+    (region,) = (node for node in graph.nodes if node in node_metadata.BODIES)
     kept = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
     assert kept.meta["val"].dtype is torch.bfloat16
 

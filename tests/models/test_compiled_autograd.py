@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.models.small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
 
 Prepare = Callable[[nn.Module], Any]
 

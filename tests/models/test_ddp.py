@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import ranks
-import tiers
+
+from tests.support import tiers
+from tests.support.processes import forks, ranks
 
 
 def train(folder: Path, **job: Any) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.errors import PrecisionError, QSyncError
+from tests.support import tiers
+from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
 
 Run = Callable[[Tensor], Tensor]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
+from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
 
 Forward = Callable[["Storing", Tensor], Tensor]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

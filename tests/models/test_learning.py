@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Convolutional, Perceptron, build, compiled, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.support.models.small_models import Convolutional, Perceptron, build, compiled, relative_error
 
 torch.set_num_threads(1)
 

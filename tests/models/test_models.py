@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from zoo import CASES, Case, loss_of, make
-from zoo_torch import Inputs
 
+from qsync_fx.formats import FORMATS
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.graph.notes import Note
+from qsync_fx.graph.node_metadata import Note
 from qsync_fx.ops import Kind
-from qsync_fx.passes.base import GraphPass
-from qsync_fx.precision import FORMATS
+from qsync_fx.passes.pass_base import GraphPass
+from tests.support import tiers
+from tests.support.models.zoo import CASES, Case, loss_of, make
+from tests.support.models.zoo_torch import Inputs
 
 Gradients = dict[str, Tensor | None]
 

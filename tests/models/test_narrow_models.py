@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx.devices import default_precision
+from tests.support import tiers
+from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
 
 
 @pytest.fixture(autouse=True)

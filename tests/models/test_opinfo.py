@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-import opinfo
 import pytest
-import tiers
+
+from tests.support import tiers
+from tests.support.models import opinfo
 
 # Another sample every day of the year would find more, but a test should fail for what was changed.
 SEED = int(os.environ.get("OPINFO_SEED", "0"))

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from digit_training import ERRORS
-from small_models import gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.computing.digit_training import ERRORS
+from tests.support.models.small_models import gradients, relative_error
 
 torch.set_num_threads(1)
 

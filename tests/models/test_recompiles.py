@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import tiers
 import torch
-from small_models import Convolutional, Counting, Perceptron, build, compiled
 from torch import nn
 
 import qsync_fx
 from qsync_fx import Plan, PlanError
+from tests.support import tiers
+from tests.support.models.small_models import Convolutional, Counting, Perceptron, build, compiled
 
 torch.set_num_threads(1)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
-import tiers
 import torch
-from digit_training import ERRORS, PRECISIONS, batch
-from small_models import Convolutional, Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.support import tiers
+from tests.support.computing.digit_training import ERRORS, PRECISIONS, batch
+from tests.support.models.small_models import (
+    Convolutional,
+    Perceptron,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 torch.set_num_threads(1)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from operator_samples import Call, calls
 from torch.utils._pytree import tree_leaves, tree_map
 
-from qsync_fx.graph.nodes import filled
+from qsync_fx.graph.fx_utils import filled
 from qsync_fx.ops import Kind, OperatorRow, row_for
+from tests.support import tiers
+from tests.support.computing.operator_samples import Call, calls
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from hypothesis import given, settings, strategies as st
-from operator_samples import Call
-from tiers import chosen
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_fx.ops import row_for
+from tests.support.computing.operator_samples import Call
+from tests.support.tiers import chosen
 
 aten = torch.ops.aten
 sizes = st.integers(1, 5)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from operator_samples import calls
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qsync_fx.ops import Kind, row_for, table
+from tests.support.computing.operator_samples import calls
 
 aten = torch.ops.aten
 ROWS = table()

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import opinfo
 import pytest
-import tiers
 import torch
-from operator_samples import Call, calls
 from test_ops_table import OURS, exists, overloads
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,8 +20,11 @@ from torch.utils import _pytree as pytree
 
 import qsync_fx
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.graph.nodes import arguments, filled
+from qsync_fx.graph.fx_utils import arguments, filled
 from qsync_fx.ops import Kind, row_for
+from tests.support import tiers
+from tests.support.computing.operator_samples import Call, calls
+from tests.support.models import opinfo
 
 aten = torch.ops.aten
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compared_optimizers import PAIRS, assert_alike, every_setting, parameters, steps
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qsync_fx import _C
+from tests.support.computing.compared_optimizers import PAIRS, assert_alike, every_setting, parameters, steps
 
-pytest_plugins = ["compared_optimizers"]
+pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 
 @every_setting

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compared_optimizers import PAIRS, steps
 from torch import Tensor, nn
 
 import qsync_fx
+from tests.support.computing.compared_optimizers import PAIRS, steps
 
-pytest_plugins = ["compared_optimizers"]
+pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -6,16 +6,16 @@ import copy
 import inspect
 
 import pytest
-import tiers
 import torch
-from compared_optimizers import PAIRS, assert_alike, parameters, steps
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from weight_writes import COUNTED, UNCOUNTED
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.computing.compared_optimizers import PAIRS, assert_alike, parameters, steps
+from tests.support.computing.weight_writes import COUNTED, UNCOUNTED
 
-pytest_plugins = ["compared_optimizers"]
+pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from small_models import Convolutional, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.backend.operators.multiplying import on_cpu
+from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.devices import default_precision
+from tests.support.models.small_models import Convolutional, assert_equal, build, compiled, gradients, relative_error
 
 torch.set_num_threads(1)
 
@@ -114,7 +114,7 @@ def test_a_weight_used_twice_is_cast_once_as_in_eager_mode() -> None:
 
 
 def test_automatic_precision_without_a_region_is_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(on_cpu.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for it
+    monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for it
     found = _precisions(build(Attention), torch.randn(2, 5, 16), None)
     assert set(found.values()) == {default_precision(torch.device("cpu")).name}
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.backend.operators.multiplying import on_cpu
-from qsync_fx.devices import offers
+from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.devices import format_support
 from qsync_fx.errors import PlanWarning
 
 ROWS = 512
@@ -23,11 +23,11 @@ WIDE = 128
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that computes BF16, whichever is at hand."""
-    monkeypatch.setattr(offers, "native_bf16_unit", lambda: True)
-    offers.forget()
+    monkeypatch.setattr(format_support, "native_bf16_unit", lambda: True)
+    format_support.forget()
     yield
     monkeypatch.undo()
-    offers.forget()
+    format_support.forget()
 
 
 def found(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, tuple[str, str]]:
@@ -55,7 +55,7 @@ def test_a_small_model_is_in_fp32_and_says_why() -> None:
 
 
 def test_a_large_one_is_in_bf16() -> None:
-    assert ROWS * WIDE * WIDE >= on_cpu.ENOUGH_WORK[16] > ROWS * WIDE * 16
+    assert ROWS * WIDE * WIDE >= cpu_kernels.ENOUGH_WORK[16] > ROWS * WIDE * 16
     assert set(formats(perceptron(WIDE), torch.randn(ROWS, WIDE)).values()) == {"bf16"}
 
 
@@ -88,8 +88,8 @@ def test_one_row_is_in_fp32_however_large() -> None:
 
 def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
     """Converting the weight takes longer than the product saves, however much work that is; with more rows, or a smaller weight, not."""
-    for rows, width, expected in ((16, 4096, "fp32"), (on_cpu.FEW_ROWS, 4096, "bf16"), (16, 2048, "bf16")):
-        assert rows * width * width >= on_cpu.ENOUGH_WORK[16]
+    for rows, width, expected in ((16, 4096, "fp32"), (cpu_kernels.FEW_ROWS, 4096, "bf16"), (16, 2048, "bf16")):
+        assert rows * width * width >= cpu_kernels.ENOUGH_WORK[16]
         with torch.device("meta"):
             layer = nn.Linear(width, width, bias=False)
         ((fmt, reason),) = found(layer.to_empty(device="cpu"), torch.empty(rows, width)).values()

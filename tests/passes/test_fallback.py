@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Convolutional, Perceptron, assert_equal, build, compiled, gradients
 from torch import Tensor, fx, nn
 
 import qsync_fx
 from qsync_fx.errors import OptionError, PassError
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes import verify
+from qsync_fx.passes import verifier
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.normalize import Normalize
+from tests.support.models.small_models import Convolutional, Perceptron, assert_equal, build, compiled, gradients
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def a_false_alarm(since: str, operator: str) -> verify.Rule:
+def a_false_alarm(since: str, operator: str) -> verifier.Rule:
     """A rule that one operator breaks, once the pass has run, whatever it does."""
 
     def check(graph: PrecisionGraph) -> Iterator[tuple[fx.Node | None, str]]:
@@ -32,12 +32,12 @@ def a_false_alarm(since: str, operator: str) -> verify.Rule:
             if op.id.operator == operator:
                 yield op.node, "it does not"
 
-    return verify.Rule("all is well", since, check)
+    return verifier.Rule("all is well", since, check)
 
 
 @pytest.fixture
 def alarm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(verify, "RULES", (*verify.RULES, a_false_alarm(*request.param)))
+    monkeypatch.setattr(verifier, "RULES", (*verifier.RULES, a_false_alarm(*request.param)))
 
 
 def trained(model: nn.Module, call: Any, x: Tensor, steps: int = 2) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def test_the_reasons_say_so_and_ids_stay(as_users_run_it: None, alarm: None, mon
     x = torch.randn(4, 16)
     with pytest.warns(UserWarning, match="layers.4/tanh"):
         fallen = qsync_fx.explain(build(Perceptron), x, options={"precision": "int8"})
-    monkeypatch.setattr(verify, "RULES", verify.RULES[:-1])
+    monkeypatch.setattr(verifier, "RULES", verifier.RULES[:-1])
     usual = qsync_fx.explain(build(Perceptron), x, options={"precision": "int8"})
     assert [op.id for op in fallen.operators] == [op.id for op in usual.operators]
     assert fallen.passes == usual.passes

@@ -6,12 +6,12 @@ import warnings
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import build, compiled, relative_error
 from torch import Tensor, nn
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.models.small_models import build, compiled, relative_error
 
 
 @pytest.fixture(autouse=True)

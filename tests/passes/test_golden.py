@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.options import Options
-from qsync_fx.passes.pipeline import pipeline
+from qsync_fx.passes.pass_manager import pipeline
 
 GOLDEN = Path(__file__).parent / "golden"
 PASSES = [step.name for step in pipeline(Options(), lowerings())]

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import Counting, Perceptron, build, compiled
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -23,6 +21,8 @@ import qsync_fx
 from qsync_fx import Plan, PlanError
 from qsync_fx.backend.compile import rewrite
 from qsync_fx.options import Options
+from tests.support import tiers
+from tests.support.models.small_models import Counting, Perceptron, build, compiled
 
 torch.set_num_threads(1)
 

@@ -7,9 +7,7 @@ import operator
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from inserting import PLACES, Net, behind, explain, put_in, relu, trained
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.plan import Plan
+from tests.support import tiers
+from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_in, relu, trained
 
 # An operator that has no value of its own: `graph.call_function`, and nothing else.
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from inserting import PLACES, Net, behind, explain, put_in, trained
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx.graph import PrecisionGraph
 from qsync_fx.plan import Plan
+from tests.support.compiling.inserting import PLACES, Net, behind, explain, put_in, trained
 
 # What takes the place of an operator.
 

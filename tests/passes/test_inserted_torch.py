@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inserting import Net, Put, behind, explain, put_in, relu
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph
+from tests.support.compiling.inserting import Net, Put, behind, explain, put_in, relu
 
 # Code that is no operator of ATen, and what cannot be.
 

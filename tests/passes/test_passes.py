@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from passes_on_net import Net, explain
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.errors import OptionError, PassError
-from qsync_fx.graph import meta
+from qsync_fx.graph import node_metadata
 from qsync_fx.options import Options
-from qsync_fx.passes.base import Scope
-from qsync_fx.passes.pipeline import pipeline
-from qsync_fx.passes.verify import RULES
+from qsync_fx.passes.pass_base import Scope
+from qsync_fx.passes.pass_manager import pipeline
+from qsync_fx.passes.verifier import RULES
+from tests.support.compiling.passes_on_net import Net, explain
 
 
 @qsync_fx.graph_pass(after="assign")
@@ -139,7 +139,7 @@ def test_what_is_put_in_after_lowering_is_charged_to_an_operator() -> None:
     explanation = explain(tap)
     known = {str(operator.id) for operator in explanation.operators}
     put_in = [node for node in explanation.graph_module("tap").graph.nodes if node.target is torch.ops.aten.neg.default]
-    assert [charge.owner in known for node in put_in if (charge := meta.charged(node)) is not None] == [True]
+    assert [charge.owner in known for node in put_in if (charge := node_metadata.charged(node)) is not None] == [True]
 
 
 def test_every_rule_says_when_it_holds() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, fx
@@ -20,6 +19,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from tests.support import tiers
 
 Function = Callable[[Tensor], Tensor]
 

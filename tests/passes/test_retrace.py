@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
+from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
 
 Forward = Callable[["Two", Tensor], Tensor]
 

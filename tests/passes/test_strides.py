@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
 from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.graph import attention
-from qsync_fx.graph.values import memory_order, same_strides
-from qsync_fx.precision import precision
+from qsync_fx.formats import precision
+from qsync_fx.graph import saved_tensors
+from qsync_fx.graph.fx_utils import memory_order, same_strides
+from tests.support import tiers
 
 LAST = torch.channels_last
 Function = Callable[..., Tensor]
@@ -29,7 +29,7 @@ Function = Callable[..., Tensor]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that computes BF16, whichever is at hand, and an empty cache of compiled code."""
-    monkeypatch.setattr(attention, "default_precision", lambda device: precision("bf16"))
+    monkeypatch.setattr(saved_tensors, "default_precision", lambda device: precision("bf16"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passes_on_net import explain
 
 import qsync_fx
 from qsync_fx.errors import PassError
-from qsync_fx.graph import meta
+from qsync_fx.graph import node_metadata
+from tests.support.compiling.passes_on_net import explain
 
 
 def narrow_a_linear(graph: qsync_fx.PrecisionGraph) -> None:
     """Undoes a cast: the linear then reads FP32 where BF16 is planned."""
     for node in graph.nodes:
-        if meta.is_cast(node):
+        if node_metadata.is_cast(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
 
 
 def double_a_cast(graph: qsync_fx.PrecisionGraph) -> None:
-    cast = next(node for node in graph.nodes if meta.is_cast(node))
+    cast = next(node for node in graph.nodes if node_metadata.is_cast(node))
     (reader,) = cast.users
     with graph.graph.inserting_after(cast):
         again = graph.graph.node_copy(cast)
@@ -31,7 +31,7 @@ def double_a_cast(graph: qsync_fx.PrecisionGraph) -> None:
 
 
 def leave_a_cast_unread(graph: qsync_fx.PrecisionGraph) -> None:
-    cast = next(node for node in graph.nodes if meta.is_cast(node))
+    cast = next(node for node in graph.nodes if node_metadata.is_cast(node))
     with graph.graph.inserting_after(cast):
         graph.graph.node_copy(cast)
 
@@ -125,8 +125,10 @@ def test_the_verifier_names_pass_node_and_rule(
 def test_no_two_roundings_draw_from_one_stream() -> None:
     @qsync_fx.graph_pass(after="insert_casts")
     def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
-        first, second, *_ = (node for node in graph.nodes if meta.is_part(node, meta.Part.QUANTIZE))
-        meta.CAST[second] = dataclasses.replace(meta.CAST[second], stream=meta.CAST[first].stream)
+        first, second, *_ = (node for node in graph.nodes if node_metadata.is_part(node, node_metadata.Part.QUANTIZE))
+        node_metadata.CAST[second] = dataclasses.replace(
+            node_metadata.CAST[second], stream=node_metadata.CAST[first].stream
+        )
 
     with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
         explain(draw_alike, precision="int8")

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.backend.cuda.choose import select
-from qsync_fx.backend.cuda.choose.select import known, way
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.cuda.tune.table import Environment, Table
-from qsync_fx.backend.cuda.tune.tuning import Choice
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.cuda.selection import select
+from qsync_fx.backend.cuda.selection.select import known, way
+from qsync_fx.backend.cuda.tuning import Choice, Environment, Table
 from qsync_fx.backend.operators import convolution_lowering
-from qsync_fx.backend.operators.multiplying import conv_on_cpu, on_cpu
-from qsync_fx.backend.operators.multiplying.collect import problems_of
-from qsync_fx.devices import offers
-from qsync_fx.devices.processor import Cpu
+from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
+from qsync_fx.devices import format_support
+from qsync_fx.devices.cpu_features import Cpu
 from qsync_fx.errors import OptionError, PlanWarning
 from qsync_fx.plan import Plan
 
@@ -47,27 +46,27 @@ class Net(nn.Module):
 @contextmanager
 def counting_as(native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and one for BF16, or without."""
-    for where in (offers, on_cpu, convolution_lowering):
+    for where in (format_support, cpu_kernels, convolution_lowering):
         monkeypatch.setattr(where, "native_integer_unit", lambda: native)
-    monkeypatch.setattr(offers, "cpu_multiplies_integers", lambda: by_onednn)
-    monkeypatch.setattr(offers, "native_bf16_unit", lambda: bf16)
-    monkeypatch.setattr(offers, "cpu", lambda: Cpu("", ("vnni",) * by_onednn, None, 1))
-    offers.forget()
+    monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: by_onednn)
+    monkeypatch.setattr(format_support, "native_bf16_unit", lambda: bf16)
+    monkeypatch.setattr(format_support, "cpu", lambda: Cpu("", ("vnni",) * by_onednn, None, 1))
+    format_support.forget()
     try:
         yield
     finally:
         monkeypatch.undo()
-        offers.forget()
+        format_support.forget()
 
 
-def explained(**options: Any) -> qsync_fx.explanation.Explanation:
+def explained(**options: Any) -> qsync_fx.diagnostics.Explanation:
     inputs = torch.randn(8, 3, 32, 32), torch.randn(ROWS, 1024)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         return qsync_fx.explain(Net(), *inputs, options=options)
 
 
-def layers_of(explanation: qsync_fx.explanation.Explanation) -> dict[str, tuple[str, str]]:
+def layers_of(explanation: qsync_fx.diagnostics.Explanation) -> dict[str, tuple[str, str]]:
     """The precision and the reason of each layer."""
     layers = [op for op in explanation.operators if op.kind == "adjustable" and op.id.module]
     return {op.id.module: (str(op.precision), op.reason) for op in layers}
@@ -80,7 +79,7 @@ def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[s
 
 
 def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ROWS * 1024 * 2 < on_cpu.ENOUGH_WORK[16] <= ROWS * 1024 * 16 < on_cpu.ENOUGH_WORK[8]
+    assert ROWS * 1024 * 2 < cpu_kernels.ENOUGH_WORK[16] <= ROWS * 1024 * 16 < cpu_kernels.ENOUGH_WORK[8]
     layers = found(True, monkeypatch, precision="int8_grad", where_faster=True)
     assert {name: fmt for name, (fmt, _) in layers.items()} == {
         **dict.fromkeys(("wide", "large"), "int8_grad"),
@@ -90,7 +89,7 @@ def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> 
     because = f"{ROWS} x 16 x 1024 is too small for int8 to pay, so it runs in bf16"
     assert layers["middle"][1] == f"plan: uniform int8_grad; {because}"
     assert layers["small"][1].endswith(f"in bf16; {ROWS} x 2 x 1024 is too small for bf16 to pay, so it runs in fp32")
-    assert f"from {conv_on_cpu.CHANNELS} on it does, so it runs in bf16" in layers["thin"][1]
+    assert f"from {cpu_kernels.CHANNELS} on it does, so it runs in bf16" in layers["thin"][1]
     assert "of one value" in layers["step"][1] and "groups" in layers["grouped"][1]
 
 
@@ -123,7 +122,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         f"5 operators are in a format that is not faster here, such as thin/conv2d (3 channels are too few for int8 to pay, from "
-        f'{conv_on_cpu.CHANNELS} on it does); the option "where_faster" leaves what is so in a wider one'
+        f'{cpu_kernels.CHANNELS} on it does); the option "where_faster" leaves what is so in a wider one'
     )
     with counting_as(True, True, True, monkeypatch):
         asked = explained(precision="int8")

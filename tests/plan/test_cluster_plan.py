@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from plan_samples import plans, texts
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Options, Plan
 from qsync_fx.errors import OptionError, PlanError
-from qsync_fx.plan import gradient_codecs
+from qsync_fx.plan import cluster_plan
 from qsync_fx.plan.cluster_plan import AtHand
-from qsync_fx.plan.reading import read_plan
+from qsync_fx.plan.plan_loading import read_plan
+from tests.support.planning.plan_samples import plans, texts
 
 V100, T4 = Plan.uniform("fp32"), Plan("int8", [("head", "fp32")])
 PLAN = ClusterPlan({"v100": V100, "t4": T4})
@@ -31,7 +31,7 @@ def cluster_plans(draw: st.DrawFn) -> ClusterPlan:
     classes = draw(st.dictionaries(names, plans, min_size=1, max_size=3))
     known = st.sampled_from(sorted(classes))
     devices = draw(st.dictionaries(known, st.sampled_from(["Tesla T4", "a b", "é1"]), max_size=2))
-    codecs = draw(st.dictionaries(names, st.sampled_from(gradient_codecs.CODECS), max_size=3))
+    codecs = draw(st.dictionaries(names, st.sampled_from(cluster_plan.CODECS), max_size=3))
     notes = draw(st.dictionaries(texts, texts, max_size=2))
     return ClusterPlan(classes, devices, draw(st.lists(known, max_size=4)), notes, codecs)
 
@@ -125,7 +125,7 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
 def test_there_is_a_codec_of_each_name_that_a_plan_may_name() -> None:
     from qsync_fx.communication.codecs import codec_named
 
-    assert [codec_named(name).name for name in gradient_codecs.CODECS] == list(gradient_codecs.CODECS)
+    assert [codec_named(name).name for name in cluster_plan.CODECS] == list(cluster_plan.CODECS)
 
 
 def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from drawn_ids import op_ids
 from hypothesis import example, given, strategies as st
 
 from qsync_fx.errors import PlanError
-from qsync_fx.plan.opid import OpId
+from qsync_fx.plan.operator_id import OpId
+from tests.support.planning.drawn_ids import op_ids
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from drawn_ids import op_ids
 from hypothesis import example, given, settings, strategies as st
 
 from qsync_fx.errors import PlanError
-from qsync_fx.plan.opid import OpId
+from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.patterns import pattern_regex
+from tests.support.planning.drawn_ids import op_ids
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 from hypothesis import given, strategies as st
-from plan_samples import op_ids, patterns, plans, precisions
 
 from qsync_fx.errors import PlanError
+from qsync_fx.formats import FORMATS
 from qsync_fx.plan import Choice, Plan
-from qsync_fx.plan.opid import OpId
-from qsync_fx.precision import FORMATS
+from qsync_fx.plan.operator_id import OpId
+from tests.support.planning.plan_samples import op_ids, patterns, plans, precisions
 
 QUERY = OpId("encoder.layer.0.attention.self.query", "linear")
 DENSE = OpId("encoder.layer.0.output.dense", "linear")

@@ -6,14 +6,14 @@ from typing import Any
 
 import networkx as nx
 import torch
-from predicted_models import explained, graph_of
-from tiers import ALL
 from torch import Tensor, nn
-from zoo_torch import Residual
 
 import qsync_fx
-from qsync_fx.predictor.isomorphism import Blocks, isomorphic_blocks
-from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.repeated_blocks import Blocks, isomorphic_blocks
+from tests.support.models.zoo_torch import Residual
+from tests.support.planning.predicted_models import explained, graph_of
+from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 def of(*blocks: nn.Module, shape: tuple[int, ...] = (4, 8)) -> ModelGraph:
     torch._dynamo.reset()
     x = torch.randn(*shape, requires_grad=True)
-    return model_graph(qsync_fx.explain(nn.Sequential(*blocks), x, options={"precision": "int8"}))
+    return build_model_graph(qsync_fx.explain(nn.Sequential(*blocks), x, options={"precision": "int8"}))
 
 
 def test_equal_blocks_are_found_and_others_are_not() -> None:

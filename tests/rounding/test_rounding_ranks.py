@@ -9,10 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import tiers
-from ranks import ENVIRONMENT, results, script_of
+
+from tests.support import tiers
+from tests.support.processes import forks
+from tests.support.processes.ranks import ENVIRONMENT, results, script_of
 
 run = functools.partial(results, script="rounding_rank.py")
 

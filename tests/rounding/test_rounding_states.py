@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from rounding_steps import started
-from small_models import assert_equal
 from torch import Tensor, manual_seed  # manual_seed by name, before anything of qsync_fx watches it
 
 import qsync_fx
+from tests.support.computing.rounding_steps import started
+from tests.support.models.small_models import assert_equal
 
 torch.set_num_threads(1)
 

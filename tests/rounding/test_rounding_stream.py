@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch._functorch.config
-from rounding_steps import differ, started, step
-from small_models import Perceptron, assert_equal, build, compiled
 from torch import Tensor, manual_seed, nn  # manual_seed by name, before anything of qsync_fx watches it
 
 import qsync_fx
-from qsync_fx.rounding.stream import number
+from qsync_fx.rounding import number
+from tests.support import tiers
+from tests.support.computing.rounding_steps import differ, started, step
+from tests.support.models.small_models import Perceptron, assert_equal, build, compiled
 
 torch.set_num_threads(1)
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from small_models import build, compiled
 from test_unbiased import LARGEST_Z, greatest_z
 from torch import Tensor, nn
 
 from qsync_fx.backend.numerics import reference
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.casts.round import gridded_format, round_to
-from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.backend.operators.product_utils import round_gradients
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.backend.operators.stochastic_round import gridded_format, round_to
+from tests.support import tiers
+from tests.support.models.small_models import build, compiled
 
 DRAWS = 250
 SEED = torch.tensor([0])

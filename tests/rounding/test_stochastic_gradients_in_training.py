@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.distributed as dist
-from small_models import Convolutional, Counting, Perceptron, assert_equal, build, compiled, gradients, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
 from qsync_fx.errors import PassError
-from qsync_fx.graph import meta
-from qsync_fx.rounding.layout import BACKWARD, GRADIENTS, RESULT, Streams
+from qsync_fx.graph import node_metadata
+from qsync_fx.rounding import BACKWARD, GRADIENTS, RESULT, Streams
+from tests.support import tiers
+from tests.support.models.small_models import (
+    Convolutional,
+    Counting,
+    Perceptron,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,12 @@ def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
     options: dict[str, Any] = {"plan": plan, "gradient_rounding": "stochastic"}
     found = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
     nodes = found.graph_module("stochastic_gradients").graph.nodes
-    facts = [fact for node in nodes for fact in (meta.CAST.get(node), meta.NOTE.get(node)) if fact is not None]
+    facts = [
+        fact
+        for node in nodes
+        for fact in (node_metadata.CAST.get(node), node_metadata.NOTE.get(node))
+        if fact is not None
+    ]
     streams = [fact.stream for fact in facts if fact.stream is not None]
     assert any(stream < GRADIENTS for stream in streams)
     assert any(GRADIENTS <= stream < RESULT for stream in streams)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from products_in_fp64 import operand, unit
 from torch import Tensor
 
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support.computing.products_in_fp64 import operand, unit
 
 FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
 ROUNDINGS = 250

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from experiment_tables import Row, accuracy_of, percent, rows_of, table_of
-from pages import markdown
+from tests.support.experiment_tables import Row, accuracy_of, percent, rows_of, table_of
+from tests.support.pages import markdown
 
 
 def codec_accuracy() -> str:

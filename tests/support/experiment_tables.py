@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pages import markdown
+from tests.support.pages import markdown
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Row = Mapping[str, Any]

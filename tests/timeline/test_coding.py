@@ -8,25 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from predicted_models import DrawnTimes, graph_of
 
 import qsync_fx
 from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
 from qsync_fx.cli import main
+from qsync_fx.communication.codec_cost_model import COPY, Rate, Rates, coded, of_copy, slowest, uniform
 from qsync_fx.communication.codecs import NAMES, codec_named
-from qsync_fx.communication.speeds.foreseen import coded, uniform
-from qsync_fx.communication.speeds.rates import COPY, Rate, Rates, of_copy, slowest
-from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.predictor.mapper import CostMapper
+from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device, Network
-from qsync_fx.predictor.replay.fleet import Bucket, beside_computing, travel
-from qsync_fx.predictor.schedule import Parameter
-from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.gradients.coding_speed import coding_speeds
-from qsync_fx.profiling.profile import CodecSpeed
-from qsync_fx.timeline.coding import of_catalog, rates
-from qsync_fx.timeline.paying import best, paying
+from qsync_fx.predictor.replayer.cluster import Buckets, Compression, Device, Network
+from qsync_fx.predictor.replayer.cluster_step import Bucket, beside_computing, travel
+from qsync_fx.predictor.times import Parameter, Times
+from qsync_fx.profiler.links.link_measurement import coding_speeds
+from qsync_fx.profiler.profile import CodecSpeed
+from qsync_fx.timeline.codec_costs import best, of_catalog, paying, rates
+from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

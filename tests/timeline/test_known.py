@@ -13,10 +13,10 @@ from torch import nn
 import qsync_fx
 from qsync_fx import Cluster, Plan, Profile, ProfileError
 from qsync_fx.devices.machine import this_machine
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM
-from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
-from qsync_fx.timeline.known import known_devices
+from qsync_fx.predictor.replayer.cluster import Device, Network
+from qsync_fx.timeline.device_profiles import known_devices
 
 FORMATS = ("fp32", "fp16")
 LINKS = "[network]\nbandwidth = 1e9\nlatency = 3e-5\n"

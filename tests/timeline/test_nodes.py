@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx import Cluster
+from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, coded, of_copy, uniform
 from qsync_fx.communication.codecs import codec_named
-from qsync_fx.communication.speeds.foreseen import by_bucket, coded, uniform
-from qsync_fx.communication.speeds.rates import Rate, Rates, of_copy
-from qsync_fx.communication.wire.messages import HEADER
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network, Nodes
-from qsync_fx.predictor.replay.collectives import Levels, Link, Measured
-from qsync_fx.predictor.replay.fleet import Bucket, played, sent, travel
-from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
-from qsync_fx.timeline.paying import paying
+from qsync_fx.communication.point_to_point import HEADER
+from qsync_fx.predictor.replayer.cluster import Buckets, Device, Network, Nodes
+from qsync_fx.predictor.replayer.cluster_step import Bucket, played, sent, travel
+from qsync_fx.predictor.replayer.collectives import Levels, Link, Measured
+from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
+from qsync_fx.timeline.codec_costs import paying
 
 RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9)})
 SIZES = st.lists(st.floats(0, 1e9), min_size=1, max_size=5)

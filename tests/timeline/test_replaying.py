@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from predicted_models import DrawnTimes, graph_of
 
 import qsync_fx
 from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
-from qsync_fx.predictor.mapper import CostMapper
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.reckoned.times import DeviceTimes
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.replayer.cluster import Buckets, Device, Network
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiling.profile import CodecSpeed, Collective
+from qsync_fx.profiler.profile import CodecSpeed, Collective
+from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
 def test_devices_of_the_catalog(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
     explained = qsync_fx.explain(model, torch.randn(256, 512), options={"target": "t4"})
-    reckoned = DeviceTimes(qsync_fx.devices.get("t4"), model_graph(explained))
+    reckoned = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
     path = tmp_path / "cluster.toml"
     path.write_text("[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10")
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Compression, Device, Network
-from qsync_fx.predictor.replay.fleet import played
-from qsync_fx.predictor.schedule import Entry, Parameter, Part, Schedule
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Compression, Device, Network
+from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.timeline import Timeline
 
 LAYERS = 6

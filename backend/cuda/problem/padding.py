@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem import fallback
-from qsync_fx.backend.cuda.problem.operands import type_of
+from qsync_fx.backend.cuda.problem import reference_result
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Major, Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
 
 VECTOR: Final = 16
 """Bytes that are loaded at a time."""
@@ -111,7 +111,7 @@ def _has_unit(problem: Problem) -> bool:
     if isinstance(problem, ConvProblem):
         return False
     if problem.a == "int8":
-        return fallback.takes_integers(problem.m, problem.n, problem.k)
+        return reference_result.takes_integers(problem.m, problem.n, problem.k)
     return all(_along_k(problem)) and problem.n % VECTOR == 0 and problem.k % VECTOR == 0
 
 

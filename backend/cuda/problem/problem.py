@@ -20,7 +20,7 @@ class GemmProblem:
 
     Attributes:
         m, n, k: sizes; at least 1.
-        a, b: formats (names in `qsync_fx.precision`) of the operands.
+        a, b: formats (names in `qsync_fx.formats`) of the operands.
         out: format of `d`: "fp32", "fp16" or "bf16". `d` is row-major.
         a_major, b_major: how `a` `[m, k]` and `b` `[k, n]` lie in memory: by rows or by columns. A linear layer's weight `[n, k]` is
             a `b` that lies by columns: both operands are then contiguous along k ("K-major"), which integer tensor cores want.

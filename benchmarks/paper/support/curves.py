@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from qsync_fx.report.numbers import round_step
+from qsync_fx.formatting import round_step
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 

@@ -21,14 +21,13 @@ import qsync_fx
 from benchmarks.plans.fleets import FORMATS, NETWORK, Known
 from qsync_fx import Plan
 from qsync_fx.allocator import Problem
-from qsync_fx.allocator.asking import Wishes, problem_of
-from qsync_fx.allocator.judging.judge import judged
-from qsync_fx.precision import FORMATS as EVERY
+from qsync_fx.allocator.evaluator import judged
+from qsync_fx.allocator.problem_builder import Wishes, problem_of
+from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device
-from qsync_fx.profiling.statistics.measured import several
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.profiler.sensitivity.estimate import several
 
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)
 SLOW = "t4"
@@ -68,7 +67,7 @@ def looked(
         marked = [tensor.clone() for tensor in inputs]
         for tensor in marked:
             torch._dynamo.mark_dynamic(tensor, 0)
-        graphs[device] = model_graph(qsync_fx.explain(wide, *marked, options={"target": device}), formats)
+        graphs[device] = build_model_graph(qsync_fx.explain(wide, *marked, options={"target": device}), formats)
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
     found = several(model, step, batches, methods, NARROW, len(batches), options=options)

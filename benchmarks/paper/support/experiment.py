@@ -20,7 +20,7 @@ from benchmarks.paper.support.images import NETWORKS, QUICK, WIDE, Images, Size,
 from benchmarks.paper.support.kept import Kept
 from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
-from qsync_fx.profiling.progress import progress
+from qsync_fx.profiler.progress import progress
 
 METHODS = ("exact", "paper", "hessian")
 """Sensitivities that are measured."""

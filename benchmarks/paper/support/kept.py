@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import to_write
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
 
 
 class Kept:

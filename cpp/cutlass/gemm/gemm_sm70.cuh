@@ -1,6 +1,6 @@
 // GEMM for sm_70 by CUTLASS 2.x: FP16 on Volta's tensor cores, INT8 by dp4a and FP32 on the ordinary units.
 //
-// nvcc 13 has no sm_70, so the text of a kernel is compiled twice and the parts are joined (see backend/cuda/tools/nvrtc_compile.py):
+// nvcc 13 has no sm_70, so the text of a kernel is compiled twice and the parts are joined (see backend/cuda/toolchain.py):
 // NVRTC of CUDA 12 makes the machine code of `qsync_kernel` from it, and the host compiler all functions of the C interface, with the
 // machine code as bytes in the library. nvcc of CUDA 12 compiles it as it does those of later architectures.
 //

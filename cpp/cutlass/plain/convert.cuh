@@ -10,7 +10,7 @@
 namespace qsync {
 
 // What a matrix is made of. BITS*: whatever has that many bits, copied as it is. The numbers are those of
-// backend/cuda/source/convert_source.py.
+// backend/cuda/codegen.py.
 enum class Element : int { BITS8, BITS16, BITS32, INT8, E4M3, E5M2, FLOAT16, BFLOAT16, FLOAT32 };
 
 constexpr int size_of(Element x) {

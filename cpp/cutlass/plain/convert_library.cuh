@@ -1,4 +1,4 @@
-// The C interface of copies and conversions: what is launched for which arguments. See backend/cuda/libraries/abi.py.
+// The C interface of copies and conversions: what is launched for which arguments. See backend/cuda/kernel_build/library.py.
 //
 // Nothing here allocates, waits for the device or reads its memory, so all of it can be captured in a CUDA graph.
 #pragma once

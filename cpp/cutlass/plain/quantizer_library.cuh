@@ -1,5 +1,5 @@
 // The C interface of the quantizer: what is launched for which arguments, and how large its workspace is. See
-// backend/cuda/libraries/abi.py.
+// backend/cuda/kernel_build/library.py.
 //
 // Nothing here allocates, waits for the device or reads its memory, so all of it can be captured in a CUDA graph.
 #pragma once

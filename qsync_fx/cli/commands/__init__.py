@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
-from qsync_fx import installed
+from qsync_fx import entry_points as installed
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import QSyncError
 

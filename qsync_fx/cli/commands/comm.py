@@ -1,15 +1,292 @@
-"""`qsync comm`: what it costs to send gradients in fewer bits."""
+"""`qsync comm`: what it costs to send gradients in fewer bits.
+
+`qsync comm predict`: which codec of gradients pays for a model on a cluster, and from which bandwidth on none does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from qsync_fx import environment
-from qsync_fx.cli import output
-from qsync_fx.cli.comm_predict import PREDICT
+from qsync_fx.cli import model_args, output, training_args
 from qsync_fx.cli.command import Command
+from qsync_fx.errors import OptionError, nearest, shown
+
+if TYPE_CHECKING:
+    from qsync_fx.communication.codec_cost_model import Rates
+    from qsync_fx.predictor.replayer.cluster import Cluster
+    from qsync_fx.profiler.profile import Profile
+    from qsync_fx.timeline.codec_costs import Paying
+
+
+_PREDICT_ABOUT = f"""\
+Which codec of gradients pays: a step of a cluster is replayed with gradients in
+each, from bytes that are exact and seconds that a profile or the catalog says.
+Nothing is sent, and nothing is trained.
+{training_args.LOSS.capitalize()}."""
+
+_PREDICT_EXAMPLES = """\
+examples:
+  qsync comm predict bert:small --gpus 16 --bandwidth 1gbit
+  qsync comm predict bert:small --gpus 8 --device v100 --bandwidth 100gbit
+  qsync comm predict bert:small --gpus 16 --gpus-per-node 4 --inside 100gbit --bandwidth 1gbit
+  qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json
+  qsync comm bench --json > rates.json; qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
+
+_UNITS: Final = {"bit": 1 / 8, "b": 1.0}
+_POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
+    one_format = OptionError(
+        "all operators are in one format here",
+        where="--plan",
+        do="name it with --precision; qsync replay takes a plan, with the codecs that it has",
+    )
+    model_args.add(parser, needed=False, refused={"plan": one_format})
+    asked = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
+    asked.add_argument("--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices")
+    asked.add_argument(
+        "--bandwidth", metavar="RATE", required=True, help="of each link: 1gbit, 100mbit, or 12.5GB a second"
+    )
+    asked.add_argument(
+        "--latency", metavar="SECONDS", type=float, default=5e-5, help="of the smallest all-reduce; %(default)s"
+    )
+    asked.add_argument(
+        "--gpus-per-node",
+        "--ranks-per-node",
+        dest="size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="how many share a node and its link to others; gradients then go in the codec between nodes alone",
+    )
+    asked.add_argument("--inside", metavar="RATE", help="of each device inside its node, as --bandwidth")
+    asked.add_argument(
+        "--inside-latency", metavar="SECONDS", type=float, default=1e-5, help="of the smallest one there; %(default)s"
+    )
+    asked.add_argument(
+        "--device", metavar="NAME", help="of the catalog, which the model is reckoned for; t4 by default"
+    )
+    asked.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
+    training_args.add_optimizer(asked)
+    asked.add_argument(
+        "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
+    )
+    asked.add_argument("--rates", metavar="FILE", help="how fast codecs are: what qsync comm bench --json has printed")
+    asked.add_argument("--json", action="store_true", help="one JSON object for other programs")
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    if arguments.ranks < 2:
+        raise OptionError(
+            "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
+        )
+    bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
+
+    from qsync_fx.plan.cluster_plan import CODECS
+    from qsync_fx.plan.plan import Plan
+    from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
+    from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network, Nodes
+    from qsync_fx.timeline.codec_costs import paying, rates
+
+    for name in arguments.codec or ():
+        if name not in CODECS[1:]:
+            raise OptionError(f"nothing is foreseen of {shown(name)}", where="--codec", do=nearest(name, CODECS[1:]))
+    fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
+    profile = _profile(arguments, fmt)
+    # gloo sends gradients of the CPU around one ring.
+    nodes = Nodes(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
+    fleet = Cluster({"devices": Device(arguments.ranks)}, network, nodes=nodes)
+    mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
+    schedules = {"devices": mapper.schedule()}
+    how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
+    # What codes by shapes is not known of a profile: 1bit* has the same rule over consecutive values.
+    codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
+    if arguments.rates and not arguments.codec:
+        # A file may be of some codecs alone, and says so itself.
+        missing = [name for name in codecs if name not in how_fast.by_codec]
+        codecs = [name for name in codecs if name in how_fast.by_codec]
+        if not codecs:
+            do = "measure others: qsync comm bench --json"
+            raise OptionError("it has the speed of no codec that can be foreseen", where=arguments.rates, do=do)
+        if missing:
+            output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
+    without, found = paying(schedules, fleet, codecs, how_fast)
+    if arguments.json:
+        output.as_json(_as_json(profile, fleet, how_fast, without, found))
+    else:
+        _show(profile, fmt, fleet, how_fast, without, found)
+
+
+def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
+    from qsync_fx.devices.device_catalog import get
+    from qsync_fx.profiler.profile import Profile
+
+    if arguments.profile is not None:
+        if arguments.model is not None or arguments.device is not None:
+            do = "leave the model and the device out, or the profile"
+            raise OptionError("a profile says of which model and device it is", where="--profile", do=do)
+        return Profile.load(arguments.profile, any_machine=True)
+    if arguments.model is None:
+        raise OptionError(
+            "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
+        )
+    trained = training_args.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}))
+    optimizer = training_args.optimizer(arguments.optimizer, trained.module)
+    return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], [fmt], optimizer)
+
+
+def _read(path: str) -> Rates:
+    import json
+    import pathlib
+
+    from qsync_fx.communication.codec_cost_model import Rate, Rates
+
+    try:
+        rows = json.loads(pathlib.Path(path).read_text())
+        found = {str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        do = "write it with qsync comm bench --json"
+        raise OptionError(f"the speeds of codecs cannot be read: {error}", where=path, do=do) from error
+    if any(not (rate.encode > 0 and rate.decode > 0) for rate in found.values()):
+        raise OptionError(
+            "a codec has a speed that is not above 0", where=path, do="write it with qsync comm bench --json"
+        )
+    return Rates(f"measured, {path}", found)
+
+
+def _inside(arguments: argparse.Namespace) -> float | None:
+    """Returns the bytes a second of links inside nodes; None where each device is a node of its own."""
+    size, ranks = arguments.size, arguments.ranks
+    if size < 1 or ranks % size or (size > 1 and ranks == size):
+        what = f"{ranks} devices do not make several nodes of {size}"
+        raise OptionError(what, where="--gpus-per-node", do="give a number that divides --gpus, and is less")
+    if (size > 1) != (arguments.inside is not None):
+        what = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
+        raise OptionError(what, where="--inside", do="give both, as --gpus-per-node 4 --inside 100gbit, or neither")
+    return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
+
+
+def _bytes_a_second(text: str, where: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
+    size = float(found[1]) * _POWERS[found[2].lower()] * _UNITS[found[3].lower()] if found else 0.0
+    if not size:
+        raise OptionError(f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB")
+    return size
+
+
+def _rate(bytes_a_second: float) -> str:
+    bits = 8 * bytes_a_second
+    power = next((name for name in ("t", "g", "m", "k") if bits >= _POWERS[name]), "")
+    return f"{bits / _POWERS[power]:.3g} {power.upper() if power != 'k' else power}bit/s"
+
+
+def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> None:
+    from rich.text import Text
+
+    from qsync_fx.formatting import duration, short
+    from qsync_fx.timeline.codec_costs import best
+
+    network = fleet.network
+    assert network is not None and network.bandwidth is not None
+    bandwidth = network.bandwidth
+    print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
+    nodes = fleet.nodes
+    several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside" if nodes.bandwidth else ""
+    print(f"links of {_rate(bandwidth)}{several}; how fast codecs are is {rates.source}\n")
+    rows = [
+        (
+            one.codec,
+            short(one.sent, "B"),
+            *([short(one.inside, "B")] if several else []),
+            duration(one.seconds),
+            f"{without.seconds / one.seconds:.2f}" if one is not without else "-",
+            duration(one.coding) if one is not without else "-",
+            duration(one.communicating),
+            f"{one.hidden:.0%}",
+            _below(one.until) if one is not without else "-",
+        )
+        for one in (without, *found)
+    ]
+    sent = ("a node sends", "a rank inside") if several else ("a rank sends",)
+    columns = ("codec", *sent, "a step", "faster", "coding", "communicating", "hidden", "pays below")
+    output.show(output.table(columns, rows, right=columns[1:]))
+    chosen = best(without, found)
+    quickest = min(found, key=lambda one: one.seconds)
+    won = 1 - quickest.seconds / without.seconds
+    limit = max((one.until for one in found if one.until is not None), default=0.0)
+    hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
+    if chosen is without:
+        limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
+        why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
+        told = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
+    else:
+        told = (
+            f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
+            f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
+        )
+    if several:
+        told += " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
+    output.show(Text(told))
+    if profile.graph.device != "cpu":
+        print(
+            "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without one is foreseen as "
+            "the cluster says."
+        )
+
+
+def _model(profile: Profile) -> str:
+    return f"{profile.model.name} of {profile.model.parameters} parameters"
+
+
+def _below(until: float | None) -> str:
+    if until is None:
+        return "any"
+    return _rate(until) if until else "never"
+
+
+def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> dict[str, Any]:
+    from qsync_fx.timeline.codec_costs import best
+
+    def row(one: Paying) -> dict[str, Any]:
+        return {
+            "codec": one.codec,
+            "bytes": one.sent,
+            "bytes_inside": one.inside,
+            "seconds": one.seconds,
+            "coding": one.coding,
+            "communicating": one.communicating,
+            "hidden": one.hidden,
+            "pays_below": None if one.until is None else 8 * one.until,
+        }
+
+    network = fleet.network
+    assert network is not None and network.bandwidth is not None
+    return {
+        "model": _model(profile),
+        "device": profile.machine.name,
+        "ranks": fleet.ranks,
+        "ranks_a_node": fleet.nodes.ranks,
+        "bits_a_second": 8 * network.bandwidth,
+        "bits_a_second_inside": None if fleet.nodes.bandwidth is None else 8 * fleet.nodes.bandwidth,
+        "rates": rates.source,
+        "best": best(without, found).codec,
+        "codecs": [row(one) for one in (without, *found)],
+    }
+
+
+PREDICT: Final = Command(
+    "which codec pays, and from which bandwidth on none does",
+    _predict,
+    _add_predict_arguments,
+    _PREDICT_ABOUT,
+    _PREDICT_EXAMPLES,
+)
+
 
 _ABOUT = """\
 How fast codecs of gradients are on this processor.
@@ -53,9 +330,9 @@ def _bench(arguments: argparse.Namespace) -> None:
 
     import torch
 
+    from qsync_fx.communication.codec_benchmarks import measured
     from qsync_fx.communication.codecs import NAMES, codec_named
-    from qsync_fx.communication.duo.rates import DUOS
-    from qsync_fx.communication.speeds.speed import measured
+    from qsync_fx.communication.duo.sign_codecs import DUOS
     from qsync_fx.errors import OptionError
 
     for name in ("megabytes", "threads", "repeats"):
@@ -103,7 +380,7 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
 
     from torch import distributed
 
-    from qsync_fx.communication.speeds.reduction_speed import reductions
+    from qsync_fx.communication.codec_benchmarks import reductions
 
     distributed.init_process_group("gloo")
     found, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
@@ -133,7 +410,7 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
 
 def _what(values: int, arguments: argparse.Namespace) -> str:
     from qsync_fx import _C
-    from qsync_fx.report.numbers import many
+    from qsync_fx.formatting import many
 
     how = f"{many(arguments.threads, 'thread')}, {_C.isa()} kernels, medians of {many(arguments.repeats, 'turn')}"
     return f"{values / 2**18:.3g} MiB of FP32 gradients, {how}"

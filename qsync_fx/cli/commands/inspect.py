@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import model, output
+from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import QSyncError
-from qsync_fx.report.numbers import number
+from qsync_fx.formatting import number
 
 if TYPE_CHECKING:
-    from qsync_fx.explanation import Explanation
+    from qsync_fx.diagnostics import Explanation
     from qsync_fx.graph import Operator
 
 _ABOUT = """\
@@ -31,7 +31,7 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model.add(parser, looks=True)
+    model_args.add(parser, looks=True)
     printed = parser.add_argument_group("what to print")
     printed.add_argument(
         "--kind", choices=("adjustable", "dependent", "fixed"), help="in table and JSON only operators of this kind"
@@ -57,7 +57,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.kind and (arguments.after or arguments.diff):
         raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
-    explanation = model.read(arguments).explain()
+    explanation = model_args.read(arguments).explain()
     if arguments.after:
         print(explanation.graph(arguments.after))
     elif arguments.diff:
@@ -73,8 +73,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _show(explanation: Explanation, kind: str | None) -> None:
+    from qsync_fx.diagnostics.explanation_table import explanation_table
     from qsync_fx.ops import Kind
-    from qsync_fx.report.text import explanation_table
 
     output.show(explanation_table(explanation, Kind(kind) if kind else None, output.width()))
 

@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qsync_fx.cli import model, output, training
+from qsync_fx.cli import model_args, output, training_args
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.profiling.profile import Profile
+    from qsync_fx.profiler.profile import Profile
 
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
 compiled code to its operators. What comes out foresees any other plan. As to the
-loss, {training.LOSS}.
+loss, {training_args.LOSS}.
 
 The model is compiled once a plan, which takes seconds to minutes each. With
 --output a measurement that was interrupted goes on from there.
@@ -35,13 +35,13 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    measured = training.add(
+    measured = training_args.add(
         parser,
         "what to measure, and how",
         "formats with commas between them; by default what the device computes itself",
         "a profile",
     )
-    training.add_optimizer(measured)
+    training_args.add_optimizer(measured)
     measured.add_argument(
         "--device",
         metavar="NAME",
@@ -64,30 +64,30 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep it where torch.compile finds it: without a plan or a precision the model trains by the plan found from it from then on",
     )
-    training.add_output(
+    training_args.add_output(
         parser, "the profile, for other commands", "the profile to standard output, as its file holds it"
     )
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    from qsync_fx.profiling.measurement import ROUNDS, measure
+    from qsync_fx.profiler.measurement import ROUNDS, measure
 
     if arguments.device is not None:
         _of_catalog(arguments)
         return
-    trained = training.read(arguments)
+    trained = training_args.read(arguments)
     given = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
         what = "a profile that is corrected keeps its sensitivity"
         raise OptionError(what, where="--sensitivity", do="leave it out, or leave --profile out to measure anew")
     path = arguments.output or arguments.profile
-    options = {name: value for name, value in model.given(arguments).items() if name != "plan"}
+    options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
     profile = measure(
         trained.module,
         trained.step,
         trained.batches,
         trained.precisions,
-        optimizer=training.optimizer(arguments.optimizer, trained.module),
+        optimizer=training_args.optimizer(arguments.optimizer, trained.module),
         plan=() if given.options.plan is None else given.options.plan,
         profile=arguments.profile,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
@@ -106,7 +106,9 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
     """Reckons a profile; what says how one is measured is refused, since it would change nothing."""
     from qsync_fx.devices import get
 
-    measuring = {model.flag(name): value for name, value in model.given(arguments).items() if name != "precision"}
+    measuring = {
+        model_args.flag(name): value for name, value in model_args.given(arguments).items() if name != "precision"
+    }
     measuring |= {
         f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "rounds", "cache")
     }
@@ -114,8 +116,8 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
         what = f"a device of the catalog is reckoned, and {', '.join(said)} {'is' if len(said) == 1 else 'are'} of what is measured here"
         raise OptionError(what, where="--device", do="leave one or the other out")
     device = get(arguments.device)
-    trained = training.read(arguments)
-    optimizer = training.optimizer(arguments.optimizer, trained.module)
+    trained = training_args.read(arguments)
+    optimizer = training_args.optimizer(arguments.optimizer, trained.module)
     profile = device.profile(trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
     if arguments.output is not None:
         output.wrote(profile.save(arguments.output))
@@ -123,8 +125,7 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
 
 
 def _tell(profile: Profile, arguments: argparse.Namespace) -> None:
-    from qsync_fx.profiling.profile import PROFILE
-    from qsync_fx.report.profile_text import profile_table
+    from qsync_fx.profiler.profile import PROFILE, profile_table
 
     if arguments.json:
         output.as_json(PROFILE.plain(profile))

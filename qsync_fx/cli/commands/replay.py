@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import output
 from qsync_fx.cli.command import Command
-from qsync_fx.cli.naming import named
+from qsync_fx.cli.model_args import named
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.predictor.replayer.cluster import Cluster
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
@@ -71,7 +71,7 @@ def _replay(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.as_json(as_json(timeline, shown))
     else:
-        from qsync_fx.report.timeline_text import SHOWN, timeline_table
+        from qsync_fx.timeline.timeline import SHOWN, timeline_table
 
         output.show(timeline_table(timeline, SHOWN if shown is None else shown))
     if arguments.perfetto:
@@ -85,7 +85,7 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
     cluster = _cluster(arguments)
 
-    from qsync_fx.timeline.replaying import replay
+    from qsync_fx.timeline.replay_plans import replay
 
     return replay(
         plans.get("", plans),
@@ -105,14 +105,14 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
         raise OptionError(what, where="--execution-trace", do="give one for each trace, in the same order")
     cluster = _cluster(arguments)
 
-    from qsync_fx.timeline.replaying import replay_traces
+    from qsync_fx.timeline.replay_plans import replay_traces
 
     return replay_traces(traces, dict(zip(traces, executions, strict=False)), cluster=cluster)
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     """Return the cluster in the file of --cluster, before the slow import of torch."""
-    from qsync_fx.predictor.replay.cluster import Cluster
+    from qsync_fx.predictor.replayer.cluster import Cluster
 
     return None if arguments.cluster is None else Cluster.load(arguments.cluster)
 

@@ -7,18 +7,18 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qsync_fx.cli import output, training
+from qsync_fx.cli import output, training_args
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from qsync_fx.predictor.sensitivity.value import Sensitivity
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
 _ABOUT = f"""\
 Runs a model for some steps, in FP32, and says what each operator would add to
 the variance of its gradients in each precision: what a plan for mixed precision
 keeps small. Nothing is trained.
-{training.LOSS.capitalize()}.
+{training_args.LOSS.capitalize()}.
 
 The inputs are one batch, of which --fraction is used, in each step anew.
 --check runs other methods and real quantized passes beside it and says how well
@@ -39,7 +39,7 @@ _TRUTH = "monte_carlo"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     alone = OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
-    how = training.add(
+    how = training_args.add(
         parser,
         "what to find, and how",
         "with commas between them; by default narrow ones that the device has units for",
@@ -52,16 +52,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
     how.add_argument("--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)")
     how.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
-    training.add_output(parser, "the sensitivity, for programs", "the same to standard output, in place of the table")
+    training_args.add_output(
+        parser, "the sensitivity, for programs", "the same to standard output, in place of the table"
+    )
 
 
 def _sensitivity(arguments: argparse.Namespace) -> None:
-    from qsync_fx.predictor.sensitivity.value import SENSITIVITY
-    from qsync_fx.profiling.statistics.indicators.methods import method
-    from qsync_fx.profiling.statistics.measured import several
+    from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY
+    from qsync_fx.profiler.sensitivity.estimate import several
+    from qsync_fx.profiler.sensitivity.indicator_registry import method
 
     method(arguments.method)
-    trained = training.read(arguments)
+    trained = training_args.read(arguments)
     partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
     methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
     found = several(
@@ -88,7 +90,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
 
 
 def _show(found: Sensitivity) -> None:
-    from qsync_fx.predictor.sensitivity.text import rows, summary
+    from qsync_fx.predictor.indicator.sensitivity_map import rows, summary
 
     heading, *body = rows(found)
     output.show(output.table(heading, body, heading[1:]))
@@ -96,7 +98,7 @@ def _show(found: Sensitivity) -> None:
 
 
 def _show_agreement(found: Sequence[Sensitivity]) -> None:
-    from qsync_fx.predictor.sensitivity.agreement import agreement
+    from qsync_fx.predictor.indicator.rank_correlation import agreement
 
     *methods, truth = found
     heading = ("method", "precision", "operators", "Spearman", "times the truth", "spread of the truth", "seconds")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import model, output
+from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import DeviceError, OptionError
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table as Printed
 
-    from qsync_fx.backend.cuda.kernel.config import Arch
+    from qsync_fx.backend.cuda.kernel_config import Arch
     from qsync_fx.backend.cuda.problem import Problem
-    from qsync_fx.backend.cuda.tune.recorded import Keeper
-    from qsync_fx.backend.cuda.tune.table import Environment
-    from qsync_fx.backend.cuda.tune.tuning import Choice, Timer
+    from qsync_fx.backend.cuda.tuning import Choice, Environment, Keeper, Timer
 
 _ABOUT = """\
 Measures torch's own product and each kernel that serves for every matrix
@@ -43,7 +41,7 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model.add(parser)
+    model_args.add(parser)
     measured = parser.add_argument_group("how to measure")
     measured.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
     measured.add_argument("--rounds", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
@@ -59,12 +57,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> None:
-    from qsync_fx.backend.cuda.choose.select import known, way
-    from qsync_fx.backend.cuda.kernel.hardware import wide
-    from qsync_fx.backend.cuda.run import device
-    from qsync_fx.backend.cuda.tune import recorded, table
-    from qsync_fx.backend.cuda.tune.problem_json import shown
-    from qsync_fx.backend.cuda.tune.tuning import ROUNDS, buckets, tune_all
+    from qsync_fx.backend.cuda import tuning
+    from qsync_fx.backend.cuda.kernel_config import wide
+    from qsync_fx.backend.cuda.runtime import device_state
+    from qsync_fx.backend.cuda.selection.select import known, way
+    from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, shown, tune_all
 
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     if rounds < 1:
@@ -72,16 +69,16 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.recorded and arguments.record:
         raise OptionError("timings are read or written", where="--recorded, --record", do="give one of them")
     if arguments.output is not None:
-        table.check_writable(arguments.output)
+        tuning.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
     keepers: dict[Problem, Keeper] = {}
     if arguments.recorded is not None:
-        recording = recorded.load(arguments.recorded)
+        recording = tuning.load_recording(arguments.recorded)
         here, arch, make = recording.environment, recording.arch, recording.timer
         problems = buckets(_problems(arguments, None), wide(arch))
     else:
         gpu, arch = _gpu(arguments.device)
-        here = device.environment(gpu)
+        here = device_state.environment(gpu)
         problems = buckets(_problems(arguments, gpu), wide(arch))
         _compile(problems, arch)
         make, keepers = _measuring(gpu, arch)
@@ -107,10 +104,10 @@ def _tune(arguments: argparse.Namespace) -> None:
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
         _record(arguments.record, here, arch, keepers)
-    path = arguments.output or (None if arguments.recorded else table.path_in(device.folder(), here))
+    path = arguments.output or (None if arguments.recorded else tuning.path_in(device_state.folder(), here))
     if path is not None and choices:
-        table.save(path, here, choices)
-        device.forget()
+        tuning.save_table(path, here, choices)
+        device_state.forget()
         output.wrote(path)
     _show(arguments, here, arch, choices, skipped)
 
@@ -119,7 +116,7 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
     """Returns the device called `name` and what kernels are compiled for on it."""
     import torch
 
-    from qsync_fx.backend.cuda.run import device
+    from qsync_fx.backend.cuda.runtime import device_state
 
     try:
         gpu = torch.device(name)
@@ -135,7 +132,7 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
             do="run it on a machine that has one; --recorded FILE decides by timings from there",
         )
     gpu = torch.device("cuda", gpu.index or 0)
-    found = device.known_of(gpu)
+    found = device_state.known_of(gpu)
     if found.arch is None:
         raise DeviceError(f"there are no kernels to tune: {found.reason}", where=str(gpu), do="see qsync doctor")
     return gpu, found.arch
@@ -143,26 +140,28 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
     """Returns the problems of the model named, which is taken to the GPU if there is one."""
-    from qsync_fx.backend.operators.multiplying.collect import problems_of
+    from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
-    given = model.read(arguments)
+    given = model_args.read(arguments)
     return problems_of((given if gpu is None else given.on(gpu)).explain())
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     """Compiles all candidates side by side. What fails is told by the table, as a candidate that failed."""
-    from qsync_fx.backend.cuda.choose.select import known, way
-    from qsync_fx.backend.cuda.libraries import kernels
+    from qsync_fx.backend.cuda.kernel_build import kernel_registry
+    from qsync_fx.backend.cuda.selection.select import known, way
 
     ways = [way(problem, arch, known) for problem in problems]
-    kernels.prepare(kernels.unit_of(config) for found in ways if not isinstance(found, str) for config in found.configs)
+    kernel_registry.prepare(
+        kernel_registry.unit_of(config) for found in ways if not isinstance(found, str) for config in found.configs
+    )
 
 
 def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keeper], dict[Problem, Keeper]]:
     """Returns what makes timers on a GPU, and what they will have measured."""
-    from qsync_fx.backend.cuda.choose.select import known, way
-    from qsync_fx.backend.cuda.run.event_timer import EventTimer
-    from qsync_fx.backend.cuda.tune.recorded import Keeper
+    from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
+    from qsync_fx.backend.cuda.selection.select import known, way
+    from qsync_fx.backend.cuda.tuning import Keeper
 
     keepers: dict[Problem, Keeper] = {}
 
@@ -178,10 +177,10 @@ def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keepe
 
 
 def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Keeper]) -> None:
-    from qsync_fx.backend.cuda.tune import recorded
+    from qsync_fx.backend.cuda import tuning
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-    recorded.save(path, recorded.Recording(here, arch, timings))
+    tuning.save_recording(path, tuning.Recording(here, arch, timings))
     output.wrote(path)
 
 
@@ -190,9 +189,8 @@ def _show(
 ) -> None:
     from dataclasses import asdict
 
-    from qsync_fx.backend.cuda.kernel.hardware import wide
-    from qsync_fx.backend.cuda.tune.problem_json import problem_as_json, shown
-    from qsync_fx.backend.cuda.tune.table import choice_as_json
+    from qsync_fx.backend.cuda.kernel_config import wide
+    from qsync_fx.backend.cuda.tuning import choice_as_json, problem_as_json, shown
 
     if arguments.json:
         left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
@@ -206,7 +204,7 @@ def _show(
 
 def _table(choices: list[Choice], wide: str) -> Printed:
     """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
-    from qsync_fx.backend.cuda.tune.problem_json import shown
+    from qsync_fx.backend.cuda.tuning import shown
 
     rows = []
     for choice in choices:

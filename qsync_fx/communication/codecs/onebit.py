@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory, operators
+from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.errors import QSyncError
 
@@ -33,7 +33,7 @@ class Reshaped(Codec):
         return self.size
 
     def nbytes(self, n: int) -> int:
-        found: int = memory.kernels().onebit_bytes(n, self.size)
+        found: int = buffers.kernels().onebit_bytes(n, self.size)
         return found
 
     def theory(self, n: int) -> float:
@@ -41,23 +41,23 @@ class Reshaped(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
-        if not memory.native(values):
+        if not buffers.native(values):
             kept = torch.zeros_like(values) if residual is None else residual
-            made, left = operators.onebit_encode(values, kept, self.size)
+            made, left = torch_kernels.onebit_encode(values, kept, self.size)
             wire[: made.numel()].copy_(made)
             if residual is not None:
                 residual.copy_(left)
             return
-        where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
-        memory.kernels().onebit_encode(*where, n, self.size, memory.threads())
+        where = buffers.floats(values), buffers.same_size(values, residual), buffers.bytes_of(wire, self.nbytes(n))
+        buffers.kernels().onebit_encode(*where, n, self.size, buffers.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
-        if not memory.native(values):
-            memory.put(operators.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add)
+        if not buffers.native(values):
+            buffers.put(torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add)
             return
-        where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
-        memory.kernels().onebit_decode(*where, n, self.size, add, memory.threads(), last=last)
+        where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
+        buffers.kernels().onebit_decode(*where, n, self.size, add, buffers.threads(), last=last)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory, operators
+from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
@@ -44,7 +44,7 @@ class Qsgd(Codec):
         return (1 << (self.bits - 1)) - 1 if self.layout == "sign" else (1 << self.bits) - 1
 
     def nbytes(self, n: int) -> int:
-        found: int = memory.kernels().qsgd_bytes(n, self.bits, self.size)
+        found: int = buffers.kernels().qsgd_bytes(n, self.bits, self.size)
         return found
 
     def theory(self, n: int) -> float:
@@ -62,13 +62,13 @@ class Qsgd(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
-        if not memory.native(values):
-            made = operators.qsgd_encode(values, self.bits, self.size, self.norm, self.layout, draw)
+        if not buffers.native(values):
+            made = torch_kernels.qsgd_encode(values, self.bits, self.size, self.norm, self.layout, draw)
             wire[: made.numel()].copy_(made)
             return
-        memory.kernels().qsgd_encode(
-            memory.floats(values),
-            memory.bytes_of(wire, self.nbytes(n)),
+        buffers.kernels().qsgd_encode(
+            buffers.floats(values),
+            buffers.bytes_of(wire, self.nbytes(n)),
             n,
             self.bits,
             self.size,
@@ -77,14 +77,14 @@ class Qsgd(Codec):
             draw.seed,
             draw.stream,
             draw.first,
-            memory.threads(),
+            buffers.threads(),
         )
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
-        if not memory.native(values):
+        if not buffers.native(values):
             sent = wire[: self.nbytes(n)]
-            memory.put(operators.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add)
+            buffers.put(torch_kernels.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add)
             return
-        where = memory.bytes_of(wire, self.nbytes(n)), memory.floats(values)
-        memory.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, memory.threads(), last=last)
+        where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
+        buffers.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, buffers.threads(), last=last)

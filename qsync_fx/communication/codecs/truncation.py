@@ -4,6 +4,10 @@ Values go in partitions, which all have the same bytes at every level but the la
 need not know it.
 
 Invariant: nearer to zero by less than 2**-(bits - 9) of the value; NaN stays NaN.
+
+Gradients in a narrower format of torch, as in the hooks of torch, and in FP32 as they are.
+
+Invariant: what is decoded is what torch's conversion gives. A mean is a value of the format, too, as it is behind torch's hooks.
 """
 
 from __future__ import annotations
@@ -14,8 +18,49 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.codecs import memory, operators
+from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.formats import Precision
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Gradients in a plain float format."""
+
+    format: Precision
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.format.name
+
+    @property
+    def unit(self) -> int:
+        return 2
+
+    def nbytes(self, n: int) -> int:
+        return -(-n * self._dtype.itemsize // 4) * 4
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        self._sent(wire, values.numel()).copy_(values)
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        sent = self._sent(wire, values.numel())
+        if add:
+            values += sent
+        else:
+            values.copy_(sent)
+
+    def settle(self, values: Tensor) -> Tensor:
+        return values if self._dtype == values.dtype else values.copy_(values.to(self._dtype))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.format.dtype
+
+    def _sent(self, wire: Tensor, n: int) -> Tensor:
+        buffers.long_enough(wire, self.nbytes(n))
+        return wire[: n * self._dtype.itemsize].view(self._dtype)
+
 
 LEVELS = (12, 16, 20, 24, 28, 32)
 STEP = 420
@@ -44,7 +89,7 @@ class Truncated(Codec):
         return self.partition * 8 // self.bits
 
     def nbytes(self, n: int) -> int:
-        found: int = memory.kernels().truncate_bytes(n, self.bits, self.partition)
+        found: int = buffers.kernels().truncate_bytes(n, self.bits, self.partition)
         return found
 
     def theory(self, n: int) -> float:
@@ -52,15 +97,17 @@ class Truncated(Codec):
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
-        if not memory.native(values):
+        if not buffers.native(values):
             whole = values if residual is None else values + residual
-            made = operators.truncate_encode(whole, self.bits, self.partition)
+            made = torch_kernels.truncate_encode(whole, self.bits, self.partition)
             wire[: made.numel()].copy_(made)
             if residual is not None:
-                residual.copy_(torch.where(whole.isfinite(), whole - operators.truncated(whole, self.bits), residual))
+                residual.copy_(
+                    torch.where(whole.isfinite(), whole - torch_kernels.truncated(whole, self.bits), residual)
+                )
             return
-        where = memory.floats(values), memory.same_size(values, residual), memory.bytes_of(wire, self.nbytes(n))
-        memory.kernels().truncate_encode(*where, n, self.bits, self.partition, memory.threads())
+        where = buffers.floats(values), buffers.same_size(values, residual), buffers.bytes_of(wire, self.nbytes(n))
+        buffers.kernels().truncate_encode(*where, n, self.bits, self.partition, buffers.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         """Reads values of any levels; on other devices than the CPU of its own level.
@@ -68,17 +115,20 @@ class Truncated(Codec):
         Raises:
             ValueError: the levels and counts in `wire` are not those of so many values; where kernels read them.
         """
-        if not memory.native(values):
+        if not buffers.native(values):
             n = values.numel()
-            memory.put(operators.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition), values, add)
+            buffers.put(
+                torch_kernels.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition), values, add
+            )
             return
-        where = memory.bytes_of(wire, 0), wire.numel(), memory.floats(values)
-        memory.kernels().truncate_decode(*where, values.numel(), add, memory.threads())
+        where = buffers.bytes_of(wire, 0), wire.numel(), buffers.floats(values)
+        buffers.kernels().truncate_decode(*where, values.numel(), add, buffers.threads())
 
 
 @dataclass(frozen=True)
 class Adaptive(Truncated):
-    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.aqgb.control` says. On its own it is FP32.
+    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.aqgb.controller` says. On its own it is
+    FP32.
 
     Attributes:
         segment: bytes of FP32 for which levels are chosen at once.

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from qsync_fx.precision import FORMATS, FP32
-from qsync_fx.predictor.memory.attention import scratch
-from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
+from qsync_fx.formats import FORMATS, FP32
+from qsync_fx.predictor.memory.attention_memory import scratch
+from qsync_fx.predictor.memory.buffers import (
+    GATHERS,
+    Buffer,
+    Category,
+    Task,
+    attends,
+    convolves,
+    dear_gradient,
+    pools,
+    whole,
+)
 from qsync_fx.predictor.memory.forward import Forward, Sources
-from qsync_fx.predictor.memory.telling import GATHERS, attends, convolves, dear_gradient, pools, whole
-from qsync_fx.predictor.model.value import Name, Operator, Read
+from qsync_fx.predictor.model.model_graph import Name, Operator, Read
 
 INDEX = 8
 """Bytes of an index."""

@@ -1,6 +1,12 @@
 """What a step puts into memory, in order: buffers, the tasks that write and read them, and what is held while a task runs.
 
 Invariant: a buffer is there from the task that writes it to the last that reads it, and to the end of the step where it stays.
+
+What the memory of a step tells operators apart by, and sizes as numbers.
+
+The values of a model in a step: where they lie, how large they are, and who makes them.
+
+Invariant: follows from the graph and the states of its operators alone; nothing is said of when.
 """
 
 from __future__ import annotations
@@ -11,7 +17,112 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from qsync_fx.predictor.model.value import Name
+from qsync_fx.errors import ProfileError
+from qsync_fx.formats import FORMATS
+from qsync_fx.graph.cost_algebra import Size
+from qsync_fx.graph.graph import VECTORS
+from qsync_fx.ops import table
+from qsync_fx.predictor.cost_mapper.plan_states import States
+from qsync_fx.predictor.model.model_graph import Name, Operator
+
+HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+"""What Inductor has computed once, into memory, where several read it (on a CPU)."""
+SIGMOIDS = ("silu",)
+"""Activations whose gradient Inductor computes from a sigmoid that it reads several times."""
+GATES = ("relu", "threshold")
+GATHERS = ("embedding",)
+
+
+def convolves(operator: Operator) -> bool:
+    return "conv" in operator.row
+
+
+def attends(operator: Operator) -> bool:
+    """Whether it is attention as one product of query, key and value, all of whose gradients one kernel computes."""
+    return "attention" in operator.row
+
+
+def dear_gradient(operator: Operator) -> bool:
+    """Whether its gradient is computed from something `HEAVY` that it reads several times."""
+    return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
+
+
+def draws_alone(operator: Operator) -> bool:
+    """Whether what it drops is drawn as a mask by one kernel, with no random numbers in memory."""
+    return operator.method == VECTORS
+
+
+def pools(operator: Operator) -> bool:
+    """Whether it gives the largest of each window."""
+    return operator.row.startswith("max_pool")
+
+
+def whole(size: Size) -> int:
+    """Returns a size as a number; raises `ProfileError` for an expression."""
+    try:
+        return int(size)
+    except TypeError:
+        raise ProfileError(
+            f"memory is predicted for sizes that are numbers, and one is {size}",
+            do="put numbers in their place, graph.at(batch=64), or explain the model with static shapes",
+        ) from None
+
+
+class Values:
+    def __init__(self, states: States) -> None:
+        self.states, self.graph = states, states.graph
+        self._products = {row.name: row.added for row in table().values() if row.products}
+        self._roots = [value.tensor for value in self.graph.values]
+        same: dict[int, int] = {}
+        for operator in self.graph.operators:
+            if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
+                # Without a mask it gives back what it reads.
+                tensor = self._roots[operator.reads[0].value]
+                same[operator.result] = same.get(tensor, tensor)
+        self._roots = [same.get(tensor, tensor) for tensor in self._roots]
+        values = [self.graph.values[root] for root in self._roots]
+        self._given = [value.source != "operator" for value in values]
+        self._makers = [
+            None if given or value.operator is None else self.graph.operators[value.operator]
+            for value, given in zip(values, self._given, strict=True)
+        ]
+
+    def root(self, value: int) -> int:
+        """Returns the place of the value whose memory a value lies in."""
+        return self._roots[value]
+
+    def bytes(self, value: int, fmt: Name) -> int:
+        """Returns the bytes of a value in a format."""
+        held = self.graph.values[value]
+        floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
+        return floats + whole(held.fixed)
+
+    def multiplies(self, operator: Operator) -> bool:
+        """Whether it is a product, which a kernel of a library computes."""
+        return operator.row in self._products
+
+    def multiplied(self, operator: Operator) -> tuple[int, int]:
+        """Returns the places of the two readings that a product multiplies, whatever is added to it before or behind them."""
+        added = self._products[operator.row]
+        first, second = [place for place in range(2 + len(added)) if place not in added][:2]
+        return first, second
+
+    def other(self, operator: Operator, place: int) -> int:
+        """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
+        return sum(self.multiplied(operator)) - place
+
+    def made_by(self, value: int) -> Operator | None:
+        """Returns the operator that makes a value; None for what is there before the step."""
+        return self._makers[value]
+
+    def given(self, value: int) -> bool:
+        """Whether a value is there before the step."""
+        return self._given[value]
+
+    def is_part(self, value: int) -> bool:
+        """Whether it is a view of a part of a larger value, which a product reads from a copy."""
+        whole_one = self.graph.values[self.root(value)]
+        return not self.given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
 
 
 class Category(StrEnum):

@@ -11,14 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from qsync_fx.precision import FORMATS, FP32
-from qsync_fx.predictor.mapper import States
-from qsync_fx.predictor.memory.attention import Matrices, is_fused, scratch
-from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.telling import GATES, GATHERS, HEAVY, attends, convolves, draws_alone, pools, whole
-from qsync_fx.predictor.memory.values import Values
-from qsync_fx.predictor.model.names import format_named
-from qsync_fx.predictor.model.value import Name, Operator, Read
+from qsync_fx.formats import FORMATS, FP32
+from qsync_fx.predictor.cost_mapper import States
+from qsync_fx.predictor.memory.attention_memory import Matrices, is_fused, scratch
+from qsync_fx.predictor.memory.buffers import (
+    GATES,
+    GATHERS,
+    HEAVY,
+    Buffer,
+    Category,
+    Task,
+    Values,
+    attends,
+    convolves,
+    draws_alone,
+    pools,
+    whole,
+)
+from qsync_fx.predictor.model.model_graph import Name, Operator, Read, format_named
 
 Sources = frozenset[Buffer]
 """What a value that does not lie in memory is computed from."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from allocation_problems import alone, drawn_sensitivity, fleet
-from catalog_fleets import sized
 
 from qsync_fx import PlanError, Sensitivity
 from qsync_fx.allocator import Allocator, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import FullPrecision, Hessian, Random, Uniform
-from qsync_fx.allocator.paper import Greedy
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device
+from qsync_fx.allocator.recovery import Greedy
+from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from tests.support.planning.allocation_problems import alone, drawn_sensitivity, fleet
+from tests.support.planning.catalog_fleets import sized
 
 
 def hybrid(name: str, seed: int = 0) -> Problem:

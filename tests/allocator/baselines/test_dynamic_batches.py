@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from catalog_fleets import of_catalog, sized, symbolic
 
 from qsync_fx import PlanError, ProfileError
 from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
-from qsync_fx.allocator.judging.resizing import Scaled, resized
+from qsync_fx.allocator.evaluator import Scaled, resized
 from qsync_fx.predictor.memory import LossMemory
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device
+from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from tests.support.planning.catalog_fleets import of_catalog, sized, symbolic
 
 
 def part(device: str, batch: int) -> DeviceClass:

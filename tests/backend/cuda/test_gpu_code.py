@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_code
 import pytest
-import tiers
+
+from tests.support import tiers
+from tests.support.cuda.absent import gpu_code
 
 BROUGHT = Path(__file__).parents[3] / ".triton"
 """Where `make test-gpu-code` puts Triton, for later runs of all tests, too."""

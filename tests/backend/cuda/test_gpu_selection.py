@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import models
 
-from qsync_fx.backend.cuda.kernel.config import Arch
+from qsync_fx.backend.cuda.kernel_config import Arch
+from tests.gpu import models
 
 TESTS = Path(__file__).parents[2]
 FORMATS = ("fp32", "fp16", "bf16", "tf32", "int8", "int8_grad", "fp8")
@@ -29,19 +29,19 @@ ASKS = """
 import importlib, json, sys
 from types import SimpleNamespace
 import torch
-from qsync_fx.backend.cuda.kernel.hardware import BY_CAPABILITY, SHARED_MEMORY
-from qsync_fx.backend.cuda.run import device
+from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, SHARED_MEMORY
+from qsync_fx.backend.cuda.runtime import device_state
 (formats, capabilities), found = json.loads(sys.argv[1]), {}
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-device._table = lambda index: None
+device_state._table = lambda index: None
 for capability in map(tuple, capabilities):
     arch = BY_CAPABILITY[capability]
     torch.cuda.get_device_capability = lambda *given: capability
     torch.cuda.get_device_properties = lambda *given: SimpleNamespace(
         multi_processor_count=40, shared_memory_per_block_optin=SHARED_MEMORY[arch]
     )
-    device.forget()
-    kit = importlib.reload(importlib.import_module("gpu.kit"))
+    device_state.forget()
+    kit = importlib.reload(importlib.import_module("tests.gpu.kit"))
     configs = kit.configs("gemm", "fprop", "dgrad", "wgrad")
     found[".".join(map(str, capability))] = {
         "arch": kit.arch(), "missing": kit.missing(), "lacks": {fmt: kit.lacks(fmt) for fmt in formats},
@@ -55,7 +55,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def asked() -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k not in ("QSYNC_KERNELS", "QSYNC_NVCC", "QSYNC_GPU_COLLECT")}
-    path = os.pathsep.join([str(TESTS), str(TESTS / "support/cuda/on_cpu"), *sys.path])
+    path = os.pathsep.join([str(TESTS.parent), *sys.path])
     command = [sys.executable, "-c", ASKS, json.dumps([FORMATS, list(DEVICES)])]
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120

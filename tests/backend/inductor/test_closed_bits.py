@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from early_bytes import Graphs
 from torch import Tensor, fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from qsync_fx.backend.inductor import closed_bits, tuned
+from qsync_fx.backend.inductor import activation_recompute, inductor_config
 from qsync_fx.backend.inductor.decompositions import for_inductor
+from tests.support import tiers
+from tests.support.compiling.early_bytes import Graphs
 
 
 class Residual(nn.Module):
@@ -79,7 +79,9 @@ def test_gradients_are_those_of_bytes_to_the_bit(
     assert len(backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)) == len(bits)
 
     monkeypatch.setattr(
-        closed_bits.InBits, "__call__", lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how)
+        activation_recompute.InBits,
+        "__call__",
+        lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how),
     )
     wanted = gradients_of(network, x)
     assert not settings.seen[2].find_nodes(op="call_function", target=torch.ops.qsync.pack_bits.default)
@@ -89,16 +91,16 @@ def test_gradients_are_those_of_bytes_to_the_bit(
 def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
     asked = []
 
-    class Theirs(closed_bits.InBits):
+    class Theirs(activation_recompute.InBits):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             asked.append(gm)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
 
     with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
-        ours = tuned.inductor(torch.device("cpu"), keep_less=True)["custom_partitioner_fn"]
+        ours = inductor_config.inductor(torch.device("cpu"), keep_less=True)["custom_partitioner_fn"]
         assert isinstance(ours.partition, Theirs)
-        assert ours.uuid() != closed_bits.InBits().uuid()
-        assert "custom_partitioner_fn" not in tuned.inductor(torch.device("cpu"))
+        assert ours.uuid() != activation_recompute.InBits().uuid()
+        assert "custom_partitioner_fn" not in inductor_config.inductor(torch.device("cpu"))
     joint = fx.symbolic_trace(lambda primals_1, tangents_1: (primals_1 * 2, tangents_1 * 2))
     for node in joint.graph.nodes:
         node.meta["val"] = torch.empty(2)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
-from early_bytes import Graphs
 from torch import Tensor, nn
 
-from qsync_fx.backend.inductor import relu, tuned
-from qsync_fx.backend.operators.gradients.gate import gate
-from qsync_fx.backend.operators.gradients.max_pool import max_pool2d_gradient
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.backend.inductor import activation_recompute, inductor_config
+from qsync_fx.backend.operators.masks import gate
+from qsync_fx.backend.operators.scatter_gradients import max_pool2d_gradient
+from qsync_fx.profiler.timing.measured_memory import measured_peak
+from tests.support import tiers
+from tests.support.compiling.early_bytes import Graphs
 
 aten = torch.ops.aten
 CHECKS = ("test_schema", "test_faketensor")
@@ -151,5 +151,7 @@ def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
 def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     theirs = Graphs()
     with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
-        assert tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
-    assert isinstance(tuned.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], relu.EarlyBytes)
+        assert inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
+    assert isinstance(
+        inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], activation_recompute.EarlyBytes
+    )

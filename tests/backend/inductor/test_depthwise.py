@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
+from tests.support import tiers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

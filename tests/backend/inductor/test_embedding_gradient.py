@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
@@ -13,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import embedding
 
 from qsync_fx.backend.inductor.decompositions import for_inductor
+from tests.support import tiers
 
 
 @pytest.mark.parametrize(

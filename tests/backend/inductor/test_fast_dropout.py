@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
@@ -19,7 +18,8 @@ import qsync_fx
 from qsync_fx import _C
 from qsync_fx.backend.inductor.decompositions import for_inductor
 from qsync_fx.backend.numerics import reference
-from qsync_fx.backend.operators.keep import keep
+from qsync_fx.backend.operators.masks import keep
+from tests.support import tiers
 
 SEED = torch.tensor([2**40 + 12345])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from qsync_fx.backend.inductor.gradients import AsWeights
+from qsync_fx.backend.inductor.layouts import AsWeights
 
 prims = torch.ops.prims
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given, strategies as st
@@ -16,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qsync_fx
 from qsync_fx import _C
-from qsync_fx.backend.inductor import keep_less
+from qsync_fx.backend.inductor import activation_recompute
 from qsync_fx.backend.inductor.decompositions import for_inductor
-from qsync_fx.backend.operators.bits import pack_bits, unpack_bits
+from qsync_fx.backend.operators.masks import pack_bits, unpack_bits
+from tests.support import tiers
 
 
 @given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(1, 3))
@@ -88,7 +88,7 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
 
     def partition(graph: fx.GraphModule, inputs: Any, **how: Any) -> Any:
         if less:
-            keep_less.Repeatable()(graph.graph)
+            activation_recompute.Repeatable()(graph.graph)
         return min_cut_rematerialization_partition(graph, inputs, **how)
 
     def backward(graph: fx.GraphModule, inputs: object) -> Any:
@@ -97,7 +97,7 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
     table = for_inductor(torch.device("cpu"), fast, less)
     parameters = {name.replace(".", "_"): value for name, value in block.named_parameters()}
     given = [{"x": x, **parameters}[node.name] for node in lowered.graph.nodes if node.op == "placeholder"]
-    with keep_less.settings() if less else nullcontext():
+    with activation_recompute.settings() if less else nullcontext():
         step = aot_function(lowered, forward, backward, partition, decompositions=table)
         torch.manual_seed(3)
         (found,) = step(*given)

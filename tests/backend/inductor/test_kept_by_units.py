@@ -6,23 +6,23 @@ import itertools
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from qsync_fx.backend.inductor import tuned
-from qsync_fx.backend.operators.multiplying import by_kernel
+from qsync_fx.backend.inductor import inductor_config
+from qsync_fx.backend.operators.gemm import dispatch
+from tests.support import tiers
 
 
 def test_every_choice_of_units_has_a_tag_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: dict[str, set[str]] = {"cpu": set(), "cuda": set()}
     for native, exact in itertools.product((True, False), repeat=2):
-        monkeypatch.setattr(tuned, "native_integer_unit", lambda native=native: native)
-        monkeypatch.setattr(tuned, "cpu_multiplies_integers", lambda exact=exact: exact)
+        monkeypatch.setattr(inductor_config, "native_integer_unit", lambda native=native: native)
+        monkeypatch.setattr(inductor_config, "cpu_multiplies_integers", lambda exact=exact: exact)
         for device, found in tags.items():
-            with tuned.tracing(torch.device(device), ""):
+            with inductor_config.tracing(torch.device(device), ""):
                 found.add(torch.compiler.config.cache_key_tag)
     assert (len(tags["cpu"]), len(tags["cuda"])) == (4, 1)
 
@@ -33,7 +33,7 @@ def test_a_kernel_of_a_path_with_a_unit_is_not_taken_on_one_without(monkeypatch:
     found = []
     with fresh_cache():
         for unit in (True, True, False, True):
-            for where in (tuned, by_kernel):
+            for where in (inductor_config, dispatch):
                 monkeypatch.setattr(where, "native_integer_unit", lambda unit=unit: unit)
             torch._dynamo.reset()
             counters.clear()

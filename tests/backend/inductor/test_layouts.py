@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from qsync_fx.backend.inductor import layout
-from qsync_fx.backend.inductor.layout import as_it_comes
-from qsync_fx.backend.inductor.tuned import register_with_inductor
+from qsync_fx.backend.inductor import layouts
+from qsync_fx.backend.inductor.inductor_config import register_with_inductor
+from qsync_fx.backend.inductor.layouts import as_it_comes
 from qsync_fx.backend.numerics import native
 
 
@@ -21,7 +21,7 @@ def test_inductor_asks_how_the_operands_of_an_operator_are_to_lie(name: str) -> 
 
     register_with_inductor()
     asked = maybe_layout_constraints(getattr(torch.ops.qsync, name).default)
-    assert asked is not None and asked.__module__ == "qsync_fx.backend.inductor.tuned"
+    assert asked is not None and asked.__module__ == "qsync_fx.backend.inductor.inductor_config"
 
 
 def test_inductor_is_free_with_operators_that_take_any_layout() -> None:
@@ -108,7 +108,7 @@ def test_kernels_of_int8_have_images_laid_out_for_gradients_alone(
         said.append(as_it_comes(module))
         return said[-1]
 
-    monkeypatch.setattr(layout, "as_it_comes", spied)
+    monkeypatch.setattr(layouts, "as_it_comes", spied)
     model, x = Convolved(48), torch.randn(2, 48, 4, 4)
     with torch.compiler.config.patch(force_disable_caches=True):
         y = torch.compile(model, backend="qsync", options={"precision": precision})(x)

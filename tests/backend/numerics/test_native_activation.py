@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from native_products import matrix, multiplied
 from torch import Tensor
 from torch.nn import functional as F
 
 from qsync_fx import _C
+from tests.support.native.native_products import matrix, multiplied
 
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 every_operand = pytest.mark.parametrize("operands", [torch.int8, torch.bfloat16])

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_products import DTYPES, LAYOUTS, LENGTHS, SIZES, matrices_at_the_end_of_memory, matrix, moved, multiplied
 from torch import Tensor
 
 from qsync_fx import _C
+from tests.support.native.native_products import (
+    DTYPES,
+    LAYOUTS,
+    LENGTHS,
+    SIZES,
+    matrices_at_the_end_of_memory,
+    matrix,
+    moved,
+    multiplied,
+)
 
 BF16 = torch.bfloat16
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_reference import DTYPES, ROUNDINGS, SEEDS, STREAMS, quantized, run_quantize, uniform, vectors
 from numpy.typing import NDArray
 
 from qsync_fx import _C
+from tests.support.computing.native_reference import (
+    DTYPES,
+    ROUNDINGS,
+    SEEDS,
+    STREAMS,
+    quantized,
+    run_quantize,
+    uniform,
+    vectors,
+)
 
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 

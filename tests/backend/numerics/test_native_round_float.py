@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_reference import ROUNDINGS, SEEDS, STREAMS, uniform, vectors
 from numpy.typing import NDArray
 
 from qsync_fx import _C
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support.computing.native_reference import ROUNDINGS, SEEDS, STREAMS, uniform, vectors
 
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 FLOATS = [fmt for fmt in FORMATS.values() if fmt.kind == "float" and fmt.mantissa <= 23]

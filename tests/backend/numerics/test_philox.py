@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.backend.numerics import philox, reference
-from qsync_fx.precision import precision
+from qsync_fx.formats import precision
 
 N = 1 << 18
 SEEDS = st.integers(-(2**63), 2**63 - 1)

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_reference import uniform, vectors
-from quantized_values import GRIDDED, SCALED, assert_same, grid_of
 from torch import Tensor
 
 from qsync_fx.backend.numerics import native, reference
-from qsync_fx.precision import FORMATS, Precision
-from qsync_fx.rounding.mode import ROUNDINGS, Rounding
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.rounding import ROUNDINGS, Rounding
+from tests.support.computing.native_reference import uniform, vectors
+from tests.support.computing.quantized_values import GRIDDED, SCALED, assert_same, grid_of
 
 INT4 = dataclasses.replace(FORMATS["int8"], name="int4", bits=4, max=7.0)
 SEEDS = st.integers(-(2**63), 2**63 - 1)

@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.profiler import ProfilerActivity, profile
 
 import qsync_fx
-from qsync_fx.graph import attention
-from qsync_fx.precision import precision
-from qsync_fx.predictor.memory.attention import is_fused
-from qsync_fx.predictor.model import model_graph
+from qsync_fx.formats import precision
+from qsync_fx.graph import saved_tensors
+from qsync_fx.predictor.memory.attention_memory import is_fused
+from qsync_fx.predictor.model import build_model_graph
 
 HEADS, TOKENS, WIDTH = 2, 32, 16
 
@@ -23,7 +23,7 @@ HEADS, TOKENS, WIDTH = 2, 32, 16
 @pytest.fixture(autouse=True)
 def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that computes BF16, whichever is at hand."""
-    monkeypatch.setattr(attention, "default_precision", lambda device: precision("bf16"))
+    monkeypatch.setattr(saved_tensors, "default_precision", lambda device: precision("bf16"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -60,7 +60,7 @@ def test_it_is_products_in_bf16_where_it_trains() -> None:
     assert by_products(Attending(), rows())
     assert by_products(Attending(scale=0.3), rows())
     assert by_products(Attending(), rows(), precision="int8"), "attention is in BF16 there"
-    assert by_products(Attending(), rows(attention.MOST_TOKENS))
+    assert by_products(Attending(), rows(saved_tensors.MOST_TOKENS))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -82,7 +82,7 @@ def test_products_are_what_runs(batch: int) -> None:
         ({"is_causal": True}, TOKENS, {}),
         ({"attn_mask": torch.ones(TOKENS, TOKENS).tril().bool()}, TOKENS, {}),
         ({"trained": False}, TOKENS, {}),
-        ({}, attention.MOST_TOKENS + 1, {}),
+        ({}, saved_tensors.MOST_TOKENS + 1, {}),
         ({}, TOKENS, {"precision": "fp32"}),
         ({}, TOKENS, {"keep_less": True}),
         ({}, TOKENS, {"inner": "aot_eager"}),
@@ -99,7 +99,7 @@ def test_evaluation_is_left_to_torch() -> None:
 
 
 def test_a_cpu_without_a_unit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "default_precision", lambda device: precision("fp32"))
+    monkeypatch.setattr(saved_tensors, "default_precision", lambda device: precision("fp32"))
     assert not by_products(Attending(), rows())
 
 
@@ -134,7 +134,7 @@ def test_what_it_keeps_is_foreseen_by_the_same_function() -> None:
     weights = 3 * HEADS * TOKENS * TOKENS * 2
     for options, products in ({}, True), ({"keep_less": True}, False):
         torch._dynamo.reset()
-        graph = model_graph(qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16"))
+        graph = build_model_graph(qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16"))
         (operator,) = [one for one in graph.operators if "attention" in one.row]
         kept = {state[0]: set(cost.saved.values()) for state, cost in operator.costs.items()}
         fused = {state[0]: is_fused(graph, operator, state) for state in operator.costs}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from qsync_fx.backend.operators import attention_masks
+from qsync_fx.backend.operators import attention
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.graph.attention import FUSED
+from qsync_fx.graph.saved_tensors import FUSED
 
 TOKENS = 16
 
@@ -40,7 +40,7 @@ def masks() -> dict[str, Tensor]:
 def strides(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
     """Returns how the masks of attention lie, and the result."""
     found: list[tuple[int, ...]] = []
-    lay_out = attention_masks.lay_out_masks
+    lay_out = attention.lay_out_masks
 
     def noting(graph: PrecisionGraph) -> None:
         lay_out(graph)
@@ -63,7 +63,7 @@ def test_keys_lie_beside_one_another_and_nothing_else_is_written_out(
     torch.manual_seed(0)
     model, x = Masked(masks()[name]), torch.randn(3, TOKENS, 32)
     ((before,), expected) = strides(monkeypatch, model, x)
-    monkeypatch.setattr(attention_masks, "_read_so", lambda device: True)
+    monkeypatch.setattr(attention, "_read_so", lambda device: True)
     ((after,), found) = strides(monkeypatch, model, x)
     assert after[-1] == 1
     assert all(stride == 0 for stride, was in zip(after[:-2], before[:-2], strict=True) if was == 0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from hypothesis import assume, given, settings, strategies as st
-from lowered_layers import Geometry, Layer, leaf, recorded
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx import _C
-from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, fallback
-from qsync_fx.backend.operators.multiplying import by_kernel, conv_on_cpu
-from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, reference_result
+from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
+from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from tests.support import tiers
+from tests.support.computing.lowered_layers import Geometry, Layer, leaf, recorded
 
 PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
 SIDE = st.integers(1, 12)
@@ -52,9 +52,9 @@ def test_the_bits_are_those_of_the_reference(
         ("wgrad", y, x, (*one, None), [r, s]),
     ]
     for operation, a, b, scales, size in asked:
-        assert conv_on_cpu.multiplies(a, b, stride, operation) == (operation != "dgrad" or stride == (1, 1))
+        assert cpu_kernels.multiplies_conv(a, b, stride, operation) == (operation != "dgrad" or stride == (1, 1))
         found = conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
-        want = fallback.conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
+        want = reference_result.conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
         assert found.dtype == out and torch.equal(found, want)
         assert found.is_contiguous(memory_format=torch.channels_last)
 
@@ -75,7 +75,7 @@ def test_layers_use_it_where_it_is_faster(
     weight, bias = leaf(torch.randn(64, 64 // geometry.groups, 3, 3)), leaf(torch.randn(64))
     layer, found = Layer(fmt, geometry, out_dtype=torch.float32), []
     for unit in (True, False):
-        monkeypatch.setattr(by_kernel, "native_integer_unit", lambda unit=unit: unit)
+        monkeypatch.setattr(dispatch, "native_integer_unit", lambda unit=unit: unit)
         with recorded() as calls:
             y = layer(x, weight, bias)
             gradients = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
@@ -89,7 +89,7 @@ def test_layers_use_it_where_it_is_faster(
 @tiers.ALL
 def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor puts channels last where a graph convolves; what leaves the graph lies as the model's own."""
-    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: True)
+    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 96, 3))
     x = torch.randn(2, 64, 9, 8)
@@ -136,7 +136,7 @@ def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.Mo
     for operation, a, b, size in asked:
         for out in (torch.float32, torch.bfloat16):
             rest = (torch.rand(()), torch.rand(()), None, size, *how, operation, out)
-            assert torch.equal(conv2d_product(a, b, *rest), fallback.conv2d_product(a, b, *rest))
+            assert torch.equal(conv2d_product(a, b, *rest), reference_result.conv2d_product(a, b, *rest))
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
@@ -149,7 +149,7 @@ def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyP
     ]
     native = _C.conv
     for operation, a, b in asked:
-        want = fallback.conv2d_product(a, b, None, None, None, [3, 3], *how, operation, torch.float32)
+        want = reference_result.conv2d_product(a, b, None, None, None, [3, 3], *how, operation, torch.float32)
         for threads in (1, 3):
 
             def chosen(*given: Any, threads_to_use: int = threads, **named: Any) -> None:

@@ -13,26 +13,25 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-import tiers
 import torch
-from layers_in_fp64 import assert_right
-from lowered_layers import OUT, Geometry, Layer, leaf, recorded
-from products_in_fp64 import SEED
 from torch import Tensor
 
-from qsync_fx.backend.cuda.choose.candidates import candidates
-from qsync_fx.backend.cuda.choose.select import decide, known, way
-from qsync_fx.backend.cuda.kernel.config import Arch, KernelConfig
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.run.device import assumed
-from qsync_fx.backend.cuda.tune.table import Environment, Table
-from qsync_fx.backend.cuda.tune.tuning import Choice
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.cuda.selection.candidates import candidates
+from qsync_fx.backend.cuda.selection.select import decide, known, way
+from qsync_fx.backend.cuda.tuning import Choice, Environment, Table
 from qsync_fx.backend.operators import linear
-from qsync_fx.backend.operators.multiplying import by_kernel
-from qsync_fx.backend.operators.multiplying.collect import _quantizers, computed, problems_of
+from qsync_fx.backend.operators.gemm import dispatch
+from qsync_fx.backend.operators.gemm.precompile_problems import _quantizers, computed, problems_of
 from qsync_fx.devices import native_integer_unit
-from qsync_fx.explanation import explain
-from qsync_fx.precision import FORMATS
+from qsync_fx.diagnostics import explain
+from qsync_fx.formats import FORMATS
+from tests.support import tiers
+from tests.support.computing.layers_in_fp64 import assert_right
+from tests.support.computing.lowered_layers import OUT, Geometry, Layer, leaf, recorded
+from tests.support.computing.products_in_fp64 import SEED
 
 
 def everything(arch: Arch, problems: list[Problem]) -> Table:
@@ -53,7 +52,7 @@ def kernels_on_the_cpu(arch: Arch, problems: list[Problem]) -> Iterator[list[str
 
 
 def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Problem]:
-    with by_kernel.collected() as problems:
+    with dispatch.collected() as problems:
         y = layer(x, weight, bias)
         torch.autograd.grad(y, (x, weight), torch.ones_like(y))
     return problems
@@ -119,7 +118,7 @@ def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
 
 def test_a_frozen_operand_asks_for_nothing() -> None:
     x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
-    with by_kernel.collected() as problems:
+    with dispatch.collected() as problems:
         y = Layer("int8")(x, weight)
         torch.autograd.grad(y, x, torch.ones_like(y))
     assert len(problems) == 2
@@ -254,10 +253,10 @@ def test_explain_says_what_computes_int8_gradients() -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
-    from qsync_fx.backend.cuda.libraries import kernels
+    from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
     # What would be compiled for a GPU is not what computes here.
-    monkeypatch.setattr(kernels, "prepare", lambda units: [])
+    monkeypatch.setattr(kernel_registry, "prepare", lambda units: [])
     x = torch.randn(8, 64)
     options = {"precision": "int8", "inner": inner, "rounding": "nearest"}
     problems = problems_of(explain(model(), x, options={"precision": "int8"}))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
-from lowered_layers import leaf
-from products_in_fp64 import Product
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.operators.multiplying.gemm import gemm
-from qsync_fx.backend.operators.multiplying.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.gemm.gemm import gemm
+from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from qsync_fx.errors import PrecisionError
+from tests.support.computing.lowered_layers import leaf
+from tests.support.computing.products_in_fp64 import Product
 
 TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
 SIZES = st.integers(1, 40)

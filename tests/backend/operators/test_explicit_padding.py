@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.nn.functional as F
-from convolution_search import Problem, dirty_memory, draw, wrong
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import qsync_fx
+from tests.support import tiers
+from tests.support.computing.convolution_search import Problem, dirty_memory, draw, wrong
 
 FORMATS = ("bf16", "int8", "int8_grad")
 TOLERANCE = {"bf16": 0.03, "int8": 0.15, "int8_grad": 0.25, None: 0.03, "fp32": 1e-4}

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given, settings, strategies as st
-from lowered_layers import Layer, leaf, recorded
 from torch import Tensor, fx, nn
 
 import qsync_fx
-from qsync_fx.backend.operators.multiplying import integers
-from qsync_fx.precision import FORMATS, encoding
+from qsync_fx.backend.operators.gemm import int_mm
+from qsync_fx.formats import FORMATS, encoding
+from tests.support import tiers
+from tests.support.computing.lowered_layers import Layer, leaf, recorded
 
 INT8 = FORMATS["int8"]
 SIZES = st.one_of(st.integers(0, 3), st.integers(4, 70))
@@ -43,7 +43,7 @@ def matrix(rows: int, columns: int, layout: str) -> Tensor:
 def test_a_product_is_exact_or_none(m: int, n: int, k: int, first: str, second: str, seed: int) -> None:
     torch.manual_seed(seed)
     a, bt = matrix(m, k, first), matrix(n, k, second)
-    found = integers.product(a, bt, (INT8, INT8))
+    found = int_mm.product(a, bt, (INT8, INT8))
     assert (found is None) == (k == 1)
     if found is not None:
         assert found.dtype == torch.int32 and torch.equal(found.double(), a.double() @ bt.double().t())
@@ -77,13 +77,13 @@ def test_formats_with_the_same_values_are_known_by_one_name() -> None:
 
 WITHOUT_UNITS = """
 import torch
-from lowered_layers import Layer, leaf, recorded
+from tests.support.computing.lowered_layers import Layer, leaf, recorded
 from torch import nn
 
 import qsync_fx
 from qsync_fx import _C
 from qsync_fx.devices import support
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
 
 print(_C.isa())
 x, weight = leaf(torch.full((8, 64), 2.0)), leaf(torch.full((16, 64), -3.0))

@@ -11,15 +11,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qsync_fx
-from qsync_fx.backend.operators.gradients.explicit_padding import unsafe_dimensions
-from qsync_fx.backend.operators.gradients.live_taps import Geometry, least_sizes
+from qsync_fx.backend.operators.conv_gradients import Geometry, least_sizes, unsafe_dimensions
+from tests.support import tiers
 
 
 def taps_of_one_dimension(padded: int, other: int, k: int, s: int, p: int, d: int) -> list[bool]:

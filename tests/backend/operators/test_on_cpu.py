@@ -7,12 +7,12 @@ import platform
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from lowered_layers import Geometry, Layer, leaf, recorded
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem import fallback
-from qsync_fx.backend.operators.multiplying import by_kernel, on_cpu
-from qsync_fx.backend.operators.multiplying.gemm import gemm
+from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
+from qsync_fx.backend.operators.gemm.gemm import gemm
+from tests.support.computing.lowered_layers import Geometry, Layer, leaf, recorded
 
 SIZES = st.integers(0, 40)
 KINDS = st.sampled_from(["none", "one", "each"])
@@ -49,14 +49,14 @@ def test_the_bits_are_those_of_the_reference(
     bias = None if biased is None else (torch.randn(n) * 100).to(biased)
     found = gemm(a, b, *scales, bias, out, turned=turned)
     right = b.t() if turned else b
-    assert on_cpu.multiplies(a, right)
-    want = fallback.gemm(a, right, *scales, bias, out)
+    assert cpu_kernels.multiplies(a, right)
+    want = reference_result.gemm(a, right, *scales, bias, out)
     assert found.dtype == out and found.is_contiguous() and torch.equal(found, want)
 
 
 def test_sums_beyond_int32_are_the_references() -> None:
     a = torch.full((1, 131_072), -128, dtype=torch.int8)
-    assert not on_cpu.multiplies(a, a.t()) and gemm(a, a.t(), None, None, None).item() == 2.0**31
+    assert not cpu_kernels.multiplies(a, a.t()) and gemm(a, a.t(), None, None, None).item() == 2.0**31
 
 
 def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
@@ -68,7 +68,7 @@ def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad"])
 def test_no_rows_are_no_error_and_have_no_gradient(fmt: str, unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: unit)
+    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
     images = leaf(torch.randn(0, 64, 5, 5).to(memory_format=torch.channels_last))
     layers = (
         (Layer(fmt), leaf(torch.randn(0, 24)), leaf(torch.randn(8, 24))),
@@ -84,7 +84,7 @@ def test_no_rows_are_no_error_and_have_no_gradient(fmt: str, unit: bool, monkeyp
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="a unit of x86")
 @pytest.mark.parametrize("unit", [True, False])
 def test_layers_use_it_where_there_is_a_unit(unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_kernel, "native_integer_unit", lambda: unit)
+    monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
     x, weight = leaf(torch.randn(3, 4, 24)), leaf(torch.randn(8, 24))
     for fmt, products in (("int8", 1), ("int8_grad", 3)):
         with recorded() as calls:

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qsync_fx.backend.operators import Operands, lowerings
-from qsync_fx.backend.operators.casts.dequantize import dequantize
-from qsync_fx.backend.operators.casts.quantize import quantize
+from qsync_fx.backend.operators.quantize import dequantize, quantize
 from qsync_fx.ops import Kind, row_for, table
 
 SEED = torch.tensor([3])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
-from layers_in_fp64 import assert_right
-from lowered_layers import OUT, Geometry, Layer, every_format, leaf, recorded
 from torch import Tensor
 
 from qsync_fx.devices import cpu_multiplies_integers
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support.computing.layers_in_fp64 import assert_right
+from tests.support.computing.lowered_layers import OUT, Geometry, Layer, every_format, leaf, recorded
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import tiers
 import torch
 import torch.nn.functional as F
-from lowered_layers import FORMATS_OF_PRODUCTS, Geometry, Layer, every_format, leaf, recorded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from qsync_fx.errors import PrecisionError
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support import tiers
+from tests.support.computing.lowered_layers import FORMATS_OF_PRODUCTS, Geometry, Layer, every_format, leaf, recorded
 
 
 @every_format

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.numerics import native, reference
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.multiplying.gemm import gemm
+from qsync_fx.backend.operators.gemm.gemm import gemm
+from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.errors import PrecisionError
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
 
 SEED = torch.zeros(1, dtype=torch.int64)
 INT8 = FORMATS["int8"]

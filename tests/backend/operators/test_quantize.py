@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from quantized_values import GRIDDED, SCALED, assert_same, grid_of
 from torch import Tensor
 
-from qsync_fx.backend.operators.casts.quantize import quantize
-from qsync_fx.backend.operators.casts.round import round_to
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.backend.operators.stochastic_round import round_to
 from qsync_fx.errors import OptionError, PrecisionError
-from qsync_fx.precision import FORMATS
-from qsync_fx.rounding.mode import ROUNDINGS
+from qsync_fx.formats import FORMATS
+from qsync_fx.rounding import ROUNDINGS
+from tests.support.computing.quantized_values import GRIDDED, SCALED, assert_same, grid_of
 
 every_scaled = pytest.mark.parametrize("fmt", SCALED)
 every_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)

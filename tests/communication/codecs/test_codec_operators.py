@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from hypothesis import given, strategies as st
-from native_reference import SEEDS, STREAMS, vectors
 
 from qsync_fx import _C
-from qsync_fx.communication.codecs import memory, operators
+from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
 from qsync_fx.communication.codecs.truncation import LEVELS, STEP, Truncated
+from tests.support import tiers
+from tests.support.computing.native_reference import SEEDS, STREAMS, vectors
 
 BITS = st.sampled_from([2, 4, 8, 16])
 UNITS = st.sampled_from([64, 128, 512])
@@ -41,8 +41,8 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_qsgd(data: Any, bits: int, size: int, norm: Any, layout: Any, seed: int, stream: int, first: int) -> None:
     x, draw = data.draw(vectors(data.draw(st.integers(0, 1200)))), Draw(seed, stream, first)
     wire, values = kernels(Qsgd(bits, size, norm, layout), x, draw)
-    same(operators.qsgd_encode(x, bits, size, norm, layout, draw), wire)
-    same(operators.qsgd_decode(wire, x.numel(), bits, size, layout), values)
+    same(torch_kernels.qsgd_encode(x, bits, size, norm, layout, draw), wire)
+    same(torch_kernels.qsgd_decode(wire, x.numel(), bits, size, layout), values)
 
 
 @given(st.data(), st.sampled_from([1, 3, 16, 33, 64, 100, 512]))
@@ -51,18 +51,18 @@ def test_onebit(data: Any, size: int) -> None:
     residual = torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
     left = residual.clone()
     wire, values = kernels(Reshaped(size), x, Draw(), left)
-    found, rest = operators.onebit_encode(x, residual, size)
+    found, rest = torch_kernels.onebit_encode(x, residual, size)
     same(found, wire)
     same(rest, left)
-    same(operators.onebit_decode(wire, x.numel(), size), values)
+    same(torch_kernels.onebit_decode(wire, x.numel(), size), values)
 
 
 @given(st.data(), st.sampled_from(LEVELS), st.sampled_from([STEP, 2 * STEP]))
 def test_truncation(data: Any, bits: int, partition: int) -> None:
     x = data.draw(vectors(data.draw(st.integers(0, 1200))))
     wire, values = kernels(Truncated(bits, partition), x, Draw())
-    same(operators.truncate_encode(x, bits, partition), wire)
-    same(operators.truncate_decode(wire, x.numel(), bits, partition), values)
+    same(torch_kernels.truncate_encode(x, bits, partition), wire)
+    same(torch_kernels.truncate_decode(wire, x.numel(), bits, partition), values)
 
 
 @tiers.ALL
@@ -79,8 +79,8 @@ def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int,
     for n in sizes:
         x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * torch.logspace(-44, 38, n)
         wire, values = kernels(Qsgd(bits, 512, "max", layout), x, draw)
-        same(torch.compile(operators.qsgd_encode, fullgraph=True)(x, bits, 512, "max", layout, draw), wire)
-        same(torch.compile(operators.qsgd_decode, fullgraph=True)(wire, n, bits, 512, layout), values)
+        same(torch.compile(torch_kernels.qsgd_encode, fullgraph=True)(x, bits, 512, "max", layout, draw), wire)
+        same(torch.compile(torch_kernels.qsgd_decode, fullgraph=True)(wire, n, bits, 512, layout), values)
 
 
 @tiers.ALL
@@ -89,14 +89,14 @@ def test_inductor_makes_the_same_bits_of_signs_and_of_levels() -> None:
     residual = torch.randn(1001, generator=torch.Generator().manual_seed(1))
     left = residual.clone()
     wire, values = kernels(Reshaped(64), x, Draw(), left)
-    found, rest = torch.compile(operators.onebit_encode, fullgraph=True)(x, residual, 64)
+    found, rest = torch.compile(torch_kernels.onebit_encode, fullgraph=True)(x, residual, 64)
     same(found, wire)
     same(rest, left)
-    same(torch.compile(operators.onebit_decode, fullgraph=True)(wire, 1001, 64), values)
+    same(torch.compile(torch_kernels.onebit_decode, fullgraph=True)(wire, 1001, 64), values)
     for bits in tiers.chosen([12], [12], [12, 16, 28]):
         wire, values = kernels(Truncated(bits, STEP), x, Draw())
-        same(torch.compile(operators.truncate_encode, fullgraph=True)(x, bits, STEP), wire)
-        same(torch.compile(operators.truncate_decode, fullgraph=True)(wire, 1001, bits, STEP), values)
+        same(torch.compile(torch_kernels.truncate_encode, fullgraph=True)(x, bits, STEP), wire)
+        same(torch.compile(torch_kernels.truncate_decode, fullgraph=True)(wire, 1001, bits, STEP), values)
 
 
 @pytest.mark.parametrize("codec", [Qsgd(4, 512), Qsgd(8, 512, "two", "endpoints"), Reshaped(64)])
@@ -105,7 +105,7 @@ def test_codecs_use_operators_where_there_are_no_kernels(codec: Any, monkeypatch
     x = torch.randn(1300, generator=torch.Generator().manual_seed(0))
     left = [torch.ones(1300), torch.ones(1300)]
     wire, values = kernels(codec, x, Draw(1, 2, 512), left[0])
-    monkeypatch.setattr(memory, "native", lambda values: False)
+    monkeypatch.setattr(buffers, "native", lambda values: False)
     monkeypatch.setattr(_C, f"{'onebit' if isinstance(codec, Reshaped) else 'qsgd'}_encode", None)
     again, read = kernels(codec, x, Draw(1, 2, 512), left[1])
     same(again, wire)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import codec_reference as reference
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from native_reference import SEEDS, STREAMS, vectors
 from numpy.typing import NDArray
 
 from qsync_fx import _C
+from tests.support.computing import codec_reference as reference
+from tests.support.computing.native_reference import SEEDS, STREAMS, vectors
 
 native: Any = _C
 every_isa = pytest.mark.parametrize("isa", _C.available_isas())

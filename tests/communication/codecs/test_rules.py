@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from native_reference import vectors
 from torch import Tensor, nn
 
 from qsync_fx.communication.codecs import NAMES, Codec, Draw, codec_named
@@ -15,7 +14,8 @@ from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
 from qsync_fx.communication.codecs.truncation import LEVELS, Truncated
 from qsync_fx.errors import OptionError, QSyncError
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support.computing.native_reference import vectors
 
 HUGE = torch.finfo(torch.float32).max
 KINDS = [

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
-from small_models import Counting, build, compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx import Plan
+from tests.support.compiling.rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
+from tests.support.models.small_models import Counting, build, compiled
 
 torch.set_num_threads(1)
 

@@ -6,17 +6,16 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
-import tiers
 import torch
-import zoo
-from small_models import assert_equal, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo_torch import Inputs
 
 import qsync_fx
+from tests.support import pages, tiers
+from tests.support.models import zoo
+from tests.support.models.small_models import assert_equal, gradients
+from tests.support.models.zoo_torch import Inputs
 
 torch.set_num_threads(1)
 
@@ -41,7 +40,7 @@ def written(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(5)
     exec(BLOCKS[name], known)
     (found,) = {
-        id(value): value for value in known.values() if isinstance(value, qsync_fx.passes.base.GraphPass)
+        id(value): value for value in known.values() if isinstance(value, qsync_fx.passes.pass_base.GraphPass)
     }.values()
     return found, known
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
-from small_models import Counting, assert_equal, build, compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qsync_fx import PassError
+from tests.support.compiling.rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
+from tests.support.models.small_models import Counting, assert_equal, build, compiled
 
 torch.set_num_threads(1)
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiers
 import torch
-from rewrites import Net, explained, linear, places, rewriting, step
-from small_models import build, compiled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx import OptionError, PassError
+from tests.support import tiers
+from tests.support.compiling.rewrites import Net, explained, linear, places, rewriting, step
+from tests.support.models.small_models import build, compiled
 
 torch.set_num_threads(1)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peaks import FORMATS, real_and_foreseen
-from tiers import ALL
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.devices.brain_floats import native_bf16_unit
-from qsync_fx.predictor.mapper import states
+from qsync_fx.devices.cpu_features import native_bf16_unit
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import live_buffers
-from qsync_fx.predictor.memory.attention import is_fused
-from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.memory.attention_memory import is_fused
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from tests.support.planning.peaks import FORMATS, real_and_foreseen
+from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
 OFF = 0.03
@@ -41,7 +41,7 @@ def rows() -> Tensor:
 
 def graph_of(model: nn.Module) -> ModelGraph:
     torch._dynamo.reset()
-    return model_graph(qsync_fx.explain(model.train(), rows()), ("fp32",))
+    return build_model_graph(qsync_fx.explain(model.train(), rows()), ("fp32",))
 
 
 def test_attention_without_dropout_is_one_kernel() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peaks import real_and_foreseen
 from torch import nn
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import live_buffers
-from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from tests.support.planning.peaks import real_and_foreseen
 
 torch.set_num_threads(1)
 ROWS, WIDE = 2048, 512
@@ -28,7 +28,7 @@ def perceptron(activation: nn.Module) -> nn.Module:
 def graph_of(activation: nn.Module) -> ModelGraph:
     torch._dynamo.reset()
     explanation = qsync_fx.explain(perceptron(activation), torch.randn(ROWS, 256))
-    return model_graph(explanation, ("fp32", "bf16", "int8"))
+    return build_model_graph(explanation, ("fp32", "bf16", "int8"))
 
 
 def test_the_graph_says_by_what_a_gelu_approximates(tmp_path: object) -> None:

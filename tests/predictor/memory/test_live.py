@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from predicted_models import graph_of, plans
 
-from qsync_fx.predictor.mapper import States, states
+from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory import KeptTerm, kept_terms, live_buffers, step_memory
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import lives
 from qsync_fx.predictor.memory.forward import Forward
+from tests.support.planning.predicted_models import graph_of, plans
 
 NAMES = ("mlp", "odd", "checkpointed", "tied", "vgg")
 

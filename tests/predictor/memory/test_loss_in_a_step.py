@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from predicted_models import graph_of
 from torch import Tensor, nn
 
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import Category, LossMemory, Orders, Training, live_buffers, most_bytes, step_memory
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.profiling.measuring.losses import loss_memory
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.profiler.timing.measured_memory import loss_memory, measured_peak
+from tests.support.planning.predicted_models import graph_of
 
 torch.set_num_threads(1)
 ROWS, WIDE = 2048, 512
@@ -28,7 +27,7 @@ def narrow_to_wide() -> nn.Module:
 def graph_of_wide() -> ModelGraph:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return model_graph(qsync_fx.explain(narrow_to_wide(), torch.randn(ROWS, 64)), ("fp32", "bf16"))
+    return build_model_graph(qsync_fx.explain(narrow_to_wide(), torch.randn(ROWS, 64)), ("fp32", "bf16"))
 
 
 def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer() -> None:

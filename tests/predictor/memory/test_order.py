@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.memory
-from tiers import ALL, EVERY
 from torch import Tensor, nn
 
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Task
-from qsync_fx.predictor.memory.order import fused, ordered
+from qsync_fx.predictor.memory.kernel_order import fused, ordered
+from tests.support.tiers import ALL, EVERY
 
 
 def buffer(size: int, stays: bool = False) -> Buffer:

@@ -9,15 +9,13 @@ import pytest
 import sympy
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from predicted_models import graph_of, plans
-from tiers import ALL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import (
     ADAM,
     MOMENTUM,
@@ -32,8 +30,10 @@ from qsync_fx.predictor.memory import (
     peak_bytes,
     step_memory,
 )
-from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.timing.measured_memory import measured_peak
+from tests.support.planning.predicted_models import graph_of, plans
+from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
 NAMES = ("mlp", "odd", "broken", "checkpointed", "tied", "vgg")
@@ -126,7 +126,7 @@ class Parts(nn.Module):
 
 def kept_of_parts(dropout: float) -> dict[str, int]:
     torch._dynamo.reset()
-    graph = model_graph(qsync_fx.explain(Parts(dropout), torch.randn(64, 32)), ("fp32",))
+    graph = build_model_graph(qsync_fx.explain(Parts(dropout), torch.randn(64, 32)), ("fp32",))
     found: dict[str, int] = {}
     for live in live_buffers(states(graph, Plan("fp32"))):
         if not live.backward:
@@ -161,7 +161,7 @@ class Added(nn.Module):
 
 def live_of_added(fmt: str) -> list[LiveBuffers]:
     torch._dynamo.reset()
-    graph = model_graph(qsync_fx.explain(Added().train(), torch.randn(4, 16, 32)), ("fp32", "bf16", "int8"))
+    graph = build_model_graph(qsync_fx.explain(Added().train(), torch.randn(4, 16, 32)), ("fp32", "bf16", "int8"))
     return live_buffers(states(graph, Plan(fmt)))
 
 
@@ -242,7 +242,7 @@ def real_and_foreseen(make: Callable[[], nn.Module], x: Tensor, plan: Plan) -> t
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last if x.dim() == 4 else torch.preserve_format)
-    graph = model_graph(qsync_fx.explain(model, x), ("fp32", "bf16", "int8"))
+    graph = build_model_graph(qsync_fx.explain(model, x), ("fp32", "bf16", "int8"))
     compiled = torch.compile(model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
 
     def step() -> None:
@@ -288,7 +288,7 @@ def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> Non
             held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     torch._dynamo.reset()
     real = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
-    graph = model_graph(qsync_fx.explain(real, torch.randn(256, 64)), ("fp32",))
+    graph = build_model_graph(qsync_fx.explain(real, torch.randn(256, 64)), ("fp32",))
     end = step_memory(states(graph, Plan("fp32")), Training(ADAM)).moments[-1]
     told = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
     assert end.of(Category.PARAMETERS) == told["Parameter"] + told["Other"]  # the batch

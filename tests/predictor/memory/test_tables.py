@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import live_buffers
-from qsync_fx.predictor.model import model_graph
+from qsync_fx.predictor.model import build_model_graph
 
 torch.set_num_threads(1)
 WORDS, SIZE = 4000, 128
@@ -34,7 +34,7 @@ def ids() -> Tensor:
 
 def test_the_gradient_of_a_table_is_written_by_the_last_kernels() -> None:
     torch._dynamo.reset()
-    graph = model_graph(qsync_fx.explain(Tables().train(), ids()), ("fp32",))
+    graph = build_model_graph(qsync_fx.explain(Tables().train(), ids()), ("fp32",))
     back = [live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward]
     there = [4 * WORDS * SIZE in live.bytes.values() for live in back]
     assert there[-1] and not any("linear" in live.operator for live, found in zip(back, there, strict=True) if found)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from predicted_models import DrawnTimes, explained, graph_of
-from tiers import ALL
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan, ProfileError
-from qsync_fx.predictor.mapper import CostMapper, states
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.model.file import FILE, restored, stored
+from qsync_fx.predictor.cost_mapper import CostMapper, states
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model.model_file import FILE, restored, stored
+from tests.support.planning.predicted_models import DrawnTimes, explained, graph_of
+from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
 NAMES = ["mlp", "broken", "checkpointed", "odd", *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2"))]
@@ -39,7 +39,7 @@ def of(model: nn.Module, *inputs: Tensor, dynamic: bool = False) -> ModelGraph:
     for tensor in inputs if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=64)
         torch._dynamo.mark_dynamic(tensor, 1, min=2, max=64)
-    return model_graph(qsync_fx.explain(model, *inputs, options={"precision": "int8"}))
+    return build_model_graph(qsync_fx.explain(model, *inputs, options={"precision": "int8"}))
 
 
 def test_parameters_stand_as_the_model_registers_them() -> None:
@@ -127,7 +127,7 @@ def test_other_sizes_take_no_other_trace() -> None:
 
 
 def test_costs_are_known_of_the_formats_that_are_asked_for() -> None:
-    narrow = model_graph(explained("mlp"), ("fp32", "int8"))
+    narrow = build_model_graph(explained("mlp"), ("fp32", "int8"))
     assert {state for operator in narrow.operators for state in operator.costs} <= {
         (p, o) for p in ("fp32", "int8", "bf16") for o in ("fp32", "bf16")
     }

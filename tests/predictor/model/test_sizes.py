@@ -9,8 +9,8 @@ import pytest
 import sympy
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.codec import Malformed
-from qsync_fx.predictor.model.sizes import FUNCTIONS, canonical, read, symbol, written
+from qsync_fx.predictor.model.symbolic_sizes import FUNCTIONS, canonical, read, symbol, written
+from qsync_fx.serialization import Malformed
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
 # Of fractions torch's functions of sizes give no numbers.

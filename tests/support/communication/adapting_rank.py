@@ -6,15 +6,15 @@ import sys
 import threading
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import parallel, sgd, train, weights
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_fx.communication import gathering
+from qsync_fx.communication.aqgb import allgather
 from qsync_fx.communication.codecs.truncation import Adaptive, Truncated
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication.compressed_training import parallel, sgd, train, weights
+from tests.support.processes import ranks
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
-        clock, sent = self, gathering.Flight
+        clock, sent = self, allgather.Flight
 
         class Timed(sent):  # type: ignore[misc, valid-type]
             """Lets the link take its time when the last message of a segment is here."""
@@ -45,7 +45,7 @@ class Clock:
                 if number % 2 and not any(tag == number for _, tag in self._coming):  # no head
                     clock.link += max(mine[0], sum(theirs) / len(theirs)) / clock.rate
 
-        gathering.Flight = Timed
+        allgather.Flight = Timed
 
     def __call__(self) -> float:
         if threading.current_thread().name == "qsync communication":

@@ -8,15 +8,15 @@ import signal
 import sys
 from typing import Any
 
-import compressed_training
-import ranks
-import sharded_training
 import torch
-from compressed_training import parallel, said, sgd, train
 
 import qsync_fx
-from qsync_fx.communication import gathering, reduction
+from qsync_fx.communication import allreduce
+from qsync_fx.communication.aqgb import allgather
 from qsync_fx.distributed import compress, guard
+from tests.support.communication import compressed_training, sharded_training
+from tests.support.communication.compressed_training import parallel, said, sgd, train
+from tests.support.processes import ranks
 
 
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and "bucket 1" in about and how == "payload":
             message[60:90] ^= 5
 
-    class Harmed(reduction.Flight):
+    class Harmed(allreduce.Flight):
         """Harms what rank 1 sends first, and AQGB's message behind that, when it is here."""
 
         def __init__(self, group: Any, about: str) -> None:
@@ -48,7 +48,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    gathering.Flight = reduction.Flight = Harmed
+    allgather.Flight = allreduce.Flight = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:

@@ -9,19 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compressed_training
-import ranks
-import sharded_training
 import torch
-from compressed_training import Network, batch, distance, parallel, said, sgd, train, trained, weights
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication.codecs import memory
-from qsync_fx.communication.wire import stretches
+from qsync_fx.communication import point_to_point
+from qsync_fx.communication.codecs import buffers
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication import compressed_training, sharded_training
+from tests.support.communication.compressed_training import (
+    Network,
+    batch,
+    distance,
+    parallel,
+    said,
+    sgd,
+    train,
+    trained,
+    weights,
+)
+from tests.support.processes import ranks
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -55,11 +64,11 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Each codec by kernels, and as gradients are coded that lie on another device: by operators, whose bytes are brought to the host."""
-    native, found = memory.native, {}
+    native, found = buffers.native, {}
     for name in job["codecs"]:
         made, reports = [], []
         for way in (native, lambda values: False):
-            memory.native = way
+            buffers.native = way
             model = parallel(buckets=job["buckets"])
             optimizer = sgd(model)
             handle = compress(model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2)
@@ -70,7 +79,7 @@ def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             made.append([weights(model), {part: sorted(saved[part]) for part in ("sent", "owned")}])
             reports.append(handle.report().tally)
         found[name] = {"kernels": made[0], "operators": made[1], "wire": [tally.wire for tally in reports]}
-    memory.native = native
+    buffers.native = native
     return found
 
 
@@ -125,9 +134,9 @@ def buckets(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             ("static", {"static_graph": True}),
         ):
             found[f"{codec}, {name}"] = weights(trained(codec, **how)[0])
-        whole, stretches.VALUES = stretches.VALUES, 100
+        whole, point_to_point.VALUES = point_to_point.VALUES, 100
         found[f"{codec}, in stretches"] = weights(trained(codec, buckets=25)[0])
-        stretches.VALUES = whole
+        point_to_point.VALUES = whole
     return found
 
 

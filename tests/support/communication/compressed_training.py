@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication.compression import Compression
+from qsync_fx.communication.ddp_hook import Compression
 from qsync_fx.distributed import check_replicas, compress
 
 

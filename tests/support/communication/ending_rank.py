@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 
-import ranks
 import torch
-from compressed_training import parallel, sgd, train
 from torch import distributed
 
 from qsync_fx.distributed import compress, guard
+from tests.support.communication.compressed_training import parallel, sgd, train
+from tests.support.processes import ranks
 
 
 def main() -> None:

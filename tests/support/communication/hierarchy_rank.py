@@ -9,24 +9,24 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import parallel, refusal, said, sgd, train, weights
-from scaled_rank import Linear, given
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.allocator import Judge
-from qsync_fx.communication import hierarchy
+from qsync_fx.communication import hierarchical
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.distributed import Replanning, check_replicas, compress, find_plan
-from qsync_fx.distributed.agreeing.meeting import Meeting
-from qsync_fx.distributed.hosts import nodes_to_plan_for
+from qsync_fx.distributed.consensus.rendezvous import Meeting
+from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
-from qsync_fx.plan.gradient_codecs import BETWEEN_NODES, between_nodes
-from qsync_fx.predictor.replay.collectives import Measured
+from qsync_fx.plan.cluster_plan import BETWEEN_NODES, between_nodes
+from qsync_fx.predictor.replayer.collectives import Measured
+from tests.support.communication.compressed_training import parallel, refusal, said, sgd, train, weights
+from tests.support.communication.scaled_rank import Linear, given
+from tests.support.processes import ranks
 
 EXACT = ("fp32", "1bit*")
 """Those that draw no random numbers and code values as they lie: their means are known to the bit."""
@@ -197,7 +197,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A message inside a node that is harmed on its way to rank 2."""
     model = parallel()
     compress(model, "qsgd8", hierarchical=2)
-    optimizer, sound = sgd(model), hierarchy.exchange
+    optimizer, sound = sgd(model), hierarchical.exchange
     list(train(model, optimizer, range(2)))
 
     def harm(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
@@ -205,7 +205,7 @@ def harmed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 2 and "bucket 1" in about:
             incoming[3][8] ^= 5
 
-    hierarchy.exchange = harm
+    hierarchical.exchange = harm
     try:
         list(train(model, optimizer, range(2, 4)))
     except qsync_fx.RankError as error:

@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import refusal
-from scaled_rank import Linear, given
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
-from qsync_fx.communication.assigned import by_plan
+from qsync_fx.communication.ddp_hook import by_plan
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication.compressed_training import refusal
+from tests.support.communication.scaled_rank import Linear, given
+from tests.support.processes import ranks
 
 CLASSES = {"cpu": Plan.uniform("fp32")}
 WIDE = {"0.weight": "qsgd8", "2.weight": "qsgd4", "4.weight": "fp32"}

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import refusal, weights
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.communication.codecs.truncation import Truncated
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication.compressed_training import refusal, weights
+from tests.support.processes import ranks
 
 CODECS = {"1bit*": "1bit*", "1bit": "1bit", "aqgb12": Truncated(12, feedback=True)}
 

@@ -11,19 +11,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import refusal, said
-from sharded_training import Network, adam, apart, batch, gradients, model, shards, train, weights, whole
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qsync_fx
-from qsync_fx.communication import sharded
-from qsync_fx.communication.duo.rates import Signs
+from qsync_fx.communication import fsdp_hook
+from qsync_fx.communication.duo.sign_codecs import Signs
 from qsync_fx.distributed import compress
 from qsync_fx.plan import ClusterPlan, Plan
+from tests.support.communication.compressed_training import refusal, said
+from tests.support.communication.sharded_training import (
+    Network,
+    adam,
+    apart,
+    batch,
+    gradients,
+    model,
+    shards,
+    train,
+    weights,
+    whole,
+)
+from tests.support.processes import ranks
 
 
 def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +204,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A message that is harmed on its way to rank 0, or a rank that is killed."""
     one = model()
     compress(one, "qsgd8")
-    optimizer, sound, how = adam(one), sharded.exchange, job["how"]
+    optimizer, sound, how = adam(one), fsdp_hook.exchange, job["how"]
     train(one, optimizer, range(2))
 
     def harmed(group: Any, outgoing: Any, incoming: Any, about: str) -> None:
@@ -203,7 +214,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if how == "harm" and rank == 0 and "blocks.1" in about:
             incoming[1][16] ^= 5
 
-    sharded.exchange = harmed
+    fsdp_hook.exchange = harmed
     try:
         train(one, optimizer, range(2, 4))
     except qsync_fx.RankError as error:

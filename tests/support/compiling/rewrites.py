@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from small_models import build, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
+from tests.support.models.small_models import build, gradients
 
 
 class Net(nn.Module):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from native_reference import uniform
 from numpy.typing import NDArray
+
+from tests.support.computing.native_reference import uniform
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

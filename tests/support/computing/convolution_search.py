@@ -6,7 +6,7 @@ Each problem is drawn at random and compared with FP64, which oneDNN does not co
 filled with NaN before it is used, so that a value that a kernel leaves unwritten shows up.
 Problems run in child processes: some kernels write beyond their results, and the process ends with
 SIGABRT or SIGSEGV. With `--guarded` the gradients come from `convolution_backward` in
-qsync_fx.backend.operators.gradients.explicit_padding, which must be right for every problem.
+qsync_fx.backend.operators.conv_gradients, which must be right for every problem.
 
 The instruction set is the CPU's; `ONEDNN_MAX_CPU_ISA=AVX512_CORE` and the like lower it.
 """
@@ -26,12 +26,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.gradients.explicit_padding import (
-    Geometry,
-    convolution_backward,
-    forward,
-    unsafe_dimensions,
-)
+from qsync_fx.backend.operators.conv_gradients import Geometry, convolution_backward, forward, unsafe_dimensions
 
 CHANNELS = ((4, 6), (3, 16), (8, 8), (16, 16), (16, 32), (32, 48), (64, 64), (128, 32), (1, 5))
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4}

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lowered_layers import OUT, STREAM, Layer
-from products_in_fp64 import SEED, Operand, Product
 from torch import Tensor
 
-from qsync_fx.backend.operators.products import round_gradients
+from qsync_fx.backend.operators.product_utils import round_gradients
 from qsync_fx.devices import cpu_multiplies_integers
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from tests.support.computing.lowered_layers import OUT, STREAM, Layer
+from tests.support.computing.products_in_fp64 import SEED, Operand, Product
 
 
 def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from products_in_fp64 import SEED, Operand, operand
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from qsync_fx.graph.values import memory_order
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from qsync_fx.graph.fx_utils import memory_order
+from tests.support.computing.products_in_fp64 import SEED, Operand, operand
 
 FORMATS_OF_PRODUCTS = [row.name for row in FORMATS.values() if not row.plain]
 every_format = pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)

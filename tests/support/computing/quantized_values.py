@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsync_fx.precision import FORMATS, Precision
+from qsync_fx.formats import FORMATS, Precision
 
 SCALED = [row.name for row in FORMATS.values() if row.scaled]
 GRIDDED = [row.name for row in FORMATS.values() if not row.scaled and not row.plain]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from small_models import Perceptron, build, compiled, gradients
 from torch import Tensor, nn
+
+from tests.support.models.small_models import Perceptron, build, compiled, gradients
 
 
 def step(fast: Any, model: nn.Module) -> dict[str, Tensor]:

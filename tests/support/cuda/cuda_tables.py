@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pages import markdown
-
-from qsync_fx.backend.cuda.choose.select import decide
-from qsync_fx.backend.cuda.kernel import hardware
+from qsync_fx.backend.cuda import kernel_config
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.operands import format_name
-from qsync_fx.devices.offers import row_at
-from qsync_fx.precision import FORMATS, Precision, encoding
+from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name
+from qsync_fx.backend.cuda.selection.select import decide
+from qsync_fx.devices.format_support import row_at
+from qsync_fx.formats import FORMATS, Precision, encoding
+from tests.support.pages import markdown
 
 GPUS = {"T4": (7, 5), "A100": (8, 0), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
 SIZE = 4096
@@ -51,7 +50,7 @@ def products() -> str:
     """Returns which products of a layer in each format are kernels on each GPU."""
 
     def cell(problems: list[Problem], capability: tuple[int, int]) -> str:
-        arch = hardware.target(capability)
+        arch = kernel_config.target(capability)
         assert arch is not None
         names = ("output", "input gradient", "weight gradient")
         ours = [n for n, p in zip(names, problems, strict=True) if decide(p, arch).config is not None]
@@ -76,8 +75,8 @@ def architectures() -> str:
 
     def rows() -> Iterator[tuple[str, ...]]:
         for capability, name in gpus.items():
-            how = "" if capability in hardware.BY_CAPABILITY else ", by its PTX"
-            yield ".".join(map(str, capability)), name, f"`{hardware.target(capability)}`{how}"
+            how = "" if capability in kernel_config.BY_CAPABILITY else ", by its PTX"
+            yield ".".join(map(str, capability)), name, f"`{kernel_config.target(capability)}`{how}"
 
     return markdown(("compute capability", "GPUs", "`--arch`"), rows())
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.tune.recorded import RecordedTimer, Recording
-from qsync_fx.backend.cuda.tune.table import Environment
+from qsync_fx.backend.cuda.tuning import Environment, RecordedTimer, Recording
 
 INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
 BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")

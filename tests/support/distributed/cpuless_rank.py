@@ -14,17 +14,17 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import ranks
 import torch
-from guarded_rank import compiled, data, network, said, train, weights
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication.speeds.reduction_speed import reductions
+from qsync_fx.communication.codec_benchmarks import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
-from qsync_fx.profiling.gradients.busy import busy, coding
-from qsync_fx.profiling.gradients.collectives import all_reduce_seconds, all_reduces, buffers_seconds
+from qsync_fx.profiler.links.collective_times import all_reduce_seconds, all_reduces, buffers_seconds
+from qsync_fx.profiler.links.joint_steps import busy, coding
+from tests.support.distributed.guarded_rank import compiled, data, network, said, train, weights
+from tests.support.processes import ranks
 
 TABLE = [(2**16, 1e-3)]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import Counting
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import Plan
+from tests.support.models.small_models import Counting
 
 PLANS = {
     "fp32": Plan.uniform("fp32"),

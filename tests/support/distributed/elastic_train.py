@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from guarded_rank import data, network
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.distributed import Replanning, check_replicas, guard
+from tests.support.distributed.guarded_rank import data, network
 
 EVERY = 4
 

@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import ranks
 import torch
-from guarded_rank import data, network, train, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.distributed import finding, guard
+from qsync_fx.distributed import fleet_plan, guard
+from tests.support.distributed.guarded_rank import data, network, train, weights
+from tests.support.processes import ranks
 
 
 @contextmanager
 def as_a_plan_is_chosen(act: Callable[[], None]) -> Iterator[None]:
     """Calls `act` on rank 0 when all profiles are there and it begins to choose a plan."""
-    choosing = finding._Choosing
+    choosing = fleet_plan._Choosing
 
     def begin(*arguments: Any) -> Any:
         act()
         return choosing(*arguments)
 
-    with mock.patch.object(finding, "_Choosing", begin):
+    with mock.patch.object(fleet_plan, "_Choosing", begin):
         yield
 
 

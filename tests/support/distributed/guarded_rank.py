@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import ranks
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
 from qsync_fx.distributed import FoundPlan, Replanning, average_by_batch, check_replicas, guard
+from tests.support.processes import ranks
 
 PLAN = ClusterPlan({"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"])
 

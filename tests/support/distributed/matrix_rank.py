@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
 from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
@@ -29,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.distributed import average_by_batch, guard
+from tests.support.processes import ranks
 
 LOW = Plan("int8", [("layers.1", "bf16")])
 STEPS = 3

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from guarded_rank import weights
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx.distributed import Replanning, check_replicas, compress, guard
+from tests.support.distributed.guarded_rank import weights
+from tests.support.processes import ranks
 
 WIDTH, BATCH, TARGET = 384, 64, 0.2
 """1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step may take."""

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import ranks
 import torch
-from compressed_training import refusal
-from guarded_rank import weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan
 from qsync_fx.distributed import Replanning, compress, guard
-from qsync_fx.distributed.adapting.holding import held_bytes
-from qsync_fx.profiling.gradients import sending
-from qsync_fx.profiling.profile import Collective
+from qsync_fx.distributed.monitoring.memory_use import held_bytes
+from qsync_fx.profiler.links import link_measurement
+from qsync_fx.profiler.profile import Collective
+from tests.support.communication.compressed_training import refusal
+from tests.support.distributed.guarded_rank import weights
+from tests.support.processes import ranks
 
 BATCHES, WIDTH = (1536, 512), 256
 """Rank 0 has so much more to do that it takes longer than rank 1 in FP32, whatever else the machine does: until rank 1 is slowed."""
@@ -115,7 +115,7 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "corrections": 0}
     # Links of 5 MB/s, so that codecs pay.
     slow_links = [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
-    with mock.patch.object(sending, "collectives", return_value=slow_links):
+    with mock.patch.object(link_measurement, "collectives", return_value=slow_links):
         plan = found_plan(rank, model, optimizer, **wishes)
     parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options={"plan": plan}))
     found: dict[str, Any] = {"plan": plan.to_json(), "codecs": dict(plan.codecs), "note": plan.notes["codecs"]}

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pages
-import ranks
 import torch
 import torch.distributed as dist
-from small_models import Perceptron, build, compiled
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
+from tests.support import pages
+from tests.support.models.small_models import Perceptron, build, compiled
+from tests.support.processes import ranks
 
 REPETITIONS = 200
 STEPS, SAVED_AT, KILLED_AT = 6, 3, 4

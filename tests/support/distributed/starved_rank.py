@@ -10,12 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ranks
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_fx.distributed import guard
+from tests.support.processes import ranks
 
 
 def starve(cpu: int) -> None:

@@ -33,10 +33,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
-from qsync_fx.files import write_text
+from qsync_fx.formats import FORMATS
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.passes.base import GraphPass
-from qsync_fx.precision import FORMATS
+from qsync_fx.passes.pass_base import GraphPass
+from qsync_fx.serialization.atomic_files import write_text
 
 FAILURES = ("different", "error", "far")
 """Outcomes that are a fault of ours."""

@@ -15,7 +15,19 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo_torch import VOCABULARY, Inputs, perceptron, recurrent, resnet, signals, tokens, transformer, unet, vgg
+
+from tests.support.models.zoo_torch import (
+    VOCABULARY,
+    Inputs,
+    perceptron,
+    recurrent,
+    resnet,
+    signals,
+    tokens,
+    transformer,
+    unet,
+    vgg,
+)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,15 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from predicted_models import DrawnTimes, graph_of
-
 from qsync_fx.allocator import DeviceClass, Problem
-from qsync_fx.graph.reads import State
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.memory import ADAM, Training
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.model.value import StateNames
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Buckets, Device, Network
-from qsync_fx.predictor.sensitivity.value import Sensitivity
+from qsync_fx.predictor.model.model_graph import StateNames
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
 from qsync_fx.predictor.times import TOLD_BY_NONE, Seconds
+from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
 THREE = ("fp32", "bf16", "int8")
 

@@ -7,17 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from allocation_problems import drawn_sensitivity
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.devices import get
+from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, Training
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.reckoned import DeviceTimes
-from qsync_fx.predictor.replay.cluster import Cluster
-from qsync_fx.predictor.replay.cluster_parts import Device, Network
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from tests.support.planning.allocation_problems import drawn_sensitivity
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
 
@@ -54,7 +53,7 @@ def symbolic(name: str, device: str) -> ModelGraph:
     model, inputs = MODELS[name]()
     for tensor in inputs.values():
         torch._dynamo.mark_dynamic(tensor, 0)
-    return model_graph(qsync_fx.explain(model.train(), **inputs, options={"target": device}), FORMATS[device])
+    return build_model_graph(qsync_fx.explain(model.train(), **inputs, options={"target": device}), FORMATS[device])
 
 
 def sized(name: str, device: str, batch: int) -> DeviceClass:

@@ -10,14 +10,14 @@ import itertools
 import random
 
 import torch
-from allocation_problems import PlainTimes, drawn_sensitivity
-from predicted_models import DrawnTimes
 from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
 from qsync_fx.predictor.memory import ADAM, LossMemory, Training
-from qsync_fx.predictor.model import ModelGraph, model_graph
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
+from tests.support.planning.predicted_models import DrawnTimes
 
 LOSSES = None, LossMemory(), LossMemory(held=150, most=500)
 """By a seed's remainder, what is known of a loss: nothing, that it keeps nothing, that it keeps more than the gradients that it gives."""
@@ -60,7 +60,7 @@ class Drawn(nn.Module):
 def graph(seed: int) -> ModelGraph:
     torch._dynamo.reset()
     explanation = qsync_fx.explain(Drawn(seed).train(), torch.randn(4, 8), options={"precision": "int8"})
-    return model_graph(explanation, ("fp32", "bf16", "fp16", "int8"))
+    return build_model_graph(explanation, ("fp32", "bf16", "fp16", "int8"))
 
 
 def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from qsync_fx.plan.opid import OpId
+from qsync_fx.plan.operator_id import OpId
 
 # Few letters, so that patterns and paths meet, beside everything a ModuleDict key may hold.
 any_name = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.profiling.measurement import measure
-from qsync_fx.profiling.profile import Profile
+from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.profile import Profile
 
 BATCH = torch.ones(4, 16), torch.ones(4, 8)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
-from qsync_fx.predictor.mapper import states
+from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import LossMemory, Training, step_memory
-from qsync_fx.predictor.model import model_graph
-from qsync_fx.profiling.measuring.peak import measured_peak
+from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.timing.measured_memory import measured_peak
 
 FORMATS = ("fp32", "bf16", "int8")
 
@@ -25,7 +25,7 @@ FORMATS = ("fp32", "bf16", "int8")
 def real_and_foreseen(model: nn.Module, x: Tensor, plan: Plan, built: bool = False) -> tuple[int, int]:
     """Returns the most bytes that a step of a model holds beyond what is held before it, as counted and as foreseen."""
     torch._dynamo.reset()
-    graph = model_graph(qsync_fx.explain(model.train(), x), FORMATS)
+    graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
     with nullcontext() if built else without_kernels():
         compiled = torch.compile(model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
         with torch.no_grad():

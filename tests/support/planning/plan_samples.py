@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from qsync_fx.formats import FORMATS
 from qsync_fx.plan import Plan
-from qsync_fx.plan.opid import OpId
-from qsync_fx.precision import FORMATS
+from qsync_fx.plan.operator_id import OpId
 
 names = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
 op_ids = st.one_of(

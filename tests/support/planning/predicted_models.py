@@ -11,15 +11,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import CASES, language, make
 
 import qsync_fx
 from qsync_fx import Plan
-from qsync_fx.explanation import Explanation
-from qsync_fx.graph.reads import State
-from qsync_fx.predictor.model import ModelGraph, model_graph
-from qsync_fx.predictor.model.value import StateNames
+from qsync_fx.diagnostics import Explanation
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
+from tests.support.models.zoo import CASES, language, make
 
 FORMATS = ("fp32", "bf16", "int8", "fp16", "fp8", "tf32", "fp64")
 ZOO = {case.name: case for case in CASES}
@@ -171,7 +171,7 @@ def explained(name: str) -> Explanation:
 
 @functools.cache
 def graph_of(name: str) -> ModelGraph:
-    return model_graph(explained(name))
+    return build_model_graph(explained(name))
 
 
 def adjustable(name: str) -> list[str]:

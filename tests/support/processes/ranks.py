@@ -1,6 +1,6 @@
 """Starts the ranks of a test as processes of their own, each with a log, a result and an end. None outlives the call.
 
-What they run lies in ../communication and ../distributed, and imports what lies in any folder of tests/support by its bare name.
+The scripts are in ../communication and ../distributed; PYTHONPATH is the root of the repository, so that they import tests.support.
 
 The store of their process group lives in the test's process, as in the launcher's under torchrun: no rank takes it along when it dies.
 """
@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forks
 import torch
 from torch import distributed
 
+from tests.support.processes import forks
+
 SUPPORT = Path(__file__).resolve().parents[1]
+ROOT = SUPPORT.parents[1]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "PYTHONPATH": os.pathsep.join(sorted({str(path.parent) for path in SUPPORT.rglob("*.py")})),
+    "PYTHONPATH": str(ROOT),
 }
 """What every process of a rank is given, beside what the tests have."""
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from large_products import BF16, INT8
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, padding
-from qsync_fx.backend.cuda.problem.operands import leading, major
+from qsync_fx.backend.cuda.problem.problem_from_tensors import leading, major
+from tests.support.cuda.large_products import BF16, INT8
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import sys
 from functools import partial
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import batch, parallel, refusal, said
-from duo_training import Training
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import qsync_fx
-from qsync_fx.communication import reduction
+from qsync_fx.communication import allreduce
 from qsync_fx.distributed import compress
+from tests.support.communication.compressed_training import batch, parallel, refusal, said
+from tests.support.communication.duo.duo_training import Training
+from tests.support.processes import ranks
 
 
 def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     slow: Any = training.handle._slow.state.codec  # type: ignore[union-attr]
     assert slow.startswith("in full")
 
-    class Dies(reduction.Flight):
+    class Dies(allreduce.Flight):
         def send(self, to: int, message: torch.Tensor, number: int = 0) -> None:
             if rank == 1 and "bucket 1 of step 2" in self._about and message.numel() > job["full"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             super().send(to, message, number)
 
-    reduction.Flight = Dies  # type: ignore[misc]
+    allreduce.Flight = Dies  # type: ignore[misc]
     try:
         training.run(range(2, 6))
     except qsync_fx.RankError as error:

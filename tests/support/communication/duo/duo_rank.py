@@ -8,15 +8,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import batch, weights
-from duo_steps import both, same, steps
-from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.communication.duo.rates import Duo, Silence
+from qsync_fx.communication.duo.sign_codecs import Duo, Silence
+from tests.support.communication.compressed_training import batch, weights
+from tests.support.communication.duo.duo_steps import both, same, steps
+from tests.support.communication.duo.duo_training import (
+    OPTIMIZERS,
+    TRAININGS,
+    Alone,
+    Training,
+    end_of_least_squares,
+    hashed,
+)
+from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

@@ -9,15 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ranks
 import torch
-from compressed_training import batch, distance, parallel, refusal, said, weights
-from duo_steps import both, same, steps
-from duo_training import OPTIMIZERS, TRAININGS, Alone, Training, end_of_least_squares, hashed_state
 from torch import Tensor
 
 import qsync_fx
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication.compressed_training import batch, distance, parallel, refusal, said, weights
+from tests.support.communication.duo.duo_steps import both, same, steps
+from tests.support.communication.duo.duo_training import (
+    OPTIMIZERS,
+    TRAININGS,
+    Alone,
+    Training,
+    end_of_least_squares,
+    hashed_state,
+)
+from tests.support.processes import ranks
 
 
 def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:

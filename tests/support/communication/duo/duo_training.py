@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from compressed_training import batch, parallel, weights
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_fx.communication.handle import Handle
+from qsync_fx.communication.compressor_state import Handle
 from qsync_fx.distributed import check_replicas, compress
+from tests.support.communication.compressed_training import batch, parallel, weights
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),

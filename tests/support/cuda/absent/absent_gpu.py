@@ -21,12 +21,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import called
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qsync_fx.backend import compile as compiling
-from qsync_fx.backend.cuda.kernel.hardware import SHARED_MEMORY, target
+from qsync_fx.backend.cuda.kernel_config import SHARED_MEMORY, target
+from tests.support.cuda.absent import called
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.operands import Window, conv_problem, gemm_problem
-from qsync_fx.backend.cuda.tune.problem_json import shown
+from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.tuning import shown
 
 
 def told(problem: Problem) -> str:

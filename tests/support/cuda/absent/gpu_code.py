@@ -104,15 +104,14 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, Any]:
     """Compiles and returns kernels with what they take, products of ours in the code as their operands lie there, and those of the plan."""
-    import absent_gpu
-    import called
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from qsync_fx.backend import compile as compiling
-    from qsync_fx.backend.cuda.kernel.hardware import target
-    from qsync_fx.backend.cuda.libraries import kernels as libraries
-    from qsync_fx.backend.cuda.run.device import assumed
+    from qsync_fx.backend.cuda.kernel_build import kernel_registry as libraries
+    from qsync_fx.backend.cuda.kernel_config import target
+    from qsync_fx.backend.cuda.runtime.device_state import assumed
+    from tests.support.cuda.absent import absent_gpu, called
 
     libraries.prepare = lambda units: []  # type: ignore[assignment]  # what nvcc makes of ours is tested elsewhere
     planned: list[str] = []

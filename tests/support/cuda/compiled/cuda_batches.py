@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from qsync_fx.backend.cuda.libraries import sass
-from qsync_fx.backend.cuda.libraries.compiling import budget, nvcc
-from qsync_fx.backend.cuda.libraries.compiling.progress import Watcher
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, sass
+from qsync_fx.backend.cuda.kernel_build.jobs import Watcher
 
 TOGETHER = {True: 8, False: 16}
 """Kernels of CUTLASS 3 (heavy) and others in one file."""
@@ -99,7 +98,7 @@ def instruction(listing: str, opcode: str, count: int) -> str:
 
 def command(unit: Unit, source: Path, code: Path) -> list[str]:
     """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
-    *words, _, _, _ = nvcc.command(unit, toolchain.toolchain(unit.arch))
+    *words, _, _, _ = jobs.command(unit, toolchain.toolchain(unit.arch))
     kept = [word for word in words if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))]
     kept = [re.sub(r"code=\[(\w+),\w+\]", r"code=\1", word) for word in kept]
     return [*kept, "-cubin", "-o", str(code), str(source)]
@@ -120,7 +119,7 @@ def attempt(units: Sequence[Unit], tell: Watcher) -> dict[Unit, Passed]:
         tell: is called with the number of units that are done.
     """
     found: dict[Unit, Passed] = {}
-    done, jobs = 0, max(1, min(budget.jobs(), budget.memory() // MEMORY))
+    done, jobs = 0, max(1, min(budget.jobs(), budget.available_memory() // MEMORY))
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(passing, batch): batch for batch in batches(units)}
         for future in as_completed(running):

@@ -6,7 +6,7 @@
 for those in one file) are left out; --only takes those whose name holds a text; --sample N takes every so many that N are left, of each
 architecture. Many kernels are compiled in one file, for the device alone, and thrown away (`cuda_batches`); --each compiles each by itself,
 into the cache, as users get it: that takes five times as long, but what is in the cache is not compiled again. The status is 1 where a
-kernel does not compile, does not pass the checks of `qsync_fx.backend.cuda.libraries.sass`, or has not the instruction that it should
+kernel does not compile, does not pass the checks of `qsync_fx.backend.cuda.kernel_build.sass`, or has not the instruction that it should
 have; and where nothing can look for instructions.
 """
 
@@ -21,31 +21,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cuda_batches
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qsync_fx.backend.cuda.choose import candidates
-from qsync_fx.backend.cuda.kernel.config import ARCHITECTURES, Arch
-from qsync_fx.backend.cuda.libraries import cache, compiler, kernels, sass
-from qsync_fx.backend.cuda.libraries.compiling import nvcc
-from qsync_fx.backend.cuda.libraries.compiling.progress import watch
-from qsync_fx.backend.cuda.source import quantizer_source
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda import codegen, toolchain
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, jobs, kernel_cache, kernel_registry, sass
+from qsync_fx.backend.cuda.kernel_build.jobs import watch
+from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
+from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.errors import QSyncError
-from qsync_fx.files import write_text
-from qsync_fx.precision import FORMATS
+from qsync_fx.formats import FORMATS
+from qsync_fx.serialization.atomic_files import write_text
+from tests.support.cuda.compiled import cuda_batches
 
 
 def units(arch: Arch) -> list[Unit]:
     """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
-    quantizers = [
-        quantizer_source.quantizer(arch, x, fmt) for x in quantizer_source.X_TYPES for fmt in quantizer_source.FORMATS
-    ]
-    products = map(kernels.unit_of, candidates.all_configs(arch))
-    return [*products, *quantizers, *kernels.copiers(arch), *kernels.converters(arch)]
+    quantizers = [codegen.quantizer(arch, x, fmt) for x in codegen.X_TYPES for fmt in codegen.QUANTIZER_FORMATS]
+    products = map(kernel_registry.unit_of, candidates.all_configs(arch))
+    return [*products, *quantizers, *kernel_registry.copiers(arch), *kernel_registry.converters(arch)]
 
 
 def sampled(of: list[Unit], count: int | None) -> list[Unit]:
@@ -87,7 +83,7 @@ def alone(unit: Unit, built: compiler.Built) -> dict[str, Any]:
     failure = built.failures.get(unit)
     if failure is not None:
         return {"ok": False, "error": str(failure)}
-    entry = cache.read(built.libraries[unit].parent)
+    entry = kernel_cache.read(built.libraries[unit].parent)
     assert entry is not None
     found = entry.manifest
     used = found.resources
@@ -133,7 +129,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
     """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
-    compilers = sorted({nvcc.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}})
+    compilers = sorted({jobs.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}})
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "compilers": compilers,

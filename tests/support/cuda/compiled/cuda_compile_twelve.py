@@ -22,20 +22,19 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import cuda_batches
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qsync_fx.backend.cuda.choose.candidates_gemm import gemm_configs
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.libraries import kernels, sass
-from qsync_fx.backend.cuda.libraries.compiling import nvcc
-from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.cuda.tools import nvrtc, nvrtc_compile, toolchain
+from qsync_fx.backend.cuda import toolchain, toolchain as nvrtc, toolchain as nvrtc_compile
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import jobs, kernel_registry, sass
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_configs
 from qsync_fx.errors import QSyncError
-from qsync_fx.files import write_text
+from qsync_fx.serialization.atomic_files import write_text
+from tests.support.cuda.compiled import cuda_batches
 
 ARCHITECTURES: tuple[Arch, ...] = ("sm_75", "sm_80")
 LAUNCHED, BARE = '#include "gemm/gemm_sm75_sm89.cuh"', '#include "gemm/gemm_sm70.cuh"'
@@ -57,7 +56,7 @@ def sample(arch: Arch, count: int) -> list[Unit]:
     kinds: dict[tuple[object, ...], list[Unit]] = {}
     for config in gemm_configs(arch):
         kind = config.a, config.unit, config.a_major, config.b_major, config.order
-        kinds.setdefault(kind, []).append(kernels.unit_of(config))
+        kinds.setdefault(kind, []).append(kernel_registry.unit_of(config))
     by_turns = chain.from_iterable(zip_longest(*kinds.values()))
     every = [unit for unit in by_turns if unit is not None]
     # Evenly over the kinds where there are more of those than are asked for.
@@ -127,7 +126,7 @@ def main() -> int:
     rows = [row_of(unit, twelve, here.cutlass.folders) for unit in units]
     show(rows)
     if arguments.json:
-        compilers = [f"NVRTC {toolchain.dotted(twelve.library.version)}", nvcc.described(here)]
+        compilers = [f"NVRTC {toolchain.dotted(twelve.library.version)}", jobs.described(here)]
         content = {"compilers": compilers, "cores": len(os.sched_getaffinity(0)), "rows": rows}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.json, json.dumps(content, indent=1) + "\n")

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_units import small_unit
 
-from qsync_fx.backend.cuda.libraries import cache, compiler
-from qsync_fx.backend.cuda.source.unit import Unit
-from qsync_fx.backend.cuda.tools import toolchain
-from qsync_fx.backend.cuda.tools.toolchain import Toolchain
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
+from qsync_fx.backend.cuda.toolchain import Toolchain
 from qsync_fx.errors import ToolchainError
+from tests.support.cuda.compiled.small_units import small_unit
 
 UNIT = small_unit()
 
@@ -86,9 +86,9 @@ def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> 
     return lambda: len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def entry_of(home: Path) -> cache.Entry:
-    (found,) = cache.entries(home / "kernels")
-    assert isinstance(found, cache.Entry)
+def entry_of(home: Path) -> kernel_cache.Entry:
+    (found,) = kernel_cache.entries(home / "kernels")
+    assert isinstance(found, kernel_cache.Entry)
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qsync_fx.backend.cuda.source.unit import Unit
+from qsync_fx.backend.cuda.codegen import Unit
 
 _SOURCE = """\
 #include <cuda_runtime.h>

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.libraries.abi import ConvertArguments
-from qsync_fx.backend.cuda.libraries.keys import TEMPLATES
-from qsync_fx.backend.cuda.libraries.library import Library, load
-from qsync_fx.backend.cuda.run import calls
-from qsync_fx.backend.cuda.source import convert_source
-from qsync_fx.backend.cuda.source.convert_source import ELEMENTS, FLOATS, NUMBERS
-from qsync_fx.precision import FORMATS
+from qsync_fx.backend.cuda import codegen
+from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
+from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, Library, load
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.formats import FORMATS
 
 TESTS = Path(__file__).parent
 SENTINEL = 0x55
@@ -35,7 +34,7 @@ def library(kind: str) -> Library:
 
 @functools.cache
 def _compiled(kind: str) -> Library:
-    unit = convert_source.copier("sm_80") if kind == "bits" else convert_source.converter("sm_80", kind)
+    unit = codegen.copier("sm_80") if kind == "bits" else codegen.converter("sm_80", kind)
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop the test.
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
@@ -95,10 +94,10 @@ def run(
     memory = torch.full((size + 256,), SENTINEL, dtype=torch.uint8)
     start = -memory.data_ptr() % 64 + 64 + offset
     arguments = ConvertArguments(
-        x=x.data_ptr(), y=memory.data_ptr() + start, scale=calls.address(scale),
+        x=x.data_ptr(), y=memory.data_ptr() + start, scale=launch_utils.address(scale),
         batches=x.shape[0], rows=x.shape[1], columns=x.shape[2], ldx=x.stride(1), batch_stride=x.stride(0),
         y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
-        x_type=ELEMENTS[kinds[0]], y_type=ELEMENTS[kinds[1]], turned=turned, multiprocessors=multiprocessors,
+        x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=turned, multiprocessors=multiprocessors,
     )  # fmt: skip
     kernel = library(kinds[0])
     assert kernel.can_implement(arguments) is None and kernel.workspace(arguments) == 0

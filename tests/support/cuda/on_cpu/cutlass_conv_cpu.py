@@ -5,17 +5,16 @@ Invariant: operands are whole numbers so small that sums of their products are e
 
 from __future__ import annotations
 
-import cuda_emulation as emulation
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda.choose import serving
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.libraries.abi import ConvArguments
-from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.kernel_build.library import ConvArguments, Library
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.precision import FORMATS
+from qsync_fx.backend.cuda.selection import select
+from qsync_fx.formats import FORMATS
+from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 
 def drawn(fmt: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -50,7 +49,7 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
         ConvProblem(config.operation, 2, 10, 9, 2 * unit, unit, 1, 1, (0, 0), (2, 2), (1, 1), *formats),
         ConvProblem(config.operation, 2, 14, 9, unit, unit, 3, 3, (0, 3), (3, 1), (1, 1), *formats),
     ]
-    return [p for p in found if serving.serves(config, p) is None]
+    return [p for p in found if select.serves(config, p) is None]
 
 
 def run(

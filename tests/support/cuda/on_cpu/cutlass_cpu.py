@@ -14,21 +14,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cuda_batches
-import cuda_emulation as emulation
 import pytest
-import tiers
 import torch
-from gpu import kit
 from torch import Tensor
 
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.kernel.hardware import size_of
-from qsync_fx.backend.cuda.libraries import kernels, keys
-from qsync_fx.backend.cuda.libraries.abi import ConvArguments, GemmArguments
-from qsync_fx.backend.cuda.libraries.library import Library
-from qsync_fx.backend.cuda.tools import toolchain
-from qsync_fx.precision import FORMATS
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry
+from qsync_fx.backend.cuda.kernel_build.library import ConvArguments, GemmArguments, Library
+from qsync_fx.backend.cuda.kernel_config import KernelConfig, size_of
+from qsync_fx.formats import FORMATS
+from tests.gpu import kit
+from tests.support import tiers
+from tests.support.cuda.compiled import cuda_batches
+from tests.support.cuda.on_cpu import cuda_emulation as emulation
 
 HERE = Path(__file__).resolve().parent / "cutlass_on_cpu"
 TOGETHER = 4
@@ -65,7 +63,7 @@ def library_of(config: KernelConfig, path: Path) -> Library:
     handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
     arguments = GemmArguments if config.operation == "gemm" else ConvArguments
     handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
-    return Library(kernels.unit_of(config), path, handle)  # type: ignore[arg-type]
+    return Library(kernel_registry.unit_of(config), path, handle)  # type: ignore[arg-type]
 
 
 def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Path:
@@ -73,13 +71,20 @@ def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Pat
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
-        lines.append(cuda_batches.structure(kernels.unit_of(config), f"Config_{config.digest}"))
+        lines.append(cuda_batches.structure(kernel_registry.unit_of(config), f"Config_{config.digest}"))
         lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
     tools = toolchain.toolchain()
     toolkit = [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
-    folders = (*changed, HERE, keys.TEMPLATES, *tools.cutlass.folders, *(path / "cccl" for path in toolkit), *toolkit)
+    folders = (
+        *changed,
+        HERE,
+        kernel_cache.TEMPLATES,
+        *tools.cutlass.folders,
+        *(path / "cccl" for path in toolkit),
+        *toolkit,
+    )
     flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
     includes = (f"-I{path}" for path in folders)
     command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]
@@ -186,7 +191,9 @@ def _up(size: int, step: int) -> int:
 def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the tests of a GPU take the CPU for one, with these kernels."""
     monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(kit, "library", {kernels.unit_of(config): library for config, library in libraries.items()}.get)
+    monkeypatch.setattr(
+        kit, "library", {kernel_registry.unit_of(config): library for config, library in libraries.items()}.get
+    )
     torch.manual_seed(0)
 
 

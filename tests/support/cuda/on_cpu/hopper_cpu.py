@@ -10,10 +10,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import cutlass_cpu
-
-from qsync_fx.backend.cuda.kernel.config import KernelConfig
-from qsync_fx.backend.cuda.libraries.library import Library
+from qsync_fx.backend.cuda.kernel_build.library import Library
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
+from tests.support.cuda.on_cpu import cutlass_cpu
 
 HERE = Path(__file__).resolve().parent / "hopper_on_cpu"
 

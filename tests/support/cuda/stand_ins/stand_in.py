@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qsync_fx.backend.cuda.kernel.config import Arch
-from qsync_fx.backend.cuda.kernel.hardware import BY_CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY
-from qsync_fx.backend.cuda.tools import toolchain
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY, Arch
 
 STREAM = 0x5157
 """What stands for a stream of the user's: nothing may be queued elsewhere."""
@@ -62,8 +61,8 @@ def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
 def _main() -> None:
     stand_in = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     stand_in.stand_in_lines.restype = ctypes.c_char_p
-    from qsync_fx.backend.cuda.libraries.library import _STRUCTURES, load
-    from qsync_fx.backend.cuda.source.unit import Unit
+    from qsync_fx.backend.cuda.codegen import Unit
+    from qsync_fx.backend.cuda.kernel_build.library import _STRUCTURES, load
 
     capability = {arch: found for found, arch in reversed(BY_CAPABILITY.items())}
     answers = []

@@ -1,0 +1,358 @@
+"""What the sources of all CUTLASS kernels have in common: a structure of names and numbers, and one macro.
+
+Invariant: a function of the configuration alone, so equal configurations are one library. Everything that computes is in
+cpp/cutlass; what is written here only chooses.
+
+A kernel as text: translation units, written from the templates in cpp/cutlass.
+
+A translation unit: what nvcc compiles into one small library.
+
+Invariant: `source` is all there is to it but CUTLASS and the headers in cpp/cutlass, whose content is part of the key under which the
+library is kept.
+
+The source of copies and conversions of matrices.
+
+Plain CUDA: what it does is in cpp/cutlass/plain, `convert.cuh` (a matrix, a tile) and `convert_library.cuh` (what is launched for what).
+
+Invariant: one library copies whatever has 8, 16 or 32 bits; a library for each type of number converts it to the three types of floats.
+All of them turn and fill up.
+
+The source of a convolution kernel: what `cutlass_source` writes, with the operation and its dimensions.
+
+Invariant: as of `cutlass_source`.
+
+The source of a GEMM kernel: what `cutlass_source` writes, with the layouts, the order of the tiles and the schedule of a product.
+
+Invariant: as of `cutlass_source`.
+
+The source of a quantizer: largest magnitude and rounding of one type to one format.
+
+Plain CUDA: what it computes is in cpp/cutlass/plain, `rounding.cuh` (one value), `eighths.cuh` (eight), `absmax.cuh` (scales) and
+`quantizer.cuh` (a matrix).
+
+Invariant: one library a (type, format) pair has every way to round, every grouping, with and without the transpose; what the others share
+is little, and a model needs few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig, Shape
+from qsync_fx.formats import Precision, encoding
+
+
+@dataclass(frozen=True)
+class Unit:
+    """
+    Attributes:
+        name: for messages and file names: letters, digits, `_`.
+        arch: the target of nvcc.
+        source: the text of the .cu file. It includes headers of cpp/cutlass by their names.
+        interface: which argument structure of `abi` its functions take.
+        opcode: an instruction that the machine code must hold, such as "IMMA"; "" where any will do.
+        heavy: whether compiling it takes some 4 GB of memory (CUTLASS 3.x), not 1.
+    """
+
+    name: str
+    arch: Arch
+    source: str
+    interface: Literal["gemm", "conv", "quantize", "convert"]
+    opcode: str = ""
+    heavy: bool = False
+
+    @property
+    def templates(self) -> bool:
+        """Whether it is made of CUTLASS's templates; all else is plain CUDA."""
+        return self.interface in ("gemm", "conv")
+
+
+CONVERT_TYPES: Final = {
+    "bits8": 0, "bits16": 1, "bits32": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "fp16": 6, "bf16": 7, "fp32": 8,
+}  # fmt: skip
+"""`x_type` and `y_type` of the arguments: bits as they are, and formats by their names in `qsync_fx.formats`."""
+
+NUMBERS: Final = ("int8", "fp8", "fp8_e5m2", "fp16", "bf16", "fp32")
+"""What is converted."""
+
+FLOATS: Final = ("fp16", "bf16", "fp32")
+"""What it is converted to."""
+
+_NAMES: Final = {
+    "int8": "INT8",
+    "fp8": "E4M3",
+    "fp8_e5m2": "E5M2",
+    "fp16": "FLOAT16",
+    "bf16": "BFLOAT16",
+    "fp32": "FLOAT32",
+}
+
+
+def copier(arch: Arch) -> Unit:
+    """Returns what is to be compiled to copy matrices as they are."""
+    return _unit(f"copy_{arch}", arch, "qsync::Bits")
+
+
+def converter(arch: Arch, x: str) -> Unit:
+    """Returns what is to be compiled to convert numbers in the format `x` to floats."""
+    return _unit(f"convert_{arch}_{x}", arch, f"qsync::FloatsOf<qsync::Element::{_NAMES[x]}>")
+
+
+def _unit(name: str, arch: Arch, library: str) -> Unit:
+    source = f'#include "plain/convert_library.cuh"\n\nQSYNC_CONVERT("{name}", {library})\n'
+    return Unit(name=name, arch=arch, source=source, interface="convert")
+
+
+CUTLASS_TYPES: Final = {
+    "int8": "std::int8_t",
+    "fp16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+    # Operands that hold TF32 values already, as all of qsync's do: the tensor core would drop the lower bits of others unrounded.
+    "tf32": "cutlass::tfloat32_t",
+    "fp32": "float",
+    "fp8": "cutlass::float_e4m3_t",
+    "fp8_e5m2": "cutlass::float_e5m2_t",
+}
+"""What CUTLASS calls the formats of `qsync_fx.formats`."""
+
+
+def unit(
+    config: KernelConfig,
+    interface: Literal["gemm", "conv"],
+    header: str,
+    types: Mapping[str, str],
+    constants: Mapping[str, int | bool | str],
+    opcode: str,
+    heavy: bool,
+) -> Unit:
+    """Returns what is to be compiled for a configuration: what `header` makes of a structure `Config`.
+
+    Args:
+        types: names of the structure that stand for types, beside those of operands, sums and output.
+        constants: names that stand for numbers, flags or enumerators, beside those that every kernel has.
+        opcode, heavy: as in `Unit`.
+    """
+    every_type = {
+        "A": CUTLASS_TYPES[config.a],
+        "B": CUTLASS_TYPES[config.b],
+        "Accumulator": "std::int32_t" if config.a == "int8" else "float",
+        "Output": CUTLASS_TYPES[config.out],
+        **types,
+    }
+    every_constant: dict[str, int | bool | str] = {
+        "alignment": config.alignment,
+        "out_alignment": config.out_alignment,
+        "stages": config.stages,
+        "scaled": config.a_scale != "none" or config.b_scale != "none",
+        "biased": config.bias,
+        **constants,
+    }
+    lines = [
+        f'#include "{header}"',
+        "",
+        "struct Config {",
+        *(f"    using {name} = {value};" for name, value in every_type.items()),
+        *(f"    static constexpr {_declared(name, value)};" for name, value in every_constant.items()),
+        "};",
+        "",
+        f'QSYNC_{interface.upper()}(Config, "{config.name}")',
+        "",
+    ]
+    text = "\n".join(lines)
+    return Unit(name=config.name, arch=config.arch, source=text, interface=interface, opcode=opcode, heavy=heavy)
+
+
+def _declared(name: str, value: int | bool | str) -> str:
+    if isinstance(value, str):
+        return f"auto {name} = {value}"
+    return f"bool {name} = {str(value).lower()}" if isinstance(value, bool) else f"int {name} = {value}"
+
+
+def fields_2x(config: KernelConfig, instructions: str, operator: str, swizzle: str) -> dict[str, str]:
+    """Returns the types that only kernels of CUTLASS 2.x name.
+
+    Args:
+        instructions: the oldest architecture that has them: CUTLASS knows its kernels by that.
+        operator: what an instruction does.
+        swizzle: the order of the tiles, within cutlass::.
+    """
+    assert config.warp is not None and config.instruction is not None
+    shapes = {"Tile": config.tile, "Warp": config.warp, "Instruction": config.instruction}
+    return {
+        "Arch": f"cutlass::arch::{instructions}",
+        "Unit": "cutlass::arch::OpClassSimt" if config.unit == "simt" else "cutlass::arch::OpClassTensorOp",
+        "Operator": f"cutlass::arch::{operator}",
+        **{name: "cutlass::gemm::GemmShape<{}, {}, {}>".format(*shape) for name, shape in shapes.items()},
+        "Swizzle": f"cutlass::{swizzle}",
+    }
+
+
+def shape_3x(shape: Shape) -> str:
+    """Returns three sizes as CUTLASS 3.x names them."""
+    return "cute::Shape<cute::_{}, cute::_{}, cute::_{}>".format(*shape)
+
+
+_OPERATIONS: Final = {"fprop": "kFprop", "dgrad": "kDgrad", "wgrad": "kWgrad"}
+
+
+def conv_on_hopper(config: KernelConfig) -> bool:
+    """Whether the kernel is one of CUTLASS 3.x, for wgmma and TMA; all others are of CUTLASS 2.x."""
+    return config.schedule == "warp_specialized"
+
+
+def conv_opcode(config: KernelConfig) -> str:
+    """Returns the instruction that the machine code of a valid configuration holds."""
+    if config.unit == "simt":
+        return "FFMA"
+    letter = "I" if config.a == "int8" else "H"
+    return f"{letter}GMMA" if conv_on_hopper(config) else f"{letter}MMA"
+
+
+def conv_source(config: KernelConfig) -> Unit:
+    """Returns what is to be compiled for `config`, a convolution that `rules.problems` finds nothing wrong with."""
+    header, fields = (
+        ("conv/conv_sm90.cuh", _conv_fields_3x(config))
+        if conv_on_hopper(config)
+        else ("conv/conv_sm75_sm89.cuh", _conv_fields_2x(config))
+    )
+    constants: dict[str, bool | str] = {
+        "strided": config.strided,
+        "splits": config.order == "split_k",
+        "operation": f"cutlass::conv::Operator::{_OPERATIONS[config.operation]}",
+    }
+    return unit(config, "conv", header, fields, constants, conv_opcode(config), conv_on_hopper(config))
+
+
+def _conv_fields_2x(config: KernelConfig) -> dict[str, str]:
+    if config.operation == "dgrad" and config.strided:
+        # A strided gradient is as many products as a stride has steps, one after the other in the grid.
+        swizzle = f"conv::threadblock::StridedDgradIdentityThreadblockSwizzle<{config.swizzle}>"
+    else:
+        swizzle = f"gemm::threadblock::GemmIdentityThreadblockSwizzle<{config.swizzle}>"
+    instructions = "Sm75" if config.arch == "sm_75" else "Sm80"
+    operator = "OpMultiplyAddSaturate" if config.a == "int8" else "OpMultiplyAdd"
+    return fields_2x(config, instructions, operator, swizzle)
+
+
+def _conv_fields_3x(config: KernelConfig) -> dict[str, str]:
+    m, n, k = (f"cute::_{size}" for size in config.tile)
+    # Dimensions that are several of the tensor's are nested: those that are contracted, and of a weight's gradient the columns.
+    columns = f"cute::Shape<{n}>" if config.operation == "wgrad" else n
+    return {
+        "Tile": f"cute::Shape<{m}, {columns}, cute::Shape<{k}>>",
+        "Cluster": shape_3x(config.cluster or (1, 1, 1)),
+        "Schedule": "cutlass::conv::KernelImplicitTmaWarpSpecializedSm90",
+        "EpilogueSchedule": "cutlass::epilogue::TmaWarpSpecialized",
+    }
+
+
+LARGEST_K: Final = {"int8": (1 << 17) - 1}
+"""Sums of products of two INT8 numbers longer than this may leave 32 bits: `(2**17 - 1) * 2**14 < 2**31`."""
+
+_UNBOUNDED: Final = (1 << 31) - 1
+_LAYOUTS: Final = {"row": "cutlass::layout::RowMajor", "column": "cutlass::layout::ColumnMajor"}
+_FP8: Final = ("fp8", "fp8_e5m2")
+_OPCODES: Final = {"int8": "IMMA", "fp16": "HMMA", "bf16": "HMMA", "tf32": "HMMA", "fp8": "QMMA", "fp8_e5m2": "QMMA"}
+_WGMMA_OPCODES: Final = {name: f"{opcode[0]}GMMA" for name, opcode in _OPCODES.items()}
+
+
+def gemm_on_hopper(config: KernelConfig) -> bool:
+    """Whether the kernel is one of CUTLASS 3.x for wgmma; all others are of CUTLASS 2.x."""
+    return config.schedule.split("_")[0] in ("cooperative", "pingpong")
+
+
+def gemm_opcode(config: KernelConfig) -> str:
+    """Returns the instruction that the machine code of a valid configuration holds."""
+    if config.unit == "simt":
+        return "IDP.4A" if config.a == "int8" else "FFMA"
+    if config.arch == "sm_70":
+        return "HMMA.884"
+    return (_WGMMA_OPCODES if gemm_on_hopper(config) else _OPCODES)[config.a]
+
+
+def gemm_source(config: KernelConfig) -> Unit:
+    """Returns what is to be compiled for `config`, a GEMM that `rules.problems` finds nothing wrong with."""
+    if gemm_on_hopper(config):
+        header, fields = "gemm/gemm_sm90.cuh", _gemm_fields_3x(config)
+    else:
+        header, fields = (
+            "gemm/gemm_sm70.cuh" if config.arch == "sm_70" else "gemm/gemm_sm75_sm89.cuh",
+            _gemm_fields_2x(config),
+        )
+    types = {"LayoutA": _LAYOUTS[config.a_major], "LayoutB": _LAYOUTS[config.b_major], **fields}
+    constants = {
+        "swizzle": config.swizzle,
+        "largest_k": LARGEST_K.get(config.a, _UNBOUNDED),
+        "stream_k": config.order == "stream_k",
+    }
+    return unit(config, "gemm", header, types, constants, gemm_opcode(config), gemm_on_hopper(config))
+
+
+def _gemm_fields_2x(config: KernelConfig) -> dict[str, str]:
+    if config.order == "stream_k":
+        swizzle = "gemm::threadblock::ThreadblockSwizzleStreamK"
+    else:
+        swizzle = f"gemm::threadblock::GemmIdentityThreadblockSwizzle<{config.swizzle}>"
+    return fields_2x(config, _instruction_set(config), _operator(config), swizzle)
+
+
+def _instruction_set(config: KernelConfig) -> str:
+    """The oldest architecture that has the instructions: CUTLASS knows its kernels by that."""
+    if config.arch in ("sm_70", "sm_75"):
+        return config.arch.replace("sm_", "Sm")
+    return "Sm89" if config.a in _FP8 else "Sm80"
+
+
+def _operator(config: KernelConfig) -> str:
+    if config.a == "int8":
+        return "OpMultiplyAdd" if config.unit == "simt" else "OpMultiplyAddSaturate"
+    return "OpMultiplyAddFastAccum" if config.schedule.endswith("_fast") else "OpMultiplyAdd"
+
+
+def _gemm_fields_3x(config: KernelConfig) -> dict[str, str]:
+    name, _, fast = config.schedule.partition("_")
+    kind = name.capitalize()
+    return {
+        "Tile": shape_3x(config.tile),
+        "Cluster": shape_3x(config.cluster or (1, 1, 1)),
+        "Schedule": f"cutlass::gemm::KernelTmaWarpSpecialized{kind}{'FP8FastAccum' if fast else ''}",
+        "EpilogueSchedule": f"cutlass::epilogue::TmaWarpSpecialized{'Cooperative' if name == 'cooperative' else ''}",
+        "Scheduler": f"cutlass::gemm::{'StreamKScheduler' if config.order == 'stream_k' else 'PersistentScheduler'}",
+    }
+
+
+X_TYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2}
+"""`x_type` of the arguments, by the name of the format in `qsync_fx.formats`."""
+
+QUANTIZER_FORMATS: Final = {"int8": 0, "fp8": 1, "fp8_e5m2": 2}
+"""`format` of the arguments, by the name of the format's `encoding`."""
+
+ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "floor": 2}
+"""`rounding` of the arguments."""
+
+_X_NAMES: Final = {"fp32": "FLOAT32", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
+_FORMAT_NAMES: Final = {"int8": "INT8", "fp8": "E4M3", "fp8_e5m2": "E5M2"}
+
+
+def written(row: Precision) -> str | None:
+    """Returns the name under which a quantizer writes the values of a format; None where there is none."""
+    name = encoding(row).name
+    return name if name in QUANTIZER_FORMATS else None
+
+
+def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+    """Returns what is to be compiled to quantize.
+
+    Args:
+        arch: the target; any, FP8 needs no unit of its own here.
+        x: what is read: "fp32", "fp16" or "bf16".
+        fmt: what is written, one of `FORMATS`.
+    """
+    name = f"quantize_{arch}_{x}_{fmt}"
+    source = (
+        '#include "plain/quantizer_library.cuh"\n\n'
+        f'QSYNC_QUANTIZER("{name}", qsync::{_X_NAMES[x]}, qsync::{_FORMAT_NAMES[fmt]})\n'
+    )
+    return Unit(name=name, arch=arch, source=source, interface="quantize")

@@ -1,1 +1,0 @@
-"""A kernel as data: a frozen `KernelConfig`, and what each architecture has."""

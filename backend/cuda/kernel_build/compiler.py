@@ -1,0 +1,133 @@
+"""Units to libraries: from the cache where it has them, else compiled by `compiling`.
+
+Invariant: a path that is returned is of a library that was compiled from exactly this unit and passed the checks of `sass`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, kernel_cache
+from qsync_fx.backend.cuda.kernel_build.jobs import Todo, compile_units
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import Entry, content_key, tools_key
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.toolchain import toolchain
+from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of units: a library, or the reason why there is none."""
+
+    libraries: dict[Unit, Path]
+    failures: dict[Unit, KernelError]
+
+
+def build(
+    units: Sequence[Unit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
+) -> dict[Unit, Path]:
+    """Returns the library of each unit, and compiles those that are not in the cache.
+
+    Args:
+        progress: whether to say on standard error what is compiled.
+        jobs: how many compilers may run at once; by default $QSYNC_BUILD_JOBS, or one a core as far as memory goes.
+        folder: keeps libraries, in place of the user's cache; folders of kernels built ahead of time are then not looked at.
+
+    Raises:
+        ToolchainError: something is to be compiled, and a tool is missing, does not serve or fails.
+        KernelError: the cache cannot be used, or a library did not pass the checks. All other units have been compiled by then.
+    """
+    built = attempt(units, progress=progress, jobs=jobs, folder=folder)
+    for error in built.failures.values():
+        raise error
+    return built.libraries
+
+
+def attempt(
+    units: Sequence[Unit],
+    *,
+    progress: bool = True,
+    jobs: int | None = None,
+    folder: Path | None = None,
+    compiling: bool = True,
+) -> Built:
+    """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`.
+
+    With `compiling` False what would have to be compiled is a failure.
+    """
+    built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder, compiling)
+    return Built(
+        {unit: built.libraries[unit] for unit in units if unit in built.libraries},
+        {unit: built.failures[unit] for unit in units if unit in built.failures},
+    )
+
+
+def _attempt(
+    contents: dict[Unit, str], progress: bool, jobs: int | None, folder: Path | None, compiling: bool
+) -> Built:
+    built = Built({}, {})
+    elsewhere = [] if folder else kernel_cache.ahead_of_time()
+    for unit, content in contents.items():
+        for place in elsewhere:
+            if unit not in built.libraries and (entry := kernel_cache.find(place, content, None)):
+                built.libraries[unit] = entry.library
+    missing = {unit: content for unit, content in contents.items() if unit not in built.libraries}
+    if not missing:
+        return built
+    place = folder or kernel_cache.root()
+    todo: list[Todo] = []
+    for arch in ("sm_70", None):
+        for templates in (True, False):
+            part = {
+                unit: content
+                for unit, content in missing.items()
+                if (unit.arch == "sm_70") == (arch == "sm_70") and unit.templates is templates
+            }
+            if part:
+                todo += _kept(built, part, arch, templates, place)
+    if not compiling:
+        for item in todo:
+            built.failures[item.unit] = KernelError("it has not been compiled", where=item.unit.name)
+    elif todo:
+        kernel_cache.sweep(place)
+        compile_units(todo, place, budget.jobs(jobs), progress, functools.partial(_take, built))
+    return built
+
+
+def _kept(built: Built, missing: dict[Unit, str], arch: Arch | None, templates: bool, place: Path) -> list[Todo]:
+    """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made; returns what they are to make."""
+    try:
+        tools = toolchain(arch, templates)
+    except ToolchainError as error:
+        for unit, content in missing.items():
+            entry = kernel_cache.find(kernel_cache.prepare(place), content, None) if place.is_dir() else None
+            _take(built, unit, entry or error)
+        return []
+    kernel_cache.prepare(place)
+    key = tools_key(tools, jobs.flags(tools), place)
+    for unit, content in missing.items():
+        if entry := kernel_cache.find(place, content, key):
+            _take(built, unit, entry)
+    return [
+        Todo(unit, content, tools, key)
+        for unit, content in missing.items()
+        if unit not in built.libraries and unit not in built.failures
+    ]
+
+
+def _take(built: Built, unit: Unit, found: Entry | KernelError) -> None:
+    """Notes what is in the cache for a unit, or the error why there is nothing."""
+    if isinstance(found, KernelError):
+        built.failures[unit] = found
+    elif found.manifest.refused:
+        built.failures[unit] = RefusedKernelError(
+            f"the kernel must not be used: {found.manifest.refused}",
+            where=unit.name,
+            do="use another configuration; this is remembered until qsync kernels clear",
+        )
+    else:
+        built.libraries[unit] = found.library

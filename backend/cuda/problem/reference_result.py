@@ -1,0 +1,184 @@
+"""What torch computes where no kernel does; on the CPU, what the operators mean.
+
+Why both in one file: the CPU's results are what kernels are compared with, and the epilogue is the same lines of code on every device.
+
+Invariant: the sum over k is exact for INT8 (on the CPU always, on CUDA while it stays below 2**24 where cuBLAS's integers do not take the
+sizes), and FP32 otherwise: products of two values of 16 bits or less, or of TF32, are exact in FP32. Then FP32: `sum * a_scale *
+b_scale + bias`, one rounding to the output's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.problem.problem import ConvOperation
+from qsync_fx.formats import FORMATS
+
+_INT8: Final = torch.int8
+_NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    integers: bool = True,
+) -> Tensor:
+    """Computes `qsync::gemm` with torch's own products.
+
+    Args:
+        integers: whether INT8 operands are multiplied as integers on CUDA where cuBLAS can. Without, in BF16, where they are exact.
+    """
+    bare = a_scale is None and b_scale is None and bias is None
+    if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
+        return a @ b
+    total, scales = _sum(a, b, (a_scale, b_scale), integers) if a.shape[1] else (_zeros(a, b), (a_scale, b_scale))
+    return epilogue(total, *scales, bias, out_dtype)
+
+
+def epilogue(
+    total: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Returns `total * a_scale * b_scale + bias`, computed in FP32, as `out_dtype`. Everything broadcasts against `total`."""
+    value = total.to(torch.float32)
+    for scale in (a_scale, b_scale):
+        if scale is not None:
+            value = value * scale
+    if bias is not None:
+        value = value + bias.to(torch.float32)
+    return value.to(out_dtype)
+
+
+_Scales = tuple[Tensor | None, Tensor | None]
+
+
+def _zeros(a: Tensor, b: Tensor) -> Tensor:
+    return torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+
+
+def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor, _Scales]:
+    """Returns the sum over k, and the scales that it does not hold yet."""
+    if a.device.type != "cuda":
+        wide = torch.float64 if a.dtype == _INT8 else torch.float32
+        return a.to(wide) @ b.to(wide), scales
+    if a.dtype == _INT8:
+        if integers and takes_integers(a.shape[0], b.shape[1], a.shape[1]):
+            return integer_product(a, b.t()), scales
+        return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
+    if a.dtype in _NARROW or b.dtype in _NARROW:
+        if takes_fp8(a, b):
+            return _fp8_sum(a, b, scales)
+        return _narrow_sum(a.to(torch.bfloat16), b.to(torch.bfloat16)), scales
+    return (_narrow_sum(a, b) if a.dtype != torch.float32 else a @ b), scales
+
+
+def integer_product(a: Tensor, bt: Tensor) -> Tensor:
+    """Returns `a @ bt.T` of INT8 matrices in INT32, by cuBLAS.
+
+    Both contiguous along k, copied if need be: cuBLAS's kernels for integer tensor cores read nothing else ("only the TN format is
+    supported", cuBLAS documentation, cublasLtMatmul).
+    """
+    return torch._int_mm(a.contiguous(), bt.contiguous().t())
+
+
+def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:
+    """The FP32 sum itself: an output in the operands' type would be rounded before the scales."""
+    found: Tensor = torch.ops.aten.mm.dtype(a, b, torch.float32)
+    return found
+
+
+def takes_integers(m: int, n: int, k: int) -> bool:
+    """Whether cuBLAS multiplies INT8 matrices of these sizes (`torch._int_mm`), and INT32 holds every sum."""
+    return m > 16 and n % 8 == 0 and k % 8 == 0 and k > 0 and n > 0 and k * FORMATS["int8"].max ** 2 < 2**31
+
+
+def takes_fp8(a: Tensor, b: Tensor) -> bool:
+    """Whether cuBLAS multiplies these FP8 matrices: contiguous along k, sizes in 16s, and not both E5M2."""
+    return (
+        (a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) >= (8, 9))
+        and not a.dtype == b.dtype == torch.float8_e5m2
+        and a.stride(1) == 1
+        and b.stride(0) == 1
+        and a.shape[1] % 16 == 0
+        and b.shape[1] % 16 == 0
+        and all(t.data_ptr() % 16 == 0 for t in (a, b))
+        and a.stride(0) % 16 == 0
+        and b.stride(1) % 16 == 0
+    )
+
+
+def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    # Scales for each row or column take other cuBLAS kernels with limits of their own; those are applied afterwards.
+    now = [scale if scale is not None and scale.dim() == 0 else one for scale in scales]
+    later = [scale if scale is not None and scale.dim() else None for scale in scales]
+    return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
+
+
+def conv2d_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Computes `qsync::conv2d_product` with torch's own convolutions.
+
+    On CUDA in the carrier, whose rounding the sum gets; an output in FP32 is convolved in FP32.
+    """
+    dtype = _conv_type(a, b, out_dtype if operation == "fprop" else None)
+    total = convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
+    # Scales for each channel are `[1, K, 1, 1]` already, the bias is a vector.
+    added = None if bias is None else bias.reshape(1, -1, 1, 1)
+    value = epilogue(total, a_scale, b_scale, added, out_dtype)
+    if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
+        return value
+    return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
+
+
+def _conv_type(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    if a.device.type != "cuda":
+        return torch.float64 if a.dtype == _INT8 else torch.float32
+    narrow = torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype
+    return narrow if out_dtype is None else torch.promote_types(narrow, out_dtype)
+
+
+def convolve(
+    a: Tensor, b: Tensor, size: Sequence[int], geometry: tuple[Sequence[int], ...], operation: ConvOperation
+) -> Tensor:
+    """Returns the product alone, in the operands' type; `geometry` is stride, padding and dilation."""
+    how = (*map(list, geometry), False, [0, 0], 1)
+    if operation == "fprop":
+        found: Tensor = torch.ops.aten.convolution.default(a, b, None, *how)
+        return found
+    backward = torch.ops.aten.convolution_backward.default
+    if operation == "dgrad":
+        like = _image(a, a.shape[0], b.shape[1], *size)
+        found, _, _ = backward(a, like, b, None, *how, [True, False, False])
+    else:
+        like = _image(a, a.shape[1], b.shape[1], *size)
+        _, found, _ = backward(a, b, like, None, *how, [False, True, False])
+    return found
+
+
+def _image(of: Tensor, *shape: int) -> Tensor:
+    """Returns a tensor without values, its channels last in memory. It is made so, for a copy would count as the product's time."""
+    return torch.empty(shape, dtype=of.dtype, device=of.device, memory_format=torch.channels_last)

@@ -1,0 +1,267 @@
+"""What is known of a device that kernels may run on: its architecture, whether kernels can be had for it, and what was tuned there.
+
+Invariant: an answer holds for the life of the process, so that what is decided while a graph is traced is what happens when it runs.
+`assumed` gives answers for a device that is not there, for reports and tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from qsync_fx import devices
+from qsync_fx.backend.cuda import kernel_config, toolchain
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, library
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.selection.candidates import candidates
+from qsync_fx.backend.cuda.selection.select import Candidates, Decision, decide, known
+from qsync_fx.backend.cuda.tuning import Environment, Table, TuningError, load_table, path_in
+from qsync_fx.devices import Kernels, offer
+from qsync_fx.environment import switch
+from qsync_fx.errors import QSyncError, ToolchainError
+from qsync_fx.formats import FORMATS
+from qsync_fx.serialization.atomic_files import caches
+
+
+@dataclass(frozen=True)
+class Known:
+    """
+    Attributes:
+        arch: what kernels are compiled for; None where there can be none.
+        reason: why there are none; "" where there are.
+        table: what was tuned.
+        compiles: whether quantizers and copies can be compiled here; otherwise there are only those that have been.
+        lacks: why products cannot be compiled here, so that there are only those that have been; None where they can.
+        multiprocessors: how many the device has; None where it is not there to be asked.
+        mend: what to do about `reason` or `lacks`; None where nothing is to be done.
+    """
+
+    arch: Arch | None
+    reason: str
+    table: Table | None
+    compiles: bool = True
+    lacks: str | None = None
+    multiprocessors: int | None = None
+    mend: str | None = None
+
+
+_assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_device", default=None)
+
+
+@contextlib.contextmanager
+def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> Iterator[None]:
+    """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
+    reason = "" if arch is not None else "no kernels are assumed"
+    token = _assumed.set((on, Known(arch, reason, table)))
+    devices.forget()
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+        devices.forget()
+
+
+def known_of(device: torch.device) -> Known:
+    """Returns what is known of a device; one that is no CUDA device has no kernels."""
+    assumption = _assumed.get()
+    if assumption is not None and assumption[0] == device.type:
+        return assumption[1]
+    target = devices.target_of(device)
+    if target is not None:
+        # What was tuned on a device is known there; here the first kernel that serves stands for all.
+        arch = kernel_config.target(target)
+        return Known(arch, "" if arch else _no_kernels(target), None)
+    if device.type != "cuda":
+        return Known(None, f"{device.type} has no kernels", None)
+    # Tensors know their index.
+    return _known(0 if device.index is None else device.index)
+
+
+def decision(problem: Problem, device: torch.device) -> Decision:
+    """Returns which kernel computes a problem on a device, or that torch does, and why."""
+    return _decided(problem, device, kernel_registry.refusals())
+
+
+def loaded_decision(problem: Problem, device: torch.device) -> Decision:
+    """Returns what computes a problem of the kernels that are loaded by now."""
+    found = known_of(device)
+    if found.arch is None:
+        return Decision(None, problem, found.reason)
+    return decide(problem, found.arch, found.table, loaded)
+
+
+def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem and are loaded."""
+    return tuple(config for config in known(problem, arch) if kernel_registry.loaded(kernel_registry.unit_of(config)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _decided(problem: Problem, device: torch.device, refusals: int) -> Decision:
+    found = known_of(device)
+    if found.arch is None:
+        return Decision(None, problem, found.reason)
+    if found.lacks is None:
+        made = decide(problem, found.arch, found.table, usable(found.multiprocessors))
+        why = next(
+            (f for c in known(problem, found.arch) if (f := kernel_registry.failure(kernel_registry.unit_of(c)))), None
+        )
+        return made if made.config is not None or why is None else replace(made, reason=why.what)
+    made = decide(problem, found.arch, found.table, stored)
+    # With a compiler there might be a kernel.
+    return replace(made, reason=found.lacks) if made.config is None and not stored(problem, found.arch) else made
+
+
+def usable(multiprocessors: int | None) -> Candidates:
+    """Returns what gives the candidates that serve a problem on a device: those that were refused give way to the next ones.
+
+    None is left after `MOST_REFUSED` of them: who has compiled so many in vain has waited for minutes.
+    """
+
+    def found(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+        every = candidates(problem, arch, multiprocessors)
+        left = tuple(config for config in every if not kernel_registry.refused(kernel_registry.unit_of(config)))
+        return left if len(every) - len(left) < MOST_REFUSED else ()
+
+    return found
+
+
+MOST_REFUSED: Final = 3
+WHEN_FORGOTTEN: Final[list[Callable[[], object]]] = []
+"""Called where decisions do not hold any longer."""
+
+
+def _forget_decisions() -> None:
+    for clear in (_decided.cache_clear, *WHEN_FORGOTTEN):
+        clear()
+
+
+def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem and have been compiled, here or ahead of time."""
+    return tuple(config for config in known(problem, arch) if kernel_registry.stored(kernel_registry.unit_of(config)))
+
+
+def forget() -> None:
+    """Drops what is known, so that tables that were written since are read."""
+    _known.cache_clear()
+    _forget_decisions()
+
+
+@functools.cache
+def _known(index: int) -> Known:
+    if not switch("QSYNC_KERNELS"):
+        return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
+    if index >= torch.cuda.device_count():
+        return Known(None, f"there is no device cuda:{index} here", None)
+    capability = torch.cuda.get_device_capability(index)
+    properties = torch.cuda.get_device_properties(index)
+    arch = kernel_config.target(capability, getattr(properties, "shared_memory_per_block_optin", None))
+    if arch is None:
+        return Known(None, _no_kernels(capability), None)
+    plain, whole = _missing(arch, templates=False), _missing(arch)
+    if plain is not None and not _kept(arch):
+        return Known(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
+    lacks, mend = (None, None) if whole is None else (whole.what, whole.do)
+    return Known(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
+
+
+def _no_kernels(capability: tuple[int, int]) -> str:
+    return f"qsync_fx has no kernels for compute capability {'.'.join(map(str, capability))}"
+
+
+def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
+    """Returns why nothing, or nothing of CUTLASS's templates, can be compiled for an architecture; None where it can."""
+    try:
+        toolchain.toolchain(arch, templates)
+    except ToolchainError as error:
+        return error
+    return None
+
+
+def unobtainable(arch: Arch) -> str:
+    """Returns why products for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
+    missing = _missing(arch)
+    return "" if missing is None or _kept(arch) else missing.what
+
+
+def _kept(arch: Arch) -> bool:
+    """Whether kernels for an architecture have been compiled, here or ahead of time."""
+    with contextlib.suppress(QSyncError):
+        return any(_holds(folder, arch) for folder in [*kernel_cache.ahead_of_time(), kernel_cache.root()])
+    return False
+
+
+def _holds(folder: Path, arch: Arch) -> bool:
+    return any(
+        isinstance(entry, kernel_cache.Entry) and entry.manifest.arch == arch and not entry.manifest.refused
+        for entry in kernel_cache.entries(folder)
+    )
+
+
+def folder() -> Path:
+    """Returns where tuning tables are kept: beside the cache of kernels."""
+    return caches() / "tuning"
+
+
+def _table(index: int) -> Table | None:
+    try:
+        here = environment(torch.device("cuda", index))
+        return load_table(path_in(folder(), here), here)
+    except TuningError:
+        # A table that somebody damaged must not stop a training run; `qsync tune` says what is wrong with it.
+        return None
+
+
+def environment(device: torch.device) -> Environment:
+    """Returns what timings on a CUDA device depend on."""
+    version = toolchain.dotted(_cutlass())
+    name = torch.cuda.get_device_name(device)
+    return Environment(name, _driver(), torch.version.cuda or "", torch.__version__, version, library.VERSION)
+
+
+def _cutlass() -> tuple[int, ...]:
+    try:
+        return toolchain.cutlass().version
+    except ToolchainError:
+        return ()
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
+            return found[1]
+    # Its own name for this is internal.
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return f"CUDA {version()}" if version else ""
+
+
+def _kernels(device: torch.device) -> Kernels:
+    found, assumption = known_of(device), _assumed.get()
+    if found.arch is None:
+        return Kernels(None, found.reason, capability=devices.target_of(device))
+    formats = _multiplied(found.arch)
+    assumed = assumption is not None and assumption[0] == device.type
+    if not assumed and devices.target_of(device) is None:
+        return Kernels(found.arch, "", formats)
+    number = int(found.arch.strip("sm_a"))
+    return Kernels(found.arch, "", formats, (number // 10, number % 10))
+
+
+@functools.cache
+def _multiplied(arch: Arch) -> frozenset[str]:
+    """Returns the formats that there are kernels for on an architecture."""
+    size = 4096
+    tried = {name: GemmProblem(size, size, size, name, name, "fp32") for name, row in FORMATS.items() if row.bits <= 32}
+    return frozenset(name for name, problem in tried.items() if known(problem, arch))
+
+
+offer(_kernels, _forget_decisions)

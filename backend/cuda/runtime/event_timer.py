@@ -1,0 +1,235 @@
+"""What kernels are measured against: the same product by torch, as fast as torch computes it, and random operands for both.
+
+Invariant: a peer does no more than a compiled graph without kernels does: one product in the best format that torch has for the operands,
+and at most one pass over the result, since a compiler fuses scales, bias and rounding into one.
+
+Timings on a GPU, by CUDA events.
+
+What is measured is a row of launches without gaps: the GPU is kept busy with something else until they are all queued, so that the time to
+launch from Python is not part of it, and operands take turns among copies that do not fit its cache together, as a training step's do not.
+
+Invariant: a kernel is timed only after its result was right. It must not win by computing something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
+from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.runtime import launch
+from qsync_fx.backend.cuda.tuning import Candidate, TuningError, name_of
+from qsync_fx.errors import KernelError
+
+_NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of one problem, as `qsync::gemm` and `qsync::conv2d_product` take them."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+
+
+def operands(problem: Problem, device: torch.device, generator: torch.Generator | None = None) -> Operands:
+    """Returns random operands of a problem. Never zeros: a GPU that multiplies zeros draws less power and clocks higher."""
+
+    def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, dtype=dtype, device=device, generator=generator)
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    def positive(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+        if kind == "none":
+            return None
+        return torch.rand(shape if kind == "channel" else (), device=device, generator=generator) + 0.5
+
+    a_type, b_type = type_of(problem.a), type_of(problem.b)
+    if isinstance(problem, GemmProblem):
+        m, n, k = problem.m, problem.n, problem.k
+        a = values((m, k), a_type) if problem.a_major == "row" else values((k, m), a_type).t()
+        b = values((k, n), b_type) if problem.b_major == "row" else values((n, k), b_type).t()
+        scales = positive(problem.a_scale, (m, 1)), positive(problem.b_scale, (1, n))
+        channels = n
+    else:
+        p, channels = problem, problem.k
+        x, weight, y = (p.n, p.h, p.w, p.c), (p.k, p.r, p.s, p.c), (p.n, p.p, p.q, p.k)
+        first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
+        a, b = values(first, a_type).permute(0, 3, 1, 2), values(second, b_type).permute(0, 3, 1, 2)
+        scales = positive(p.a_scale, ()), positive(p.b_scale, (1, p.k, 1, 1))
+    bias = torch.randn(channels, device=device, generator=generator) if problem.bias else None
+    return Operands(a, b, *scales, bias)
+
+
+def peer(problem: Problem, given: Operands) -> Callable[[], Tensor]:
+    """Returns torch's product of operands, to be called; its result is in the problem's output format, its scales are."""
+    product = _gemm(problem, given) if isinstance(problem, GemmProblem) else _conv(problem, given)
+    out = type_of(problem.out)
+    bare = given.a_scale is None and given.b_scale is None and given.bias is None
+
+    def run() -> Tensor:
+        total = product()
+        if bare and total.dtype == out:
+            return total
+        # One pass: what it multiplies by does not matter for its time.
+        return torch.mul(total, factor, out=torch.empty_like(total, dtype=out))
+
+    scale = given.a_scale if given.a_scale is not None else given.b_scale
+    factor = torch.ones((), device=given.a.device) if scale is None or scale.dim() else scale
+    return run
+
+
+def _gemm(problem: GemmProblem, given: Operands) -> Callable[[], Tensor]:
+    a, b = given.a, given.b
+    if a.dtype == torch.int8:
+        if reference_result.takes_integers(problem.m, problem.n, problem.k):
+            return lambda: reference_result.integer_product(a, b.t())
+        return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
+    if a.dtype in _NARROW:
+        if reference_result.takes_fp8(a, b):
+            one = torch.ones((), device=a.device)
+            out = type_of(problem.out)
+            return lambda: torch._scaled_mm(a, b, one, one, out_dtype=out)
+        return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
+    return lambda: a @ b
+
+
+def _conv(problem: ConvProblem, given: Operands) -> Callable[[], Tensor]:
+    narrow = torch.bfloat16 if given.a.dtype.itemsize == 1 else given.a.dtype
+    size = (problem.h, problem.w) if problem.operation == "dgrad" else (problem.r, problem.s)
+    geometry = problem.stride, problem.padding, problem.dilation
+
+    def run() -> Tensor:
+        # Conversions are part of it: there are no convolutions of one byte.
+        return reference_result.convolve(given.a.to(narrow), given.b.to(narrow), size, geometry, problem.operation)
+
+    return run
+
+
+def differs(problem: Problem, found: Tensor, given: Operands) -> str:
+    """Returns how a result differs from what the problem means beyond roundings; "" where it does not."""
+    o = given
+    if isinstance(problem, GemmProblem):
+        want = reference_result.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, torch.float32)
+    else:
+        p = problem
+        size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
+        how = size, p.stride, p.padding, p.dilation, p.operation, torch.float32
+        want = reference_result.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
+    largest = want.abs().amax()
+    error = (found.float() - want).abs().amax()
+    # The reference itself may have been rounded to BF16 on the way.
+    if bool(error <= 0.02 * largest):
+        return ""
+    return f"it is off by {float(error / largest):.2g} of the largest value"
+
+
+COPIES_BYTES: Final = 256 * 2**20
+"""Operands of this many bytes together are more than the largest cache (50 MB on an H100, 96 MB on an L40) holds."""
+
+MOST_COPIES: Final = 8
+BUSY_CYCLES: Final = 4_000_000
+"""What the GPU waits before the first launch: some two milliseconds, in which Python queues a hundred launches."""
+
+SECONDS: Final = 0.005
+"""How long one measurement should take."""
+
+MOST_LAUNCHES: Final = 50
+
+
+class EventTimer:
+    """Measures candidates for one problem on one device."""
+
+    def __init__(self, problem: Problem, taken: Problem, device: torch.device) -> None:
+        """
+        Args:
+            problem: what is computed.
+            taken: how kernels take it (`select.way`).
+            device: a CUDA device.
+        """
+        self._problem, self._taken, self._device = problem, taken, device
+        self._runs: dict[str, list[Callable[[], Tensor]]] = {}
+        self._launches: dict[str, int] = {}
+        try:
+            first = operands(problem, device)
+            size = sum(t.nbytes for t in (first.a, first.b))
+            count = max(2, min(MOST_COPIES, COPIES_BYTES // max(size, 1)))
+            self._copies = [first, *(operands(problem, device) for _ in range(count - 1))]
+        except torch.OutOfMemoryError as error:
+            raise _no_memory(error) from error
+
+    def measure(self, candidate: Candidate) -> list[float]:
+        """Returns the seconds of one launch, the mean of a row of them."""
+        name = name_of(candidate)
+        try:
+            if name not in self._runs:
+                self._prepare(candidate)
+            return [self._row(self._runs[name], self._launches[name])]
+        except torch.OutOfMemoryError as error:
+            raise _no_memory(error) from error
+        except RuntimeError as error:
+            raise KernelError(f"it failed: {str(error).splitlines()[0]}", where=name) from error
+
+    def _prepare(self, candidate: Candidate) -> None:
+        """Compiles, checks and warms up a candidate, and finds how many launches make a row."""
+        runs = [self._runner(candidate, given) for given in self._copies]
+        if not isinstance(candidate, str):
+            wrong = differs(self._problem, runs[0](), self._copies[0])
+            if wrong:
+                raise TuningError(f"its result is wrong: {wrong}", where=candidate.name)
+        self._row(runs, len(runs))
+        took = self._row(runs, len(runs))
+        self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
+        self._runs[name_of(candidate)] = runs
+
+    def _runner(self, candidate: Candidate, given: Operands) -> Callable[[], Tensor]:
+        if isinstance(candidate, str):
+            return peer(self._problem, given)
+        return call_of(candidate, self._problem, self._taken, given)
+
+    def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
+        with torch.cuda.device(self._device), torch.no_grad():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+            start.record()
+            for at in range(launches):
+                runs[at % len(runs)]()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3 / launches
+
+
+def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: Operands) -> Callable[[], Tensor]:
+    """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
+
+    Args:
+        problem, taken: as in `EventTimer`.
+    """
+    library = kernel_registry.library(kernel_registry.unit_of(config))
+    assert library is not None
+    tensors = given.a, given.b, given.a_scale, given.b_scale, given.bias
+    if isinstance(taken, GemmProblem):
+        matrix = taken
+        return lambda: launch.run_gemm(library, config, matrix, *tensors)
+    assert isinstance(problem, ConvProblem)
+    images, whole = problem, taken
+    return lambda: launch.run_conv(library, config, images, whole, *tensors)
+
+
+def _no_memory(error: Exception) -> TuningError:
+    return TuningError(
+        f"the device has too little memory for it: {str(error).splitlines()[0]}",
+        do="free memory on it, or tune smaller batches",
+    )

@@ -1,0 +1,215 @@
+"""From tensors to a running kernel: what LP-PyTorch (section VI) calls the front-end security wrapper.
+
+A kernel believes what it is told. Here stands what has to be true before it is told anything: types and layouts of the problem it was
+compiled for, pointers at multiples of 16 bytes, sizes in INT32, memory on the device that the stream belongs to. Operands that do not
+suit are copied, by `converting`; what does not suit then is computed by torch, and `reasons` says why.
+
+All of that is decided once for operands that lie alike, and kept as a site (`sites`): a call fills in where its operands start. Whether an
+operator takes its operands at all is asked then, too: the key of a site holds whatever that depends on.
+
+Invariant: the result is that of `fallback`, up to the order of FP32 sums, whichever way is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_build.library import Library
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem, reference_result
+from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem, too_large
+from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
+from qsync_fx.backend.cuda.runtime.call_cache import ByTorch, ConvSite, GemmSite
+from qsync_fx.backend.cuda.runtime.device_state import decision, loaded_decision
+from qsync_fx.backend.cuda.selection.select import Decision
+from qsync_fx.backend.cuda.tuning import shown
+from qsync_fx.errors import KernelError
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    *,
+    check: Callable[..., Any] | None = None,
+) -> Tensor:
+    """Computes `qsync::gemm` on a CUDA device. `check`, given the operands and what follows, raises where there is no such product."""
+    key = (
+        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
+        a.data_ptr() & 15, b.data_ptr() & 15,
+        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if bias is None else bias.shape, out_dtype, tf32,
+    )  # fmt: skip
+    site = call_cache.cached_call.get(key)
+    if site is None:
+        if check is not None:
+            check(a, b, a_scale, b_scale, bias, out_dtype, tf32)
+        site = call_cache.cached_call.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
+    if isinstance(site, GemmSite):
+        try:
+            return site(a, b, a_scale, b_scale, bias)
+        except KernelError as error:
+            launch_utils.failed(site.library, shown(site.problem), error)
+            call_cache.cached_call.pop(key, None)
+            return reference_result.gemm(a, b, a_scale, b_scale, bias, out_dtype)
+    if not a.shape[0] or not b.shape[1]:
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    integers = not isinstance(site, ByTorch) or site.integers
+    return reference_result.gemm(a, b, a_scale, b_scale, bias, out_dtype, integers=integers)
+
+
+def _gemm_site(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tf32: bool,
+) -> GemmSite | ByTorch:
+    m, k, n = int(a.shape[0]), int(a.shape[1]), int(b.shape[1])
+    if not m or not n or not k:
+        return ByTorch()
+    if too_large(m, n, k):
+        launch_utils.note(f"gemm {m} x {n} x {k}", "its sizes do not fit 32 bits")
+        return ByTorch()
+    problem = gemm_problem(a, b, a_scale, b_scale, bias, out_dtype, tf32)
+    library, found = _chosen(problem, a.device)
+    if library is None or found.config is None:
+        return ByTorch(found.integers)
+    assert isinstance(found.taken, GemmProblem)
+    return GemmSite(library, found.config, problem, found.taken, a, b)
+
+
+def conv2d_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+    tf32: bool,
+    *,
+    check: Callable[..., Any] | None = None,
+) -> Tensor:
+    """Computes `qsync::conv2d_product` on a CUDA device; `check` as of `gemm`."""
+    key = (
+        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
+        a.data_ptr() & 15, b.data_ptr() & 15,
+        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if bias is None else bias.shape, *size, *stride, *padding, *dilation, operation, out_dtype, tf32,
+    )  # fmt: skip
+    site = call_cache.cached_call.get(key)
+    if site is None:
+        if check is not None:
+            check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
+        window = Window(_pair(stride), _pair(padding), _pair(dilation))
+        found = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
+        site = call_cache.cached_call.keep(key, found)
+    if isinstance(site, ConvSite):
+        try:
+            return site(a, b, a_scale, b_scale, bias)
+        except KernelError as error:
+            launch_utils.failed(site.library, shown(site.problem), error)
+            call_cache.cached_call.pop(key, None)
+    return reference_result.conv2d_product(
+        a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype
+    )
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    height, width = sizes
+    return int(height), int(width)
+
+
+def _conv_site(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    size: tuple[int, int],
+    window: Window,
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+    tf32: bool,
+) -> ConvSite | ByTorch:
+    if not a.numel() or not b.numel() or 0 in size:
+        return ByTorch()
+    problem = conv_problem(a, b, a_scale, b_scale, bias, size, window, operation, out_dtype, tf32)
+    if min(problem.p, problem.q) < 1 or _conv_too_large(problem):
+        launch_utils.note(shown(problem), "its sizes do not fit 32 bits")
+        return ByTorch()
+    library, found = _chosen(problem, a.device)
+    if library is None or found.config is None:
+        return ByTorch()
+    assert isinstance(found.taken, ConvProblem)
+    return ConvSite(library, found.config, problem, found.taken, a, b)
+
+
+def _conv_too_large(p: ConvProblem) -> bool:
+    # Convolution kernels count elements of a tensor in INT32.
+    return too_large(p.n * p.h * p.w * p.c, p.n * p.p * p.q * p.k, p.k * p.r * p.s * p.c)
+
+
+def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[Library | None, Decision]:
+    """Returns what computes a problem that is called now, and its library; none, with a reason kept, where torch is to compute.
+
+    Sizes and layouts may be others than those that a graph was compiled with. What was decided for these then has no library yet, and
+    another kernel that serves them may have one.
+    """
+    found = decision(problem, device)
+    if found.config is None:
+        launch_utils.note(shown(problem), found.reason)
+        return None, found
+    library = launch_utils.library(kernel_registry.unit_of(found.config), device, shown(problem))
+    if library is None and (other := loaded_decision(problem, device)).config is not None:
+        return launch_utils.library(kernel_registry.unit_of(other.config), device, shown(problem)), other
+    return library, found
+
+
+def run_gemm(
+    library: Library,
+    config: KernelConfig,
+    taken: GemmProblem,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Runs a kernel on operands of `qsync::gemm`, which it takes as the problem `taken`; the operands' sizes decide the result's.
+
+    Raises:
+        KernelError: the kernel does not take these arguments, or cannot be started.
+    """
+    return GemmSite(library, config, taken, taken, a, b)(a, b, a_scale, b_scale, bias)
+
+
+def run_conv(
+    library: Library,
+    config: KernelConfig,
+    problem: ConvProblem,
+    taken: ConvProblem,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Runs a kernel on operands of `qsync::conv2d_product`, as `run_gemm` does."""
+    return ConvSite(library, config, problem, taken, a, b)(a, b, a_scale, b_scale, bias)

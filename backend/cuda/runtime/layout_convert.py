@@ -1,0 +1,174 @@
+"""From a tensor to the kernel that copies matrices: which matrices lie in its memory, and torch where they are none.
+
+Why a kernel: operands of one byte are multiplied only along k, so what was saved for the backward pass is turned by a copy, and sizes are
+filled up by another. torch moves bytes one by one where strides differ, and fills memory before it copies into it; the kernel reads once
+and writes once, 16 bytes at a time.
+
+Invariant: the bits of torch's own copy, whichever of the two makes it. NaN stays NaN where numbers are converted, but for its payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS, Unit
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, Library
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.problem import Major, padding
+from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, leading
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.backend.cuda.runtime.device_state import known_of
+from qsync_fx.errors import KernelError
+
+NEITHER = "its values lie neither by rows nor by columns"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Matrices in memory, `[batches, rows, columns]`: strides between rows and between matrices, in elements.
+
+    Attributes:
+        turned: whether a copy has `[columns, rows]` instead.
+    """
+
+    batches: int
+    rows: int
+    columns: int
+    stride: int
+    batch_stride: int
+    turned: bool
+
+
+def lines_of(matrix: Tensor) -> Lines | None:
+    """Returns how a matrix lies in memory, of which a copy by rows is wanted; None where it lies neither by rows nor by columns."""
+    rows, columns = (int(size) for size in matrix.shape)
+    if (stride := leading(matrix, "row")) is not None:
+        return Lines(1, rows, columns, stride, 0, turned=False)
+    if (stride := leading(matrix, "column")) is not None:
+        return Lines(1, columns, rows, stride, 0, turned=True)
+    return None
+
+
+def lines_of_images(t: Tensor) -> Lines | None:
+    """Returns how images `[n, c, h, w]` lie in memory, of which a copy with channels last is wanted; None where there is no such matrix."""
+    n, c, h, w = (int(size) for size in t.shape)
+    # Pixels of an image as one dimension, if their strides allow.
+    by = [int(t.stride(dim)) for dim, size in ((2, h), (3, w)) if size > 1]
+    if len(by) == 2 and by[0] != w * by[1]:
+        return None
+    pixel, channel = (by[-1] if by else 1), (int(t.stride(1)) if c > 1 else 1)
+    batch = int(t.stride(0)) if n > 1 else 0
+    if c > 1 and channel == 1 and (h * w == 1 or pixel >= c):
+        return Lines(n, h * w, c, pixel if h * w > 1 else c, batch, turned=False)
+    if pixel == 1 and (c == 1 or channel >= h * w):
+        return Lines(n, c, h * w, channel if c > 1 else h * w, batch, turned=True)
+    return None
+
+
+def laid_out(matrix: Tensor, rows: int, columns: int, way: Major) -> Tensor:
+    """Returns a copy of a matrix; see `padding.laid_out`."""
+    straight, shape = (matrix, (rows, columns)) if way == "row" else (matrix.t(), (columns, rows))
+    found = _copied(straight, lines_of(straight), (1, *shape))
+    if found is None:
+        return padding.laid_out(matrix, rows, columns, way)
+    return found[0] if way == "row" else found[0].t()
+
+
+def channels_last(t: Tensor, first: int, second: int) -> Tensor:
+    """Returns a copy of images; see `padding.channels_last`."""
+    h, w = (int(size) for size in t.shape[2:])
+    found = _copied(t, lines_of_images(t), (first, h * w, second))
+    if found is None:
+        return padding.channels_last(t, first, second)
+    return found.view(first, h, w, second).permute(0, 3, 1, 2)
+
+
+def convert(x: Tensor, scale: Tensor | None, dtype: torch.dtype, turned: bool, shape: tuple[int, int]) -> Tensor | None:
+    """Returns `qsync::convert` by a kernel; None, with a reason kept, where torch is to compute."""
+    straight = x.t() if turned else x
+    found = _copied(straight, lines_of(straight), (1, *shape), dtype, scale)
+    return None if found is None else found[0]
+
+
+def _copied(
+    t: Tensor,
+    lines: Lines | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+) -> Tensor | None:
+    """Returns `[batches, rows, columns]` that a kernel has filled; None, with a reason kept, where it does not."""
+    dtype = dtype or t.dtype
+    kinds, shown = kinds_of(t.dtype, dtype, scale is not None), _shown(t, dtype)
+    arch = known_of(t.device).arch
+    if arch is None or kinds is None or lines is None or not kernel_registry.copiers(arch):
+        launch_utils.note(shown, _why_not(t.device, kinds, lines))
+        return None
+    library = launch_utils.library(unit_of(arch, kinds), t.device, shown)
+    if library is None:
+        return None
+    try:
+        return run(library, t, lines, kinds, shape, dtype, scale)
+    except KernelError as error:
+        launch_utils.note(shown, error.what)
+        return None
+
+
+def _why_not(device: torch.device, kinds: tuple[str, str] | None, lines: Lines | None) -> str:
+    found = known_of(device)
+    if found.arch is None:
+        return found.reason
+    if lines is None:
+        return NEITHER
+    return "there is no kernel for these types" if kinds is None else f"{found.arch} has no kernel that copies"
+
+
+def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:
+    """Returns what elements of two types are to a kernel, by names of `ELEMENTS`; None where there is none for them."""
+    if source == dtype and not scaled:
+        kind = f"bits{8 * source.itemsize}"
+        return (kind, kind) if kind in CONVERT_TYPES and not source.is_complex else None
+    kinds = format_name(source), format_name(dtype)
+    return kinds if kinds[0] in NUMBERS and kinds[1] in FLOATS else None  # type: ignore[return-value]
+
+
+def unit_of(arch: Arch, kinds: tuple[str, str]) -> Unit:
+    """Returns what is compiled to make one kind of elements into the other."""
+    return kernel_registry.copier(arch) if kinds[0].startswith("bits") else kernel_registry.converter(arch, kinds[0])
+
+
+def run(
+    library: Library,
+    t: Tensor,
+    lines: Lines,
+    kinds: tuple[str, str],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    scale: Tensor | None,
+) -> Tensor:
+    """Returns `[batches, rows, columns]` without gaps, filled by a kernel from the memory of `t`.
+
+    Raises:
+        KernelError: the kernel does not take these arguments, or cannot be started.
+    """
+    with launch_utils.guarded(t.device):
+        y = t.new_empty(shape, dtype=dtype)
+        factor = None if scale is None else scale.to(t.device)
+        arguments = ConvertArguments(
+            x=t.data_ptr(), y=y.data_ptr(), scale=launch_utils.address(factor),
+            batches=lines.batches, rows=lines.rows, columns=lines.columns, ldx=lines.stride, batch_stride=lines.batch_stride,
+            y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
+            x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.turned, **launch_utils.place(t.device),
+        )  # fmt: skip
+        launch_utils.run(library, arguments, t.device)
+    return y
+
+
+def _shown(t: Tensor, dtype: torch.dtype) -> str:
+    names = format_name(t.dtype) or str(t.dtype), format_name(dtype) or str(dtype)
+    arrow = f" -> {names[1]}" if names[0] != names[1] else ""
+    return f"copy {' x '.join(map(str, t.shape))} {names[0]}{arrow}"

@@ -1,0 +1,245 @@
+"""From a tensor to the quantizer's kernel: which matrix it is, where its groups lie, and torch where the kernel does not fit.
+
+Invariant: the bits of `reference.quantize` on a CUDA device, whose random numbers belong to places in memory: the kernel is shown the
+memory of the result, in its order, as a matrix whose rows or columns are the groups.
+
+What a CUDA device lacks to run kernels of ours, told once a process: what is missing, what that costs, and what mends it.
+
+Invariant: nothing here decides; `device` does, and this is what it has found. What a user has switched off is not missing.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.codegen import Unit, written
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_build.library import Library
+from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE, format_name
+from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
+from qsync_fx.backend.cuda.runtime.call_cache import TYPES, Groups, QuantizerSite
+from qsync_fx.backend.cuda.runtime.device_state import Known, known_of
+from qsync_fx.backend.numerics import reference
+from qsync_fx.devices.format_support import capability, row_on
+from qsync_fx.errors import KernelError, PlanWarning
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.rounding import Rounding
+
+_FLOATS_OF_A_BYTE: Final = (8, 9)
+"""The first compute capability that Triton converts to floats of one byte for."""
+
+
+def quantize(
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
+    found = _by_kernel(x, seed, stream, row, rounding, keep, turned=False)
+    if found is None:
+        return reference.quantize(x, seed, stream, row, rounding, keep)
+    q, scale = found
+    return q, scale
+
+
+def quantize_transposed(
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
+    found = _by_kernel(x, seed, stream, row, rounding, (), turned=True)
+    if found is not None:
+        q, transpose, scale = found
+        return q, transpose, scale
+    q, scale = quantize(x, seed, stream, row, rounding, ())
+    return q, q.t().clone(memory_format=torch.contiguous_format), scale
+
+
+def again(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int] = (), turned: bool = False
+) -> tuple[Tensor, ...] | None:
+    """Returns what the kernel gives that has quantized tensors that lie like `x` so before; None where none has, or it fails now."""
+    key = _key(x, fmt, rounding, keep, turned)
+    site = call_cache.cached_quantizer_call.get(key)
+    if site is None:
+        return None
+    try:
+        return site(x, seed, stream, turned)
+    except KernelError as error:
+        launch_utils.failed(site.library, f"{_shown(x)} -> {fmt}", error)
+        call_cache.cached_quantizer_call.pop(key, None)
+        return None
+
+
+def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], turned: bool) -> tuple[object, ...]:
+    return (
+        kernel_registry.refusals(),
+        x.device,
+        x.dtype,
+        x.shape,
+        x.stride(),
+        x.data_ptr() & 15,
+        fmt,
+        rounding,
+        turned,
+        *keep,
+    )
+
+
+def _by_kernel(
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int], turned: bool
+) -> tuple[Tensor, ...] | None:
+    """Returns what a kernel gives; None, with a reason kept, where none computes it."""
+    found = again(x, seed, stream, row.name, rounding, keep, turned)
+    if found is not None:
+        return found
+    q = reference.empty_quantized(x, row.dtype)
+    if turned and not (q.numel() and q.is_contiguous()):
+        return None
+    library = _library(x, row)
+    if library is None:
+        return None
+    groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if turned else groups_of(q, keep)
+    if groups is None:
+        launch_utils.note(f"{_shown(x)} -> {row}", "the values of a group do not lie in rows or columns of memory")
+        return None
+    site = QuantizerSite(library, x, q, row, rounding, keep, groups)
+    try:
+        found = site(x, seed, stream, turned)
+    except KernelError as error:
+        launch_utils.failed(library, f"{_shown(x)} -> {row}", error)
+        return None
+    call_cache.cached_quantizer_call.keep(_key(x, row.name, rounding, keep, turned), site)
+    return found
+
+
+def _library(x: Tensor, row: Precision) -> Library | None:
+    unit = _unit(x, row)
+    if isinstance(unit, str):
+        launch_utils.note(f"{_shown(x)} -> {row}", unit)
+        return None
+    return launch_utils.library(unit, x.device, f"{_shown(x)} -> {row}")
+
+
+def _unit(x: Tensor, row: Precision) -> Unit | str:
+    """Returns what is compiled to quantize `x` to a format, or why nothing is."""
+    found = known_of(x.device)
+    source = format_name(x.dtype if x.dtype in TYPES else torch.float32)
+    if found.arch is None or source is None:
+        return found.reason
+    target = written(row)
+    return (
+        f"there is no quantizer of ours for {row}"
+        if target is None
+        else kernel_registry.quantizer(found.arch, source, target)
+    )
+
+
+def fused(x: Tensor, row: Precision) -> bool:
+    """Whether a compiled graph is to have operators that a compiler fuses in place of a kernel that quantizes `x` to a format.
+
+    So it is where no kernel can be had, as far as is known before it is asked for, the compiler knows the format, and there are values.
+    """
+    if isinstance(x.numel(), int) and x.numel() == 0:
+        return False
+    if not compiles(row, x.device):
+        return False
+    unit = _unit(x, row)
+    if isinstance(unit, str) or kernel_registry.failure(unit) is not None:
+        return True
+    return not (known_of(x.device).compiles or kernel_registry.stored(unit))
+
+
+def compiles(row: Precision, device: torch.device) -> bool:
+    """Whether the compiler converts to a scaled format on a device; else, where no kernel can be had, each operator is a launch."""
+    return not row.dtype.is_floating_point or capability(device) >= _FLOATS_OF_A_BYTE
+
+
+def _shown(x: Tensor) -> str:
+    return f"quantize {' x '.join(map(str, x.shape))} {format_name(x.dtype) or x.dtype}"
+
+
+def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
+    """Returns how the groups of a tensor without gaps lie in its memory; None where they are neither rows nor columns of it."""
+    kept = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1] if q.dim() else []
+    order = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
+    total, number = q.numel(), math.prod(q.shape[dim] for dim in kept)
+    if not total:
+        return None
+    if not kept:
+        # One row, unless its length would not fit: then those of the outermost dimension.
+        rows = 1 if total <= LARGEST_SIZE else int(q.shape[order[0]])
+        return Groups(rows, total // rows, 0)
+    if order[: len(kept)] == kept:
+        return Groups(number, total // number, 1)
+    return Groups(total // number, number, 2) if order[-len(kept) :] == kept else None
+
+
+def run(
+    library: Library,
+    x: Tensor,
+    q: Tensor,
+    seed: Tensor,
+    stream: int,
+    row: Precision,
+    rounding: Rounding,
+    keep: Sequence[int],
+    groups: Groups,
+    turned: Tensor | None = None,
+) -> Tensor:
+    """Fills `q`, and `turned` with its transpose if given, and returns the scales.
+
+    Raises:
+        KernelError: the kernel does not take these arguments, or cannot be started.
+    """
+    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(x, q, turned, seed, stream)
+
+
+QUANTIZING: Final = (
+    "values are quantized by code that the compiler fuses, which draws eight times as often as a kernel of ours"
+)
+ONE_BY_ONE: Final = (
+    "but to FP8 operator by operator, in some two hundred launches a tensor, since the compiler converts to no floats of one byte for "
+    "compute capability {capability}"
+)
+PRODUCTS: Final = "INT8 is multiplied by cuBLAS where it takes the sizes, all else of INT8, FP8 and TF32 in {carrier}, no faster than that"
+
+_told: set[str] = set()
+
+
+def tell(device: torch.device) -> None:
+    """Warns once a process of each thing that a device's kernels lack."""
+    text = told(device)
+    if text and text not in _told:
+        _told.add(text)
+        warnings.warn(text, PlanWarning, stacklevel=2)
+
+
+def told(device: torch.device) -> str:
+    """Returns what `tell` says of a device; "" where nothing is missing."""
+    found = known_of(device)
+    if found.mend is None or found.lacks is None:
+        return ""
+    name = "the GPU" if device.index is None else str(device)
+    return f"{name} runs without kernels of ours: {found.lacks}. Numbers are the same. {costs(found, device)}. To mend it: {found.mend}"
+
+
+def costs(found: Known, device: torch.device) -> str:
+    """Returns what it costs that something is missing, a sentence without its full stop."""
+    carriers = {str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"}
+    products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
+    if found.arch is not None and found.compiles:
+        return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
+    both = f"{products}; {_quantizing(device)}"
+    return both if found.arch is None else f"There are those that were compiled before, and no others: else {both}"
+
+
+def _quantizing(device: torch.device) -> str:
+    """Returns how values are quantized where no kernel of ours does it: a clause."""
+    if all(compiles(row, device) for row in FORMATS.values() if row.scaled):
+        return QUANTIZING
+    at = ".".join(map(str, capability(device)))
+    return f"{QUANTIZING}, {ONE_BY_ONE.format(capability=at)}"

@@ -1,0 +1,214 @@
+"""The kernels that are tried for a convolution; see `candidates_gemm` for why these tiles.
+
+At sm_90a convolutions by wgmma have one schedule, in which one group of warps has a tile of at most 128 x 128; strided input gradients, and
+weight gradients whose sum over pixels is cut into parts, are computed by kernels of CUTLASS 2.x there too, which are tried beside them.
+
+Invariant: eight or more for each architecture, format and operation that has kernels, the same for equal problems, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from qsync_fx.backend.cuda.kernel_config import (
+    OPERANDS,
+    OUTPUTS,
+    SHARED_MEMORY,
+    Arch,
+    KernelConfig,
+    Shape,
+    instruction_of,
+    size_of,
+    wide,
+)
+from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem
+from qsync_fx.backend.cuda.selection import candidates, select
+from qsync_fx.formats import FORMATS
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of CUTLASS 2.x; `depth` is its k in bytes, `stages` those of sm_80."""
+
+    m: int
+    n: int
+    depth: int
+    stages: int
+    warp: tuple[int, int]
+    swizzle: int = 1
+    split: bool = False
+
+
+_TENSOR: Final = (
+    _Tile(128, 128, 64, 4, (64, 64), 4),
+    _Tile(128, 256, 64, 3, (64, 64), 4),
+    _Tile(256, 128, 64, 3, (64, 64), 4),
+    _Tile(128, 128, 128, 3, (64, 64)),
+    _Tile(128, 64, 64, 5, (64, 32), 2),
+    _Tile(64, 128, 64, 5, (32, 64), 2),
+    _Tile(256, 64, 64, 4, (64, 64)),
+    _Tile(64, 64, 64, 6, (32, 32)),
+    _Tile(64, 64, 128, 5, (32, 32)),
+)
+
+_STRIDED: Final = (
+    _Tile(128, 128, 64, 4, (64, 32), 4),
+    _Tile(128, 128, 128, 3, (64, 32)),
+    _Tile(256, 64, 64, 4, (64, 32)),
+    _Tile(128, 64, 64, 5, (64, 32), 4),
+    _Tile(64, 128, 64, 5, (32, 64), 4),
+    _Tile(128, 64, 128, 4, (64, 32)),
+    _Tile(64, 128, 128, 4, (32, 64)),
+    _Tile(64, 64, 64, 6, (32, 32)),
+    _Tile(64, 64, 128, 5, (32, 32)),
+)
+"""Of strided input gradients, whose threads have room for half the sums, and whose swizzle is never 2."""
+
+_PARTS: Final = (
+    _Tile(128, 128, 64, 4, (64, 64), split=True),
+    _Tile(128, 64, 64, 5, (64, 32), split=True),
+    _Tile(64, 128, 64, 5, (32, 64), split=True),
+    _Tile(64, 64, 64, 6, (32, 32), split=True),
+)
+
+_SIMT: Final = (
+    _Tile(128, 128, 32, 4, (32, 64), 4),
+    _Tile(128, 64, 32, 5, (32, 32), 4),
+    _Tile(64, 128, 32, 5, (32, 64), 4),
+    _Tile(64, 64, 32, 5, (32, 32)),
+    _Tile(128, 128, 32, 4, (64, 32), 4),
+    _Tile(64, 256, 32, 4, (32, 64), 4),
+    _Tile(128, 32, 32, 5, (32, 32)),
+    _Tile(32, 128, 32, 5, (32, 32)),
+)
+"""Of strided input gradients too: larger ones, and more than 32 x 32 a warp in the second, spill there."""
+
+_HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
+    (128, 128, (2, 1, 1)),
+    (128, 128, (1, 1, 1)),
+    (128, 128, (1, 2, 1)),
+    (64, 256, (2, 1, 1)),
+    (64, 256, (1, 1, 1)),
+    (64, 128, (1, 1, 1)),
+    (128, 64, (1, 1, 1)),
+    (64, 64, (1, 1, 1)),
+)
+
+_BESIDE_HOPPER: Final[dict[ConvOperation, int]] = {"fprop": 4, "dgrad": 4, "wgrad": 1}
+"""So many of the tiles of CUTLASS 2.x are tried where there are kernels for wgmma: of weight gradients, others spill at sm_90a."""
+
+
+def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
+    """Returns the kernels for a problem, the best general one first. All serve it."""
+    scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
+    strided = problem.stride != (1, 1)
+    found = _configs(problem.operation, problem.a, problem.out, arch, scaled, strided)
+    return [config for config in found if select.serves(config, problem) is None]
+
+
+def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
+    """Every kernel for each format, operation and usual output; other outputs with the first tile alone."""
+    for (a, b), since in OPERANDS.items():
+        if a != b or a.startswith("fp8") or not _has(arch, since):
+            continue
+        usual = wide(arch) if a == "int8" else a if a in ("fp16", "bf16") else "fp32"
+        scaled = FORMATS[a].scaled
+        yield from _configs("fprop", a, usual, arch, scaled, True)
+        for out in (other for other in OUTPUTS if other != usual):
+            yield from _configs("fprop", a, out, arch, scaled, True)[:1]
+        if a == "int8":
+            continue
+        for strided in (False, True):
+            yield from _configs("dgrad", a, usual, arch, False, strided)
+        yield from _configs("wgrad", a, "fp32", arch, True, True)
+        yield from _configs("wgrad", a, usual, arch, True, True)[:1]
+
+
+def _has(arch: Arch, since: Arch) -> bool:
+    return arch != "sm_70" and int(arch[3:5]) >= int(since[3:5])
+
+
+def _configs(
+    operation: ConvOperation, fmt: str, out: str, arch: Arch, scaled: bool, strided: bool
+) -> list[KernelConfig]:
+    """Returns the valid kernels of the tables for one product."""
+    wgmma = (
+        arch == "sm_90a"
+        and fmt != "fp32"
+        and (fmt != "tf32" or operation == "fprop")
+        and not (operation == "dgrad" and strided)
+    )
+    tables = [*_hopper_table(fmt, out)] if wgmma else []
+    tiles: tuple[_Tile, ...]
+    if fmt == "fp32":
+        tiles = _SIMT
+    elif operation == "dgrad" and strided:
+        tiles = _STRIDED
+    else:
+        tiles = _TENSOR[: _BESIDE_HOPPER[operation]] if wgmma else _TENSOR
+    if operation == "wgrad" and out == "fp32":
+        # First, as most weight gradients have fewer tiles than a device has multiprocessors.
+        tiles = (*_parts(fmt), *tiles)
+    own = [_of_tile(tile, fmt, out, arch) for tile in tiles]
+    shapes = own + tables if operation == "wgrad" else tables + own
+    fprop = operation == "fprop"
+    scales = {"a_scale": "tensor", "b_scale": "channel" if fprop else "tensor"} if scaled else {}
+    found = (
+        KernelConfig(
+            operation=operation,
+            arch=arch,
+            a=fmt,
+            b=fmt,
+            out=out,
+            bias=fprop,
+            # Only input gradients are compiled for one kind of stride or the other.
+            strided=strided if operation == "dgrad" else True,
+            **{**shape, **scales},  # type: ignore[arg-type]
+        )
+        for shape in shapes
+    )
+    return [config for config in found if not candidates.problems(config)]
+
+
+def _parts(fmt: str) -> tuple[_Tile, ...]:
+    if fmt == "fp32":
+        return tuple(replace(tile, swizzle=1, split=True) for tile in _SIMT[:4])
+    return _PARTS
+
+
+def _of_tile(tile: _Tile, fmt: str, out: str, arch: Arch) -> dict[str, object]:
+    size, simt = size_of(fmt), fmt == "fp32"
+    k = tile.depth // size
+    named = KernelConfig("fprop", arch, fmt, fmt, out, (tile.m, tile.n, k), unit="simt" if simt else "tensor")
+    turing = arch == "sm_75"
+    return {
+        "tile": (tile.m, tile.n, k),
+        "warp": (*tile.warp, k),
+        "instruction": instruction_of(named),
+        "unit": named.unit,
+        "stages": 2 if turing else _stages(tile, arch),
+        "schedule": "pipelined" if turing else "multistage",
+        "swizzle": tile.swizzle,
+        "order": "split_k" if tile.split else "identity",
+        "alignment": 1 if simt else 16 // size,
+        "out_alignment": 1 if simt else 16 // FORMATS[out].dtype.itemsize,
+    }
+
+
+def _stages(tile: _Tile, arch: Arch) -> int:
+    """As many as the table says, or as the smaller shared memory of sm_86 and sm_89 holds."""
+    return max(3, min(tile.stages, SHARED_MEMORY[arch] // ((tile.m + tile.n) * tile.depth)))
+
+
+def _hopper_table(fmt: str, out: str) -> Iterator[dict[str, object]]:
+    size = size_of(fmt)
+    for m, n, cluster in _HOPPER:
+        yield {
+            "tile": (m, n, 128 // size),
+            "cluster": cluster,
+            "schedule": "warp_specialized",
+            "alignment": 16 // size,
+            "out_alignment": 16 // FORMATS[out].dtype.itemsize,
+        }

@@ -1,0 +1,243 @@
+"""The kernels that are tried for a matrix product.
+
+Tiles are what CUTLASS's profiler generates and what wins there: large ones for large products, since each value that is loaded is used
+the more often; small ones where large ones would leave multiprocessors idle; stream-K where the last wave of tiles would; widths of the
+swizzle for reuse in the L2 cache. None of them was measured on a GPU when this was written: the tuner decides, and what stands first in
+a table is what runs until it has.
+
+Invariant: eight to twelve for each architecture and pair of formats, the same for equal problems, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from qsync_fx.backend.cuda.kernel_config import (
+    ARCHITECTURES,
+    OPERANDS,
+    Arch,
+    KernelConfig,
+    Shape,
+    instruction_of,
+    ordinary,
+    size_of,
+)
+from qsync_fx.backend.cuda.problem import GemmProblem, Major
+from qsync_fx.backend.cuda.selection import candidates, select
+from qsync_fx.formats import FORMATS
+
+
+@dataclass(frozen=True)
+class _Tile2:
+    """A tile of CUTLASS 2.x; `depth` is its k in bytes."""
+
+    m: int
+    n: int
+    depth: int
+    stages: int
+    warp: tuple[int, int]
+    order: str = "identity"
+    swizzle: int = 1
+    loose: bool = False
+
+
+@dataclass(frozen=True)
+class _Tile3:
+    """A tile of CUTLASS 3.x, of 128 bytes along k."""
+
+    m: int
+    n: int
+    schedule: str
+    cluster: Shape = (2, 1, 1)
+    order: str = "persistent"
+    swizzle: int = 1
+
+
+_AMPERE: Final = (
+    _Tile2(128, 128, 64, 4, (64, 64), swizzle=4),
+    _Tile2(128, 256, 64, 3, (64, 64), swizzle=4),
+    _Tile2(256, 128, 64, 3, (64, 64), swizzle=4),
+    _Tile2(128, 128, 64, 4, (64, 64), "stream_k"),
+    _Tile2(128, 256, 64, 3, (64, 64), "stream_k"),
+    _Tile2(128, 128, 128, 3, (64, 64)),
+    _Tile2(128, 64, 64, 5, (64, 32), swizzle=2),
+    _Tile2(64, 128, 64, 5, (32, 64), swizzle=2),
+    _Tile2(256, 64, 64, 4, (64, 64)),
+    _Tile2(64, 64, 128, 5, (32, 32)),
+    _Tile2(64, 64, 128, 5, (32, 32), "stream_k"),
+)
+
+_ADA_FP8: Final = (
+    # Sums that are moved to a second set of registers: half the warp tile of other formats.
+    _Tile2(128, 128, 64, 4, (64, 32), swizzle=4),
+    _Tile2(128, 128, 64, 4, (32, 64), swizzle=4),
+    _Tile2(256, 64, 64, 4, (64, 32), swizzle=4),
+    _Tile2(128, 128, 64, 4, (64, 32), "stream_k"),
+    _Tile2(128, 64, 64, 5, (64, 32), swizzle=2),
+    _Tile2(128, 64, 64, 5, (64, 32), "stream_k"),
+    _Tile2(64, 128, 64, 5, (32, 64), swizzle=2),
+    _Tile2(64, 64, 128, 5, (32, 32)),
+    _Tile2(64, 64, 128, 5, (32, 32), "stream_k"),
+)
+
+_TURING: Final = (
+    _Tile2(128, 128, 64, 2, (64, 64), swizzle=4),
+    _Tile2(128, 256, 64, 2, (64, 64), swizzle=4),
+    _Tile2(256, 128, 64, 2, (64, 64), swizzle=4),
+    _Tile2(128, 128, 64, 2, (64, 64), "stream_k"),
+    _Tile2(128, 64, 64, 2, (64, 32), swizzle=2),
+    _Tile2(64, 128, 64, 2, (32, 64), swizzle=2),
+    _Tile2(64, 64, 64, 2, (32, 32)),
+    _Tile2(64, 64, 64, 2, (32, 32), "stream_k"),
+)
+
+# Sizes that no 16 bytes divide: slower loads, no copies. 4 bytes are the least that is copied asynchronously.
+_LOOSE: Final = _Tile2(128, 128, 64, 4, (64, 64), loose=True)
+
+_SIMT: Final = (
+    _Tile2(128, 128, 32, 4, (32, 64), swizzle=4),
+    _Tile2(128, 256, 32, 4, (64, 64), swizzle=4),
+    _Tile2(256, 128, 32, 4, (64, 64), swizzle=4),
+    _Tile2(128, 128, 32, 4, (32, 64), "stream_k"),
+    _Tile2(128, 64, 32, 5, (64, 32), swizzle=2),
+    _Tile2(64, 128, 32, 5, (32, 64), swizzle=2),
+    _Tile2(64, 64, 32, 5, (32, 32)),
+    _Tile2(64, 64, 32, 5, (32, 32), "stream_k"),
+)
+
+# The widest tile spills there, where operands are not contiguous along k.
+_SIMT_VOLTA: Final = (
+    *(tile for tile in _SIMT if tile.n != 256),
+    _Tile2(128, 128, 32, 2, (64, 32), swizzle=4),
+    _Tile2(128, 64, 32, 2, (64, 32), "stream_k"),
+)
+
+_HOPPER: Final = (
+    _Tile3(128, 256, "cooperative", swizzle=4),
+    _Tile3(128, 128, "pingpong", swizzle=4),
+    _Tile3(256, 128, "cooperative", swizzle=4),
+    _Tile3(128, 256, "cooperative", (1, 2, 1), swizzle=4),
+    _Tile3(128, 256, "cooperative", order="stream_k"),
+    _Tile3(128, 128, "cooperative"),
+    _Tile3(128, 128, "cooperative", order="stream_k"),
+    _Tile3(64, 256, "pingpong", (2, 1, 1)),
+    _Tile3(64, 128, "pingpong", (1, 1, 1)),
+    _Tile3(64, 128, "pingpong", (2, 1, 1), swizzle=2),
+    _Tile3(64, 64, "pingpong", (1, 1, 1)),
+)
+
+# Half as many sums a thread, which accurate FP8 has twice.
+_HOPPER_FP8: Final = (
+    _Tile3(128, 128, "cooperative", swizzle=4),
+    _Tile3(128, 128, "cooperative", (1, 2, 1), swizzle=4),
+    _Tile3(256, 64, "cooperative", swizzle=4),
+    _Tile3(64, 128, "pingpong", (2, 1, 1), swizzle=4),
+    _Tile3(128, 64, "pingpong", (2, 1, 1), swizzle=4),
+    _Tile3(128, 128, "cooperative", order="stream_k"),
+    _Tile3(128, 64, "cooperative", order="stream_k"),
+    _Tile3(64, 128, "pingpong", (1, 1, 1)),
+    _Tile3(64, 64, "pingpong", (1, 1, 1)),
+)
+
+
+def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> list[KernelConfig]:
+    """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
+    found = [config for config in _configs(problem, arch) if select.serves(config, problem) is None]
+    return sorted(found, key=lambda config: _misfit(config, problem, multiprocessors))
+
+
+def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
+    """Every kernel for each pair of formats and each layout; other outputs with the first tile alone.
+
+    The whole product of choices is not compiled ahead: outputs do not change which registers a main loop takes.
+    """
+    layouts: tuple[tuple[Major, Major], ...] = (("row", "column"), ("row", "row"), ("column", "row"))
+    for a, b in OPERANDS:
+        out = "fp32" if a in ("fp32", "tf32") else "fp16" if arch in ("sm_70", "sm_75") or a == "fp16" else "bf16"
+        scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
+        plain = GemmProblem(1, 1, 1, a, b, out, a_scale=scale, b_scale=scale)
+        for a_major, b_major in layouts:
+            yield from _configs(replace(plain, a_major=a_major, b_major=b_major), arch)
+        for other in ("fp32", "fp16", "bf16"):
+            if other != out:
+                yield from _configs(replace(plain, out=other), arch)[:1]
+
+
+def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
+    first = OPERANDS.get((problem.a, problem.b))
+    if first is None or ARCHITECTURES.index(arch) < ARCHITECTURES.index(first):
+        return []
+    scaled = FORMATS[problem.a].scaled or problem.a_scale != "none" or problem.b_scale != "none"
+    k_major = (problem.a_major, problem.b_major) == ("row", "column")
+    kind = KernelConfig(
+        operation="gemm",
+        arch=arch,
+        a=problem.a,
+        b=problem.b,
+        out=problem.out,
+        tile=(1, 1, 1),
+        unit="simt" if ordinary(arch, problem.a) else "tensor",
+        a_major=problem.a_major,
+        b_major=problem.b_major,
+        a_scale="channel" if scaled else "none",
+        b_scale="channel" if scaled else "none",
+        # The products of a backward pass have none, and are the ones in other layouts.
+        bias=problem.bias or k_major,
+    )
+    made = [_config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile) for tile in _tiles(kind)]
+    return [config for config in made if not candidates.problems(config)]
+
+
+def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
+    if kind.unit == "simt":
+        return _SIMT_VOLTA if (kind.arch, kind.a) == ("sm_70", "fp32") else _SIMT
+    fp8 = kind.a in ("fp8", "fp8_e5m2")
+    if kind.arch in ("sm_70", "sm_75"):
+        return _TURING
+    loose = () if size_of(kind.a) == 1 else (_LOOSE,)
+    # See the rule "tf32 across k".
+    if kind.arch == "sm_90a" and (kind.a != "tf32" or (kind.a_major, kind.b_major) == ("row", "column")):
+        return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
+    return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
+
+
+def _config2(kind: KernelConfig, tile: _Tile2) -> KernelConfig:
+    width = size_of(kind.a)
+    simt = kind.unit == "simt"
+    pipelined = kind.arch in ("sm_70", "sm_75")
+    return replace(
+        kind,
+        tile=(tile.m, tile.n, tile.depth // width),
+        warp=(*tile.warp, tile.depth // width),
+        instruction=instruction_of(kind),
+        stages=2 if pipelined else tile.stages,
+        schedule="pipelined" if pipelined else "multistage",
+        order=tile.order,
+        swizzle=tile.swizzle,
+        alignment=4 // width if simt or tile.loose else 16 // width,
+        out_alignment=1 if simt or tile.loose else 16 // size_of(kind.out),
+    )
+
+
+def _config3(kind: KernelConfig, tile: _Tile3) -> KernelConfig:
+    return replace(
+        kind,
+        tile=(tile.m, tile.n, 128 // size_of(kind.a)),
+        cluster=tile.cluster,
+        schedule=tile.schedule,
+        order=tile.order,
+        swizzle=tile.swizzle,
+        alignment=16 // size_of(kind.a),
+        out_alignment=16 // size_of(kind.out),
+    )
+
+
+def _misfit(config: KernelConfig, problem: GemmProblem, multiprocessors: int) -> int:
+    """Powers of two by which a tile makes the product larger, and leaves multiprocessors idle; stream-K leaves none."""
+    across, down = -(-problem.n // config.tile[1]), -(-problem.m // config.tile[0])
+    larger = down * config.tile[0] * across * config.tile[1] / (problem.m * problem.n)
+    idle = 1.0 if config.order == "stream_k" else max(1.0, multiprocessors / (down * across))
+    return int(math.log2(larger) + math.log2(idle))

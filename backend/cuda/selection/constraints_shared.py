@@ -1,0 +1,207 @@
+"""What the rules of products and of convolutions have in common: what a rule is, what it measures, and the rules that are the same.
+
+Why before compiling: CUTLASS refuses most invalid configurations by a static assertion after ten seconds, and some not at all (a spill, a
+pipeline that does not fit) until the kernel runs. The report on the compiled library (`sass`) stays the judge.
+
+Invariant: a predicate of `PLAIN` takes any configuration; the others may rely on those. Nothing here looks at a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from qsync_fx.backend.cuda.kernel_config import (
+    ARCHITECTURES,
+    OPERANDS,
+    OUTPUTS,
+    SHARED_MEMORY,
+    KernelConfig,
+    instruction_of,
+    ordinary,
+    size_of,
+)
+
+WARP: Final = 32
+_REGISTERS: Final = 65536
+_ADDRESSES: Final = 96  # registers that addresses, masks, operands and scales take beside the sums, measured
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What every configuration of a kind keeps to.
+
+    Attributes:
+        name: for tests and messages.
+        broken: whether a configuration breaks it.
+        sentence: what it asks for.
+    """
+
+    name: str
+    broken: Callable[[KernelConfig], bool]
+    sentence: str
+
+
+def _positive(shape: object) -> bool:
+    sizes = shape if isinstance(shape, tuple) else ()
+    return len(sizes) == 3 and all(type(size) is int and 0 < size <= 1024 for size in sizes)
+
+
+def _warps(c: KernelConfig) -> int:
+    assert c.warp is not None
+    return (c.tile[0] // c.warp[0]) * (c.tile[1] // c.warp[1])
+
+
+def _divides(c: KernelConfig) -> bool:
+    """Later rules divide by what this one grants: it is false for shapes that do not fit into each other."""
+    return c.warp is not None and c.tile[0] % c.warp[0] == c.tile[1] % c.warp[1] == 0 and c.tile[2] == c.warp[2]
+
+
+def _stage_bytes(c: KernelConfig) -> int:
+    """Shared memory of one stage: a tile of each operand."""
+    m, n, k = c.tile
+    return k * (m * size_of(c.a) + n * size_of(c.b))
+
+
+def in_flight(c: KernelConfig) -> int:
+    """Registers a thread that hold one stage on its way to shared memory; 0 where no warp tile is named, or one that does not divide."""
+    return _stage_bytes(c) // (4 * WARP * _warps(c)) if _divides(c) else 0
+
+
+def registers(sums: Callable[[KernelConfig], int]) -> Rule:
+    """Returns the rule of kernels below wgmma whose threads have so many accumulators; it asks `sums` of those that name a warp tile."""
+    return Rule(
+        "registers",
+        lambda c: _divides(c) and sums(c) + _ADDRESSES > min(256, _REGISTERS // (WARP * _warps(c))),
+        "the sums of a warp tile fit into registers",
+    )
+
+
+def shared_memory(epilogue: Callable[[KernelConfig], int]) -> Rule:
+    """Returns the rule of kernels for wgmma whose stores take so many bytes of shared memory."""
+    return Rule(
+        "shared memory",
+        lambda c: _stage_bytes(c) * max(c.stages, 2) + epilogue(c) > SHARED_MEMORY[c.arch],
+        "two stages or as many as are asked for fit into shared memory beside the epilogue",
+    )
+
+
+PLAIN: Final = (
+    Rule("arch", lambda c: c.arch not in ARCHITECTURES, f"the architecture is one of {', '.join(ARCHITECTURES)}"),
+    Rule(
+        "shapes",
+        lambda c: not all(map(_positive, (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)))),
+        "tile, warp, instruction and cluster are three sizes from 1 to 1024",
+    ),
+    Rule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
+    Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
+    Rule(
+        "alignment",
+        lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
+        "alignments are powers of two, up to 16 (operands) and 8 (output)",
+    ),
+    Rule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
+)
+"""What the other rules take for granted."""
+
+BOTH: Final = (
+    Rule(
+        "since",
+        lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
+        "the architecture has tensor cores for the formats",
+    ),
+    Rule(
+        "unit",
+        lambda c: (c.unit == "simt") != ordinary(c.arch, c.a),
+        'fp32, and int8 on sm_70, runs on the ordinary units ("simt"), all else on tensor cores',
+    ),
+    Rule(
+        "wide",
+        lambda c: c.alignment * size_of(c.a) > 16 or c.out_alignment * size_of(c.out) > 16,
+        "one access has at most 16 bytes",
+    ),
+)
+"""Of kernels of either CUTLASS."""
+
+CUTLASS_2: Final = (
+    Rule(
+        "names",
+        lambda c: c.warp is None or c.instruction is None or c.cluster is not None,
+        "a kernel below wgmma names warp and instruction, and no cluster",
+    ),
+    Rule("warp divides tile", lambda c: not _divides(c), "the warp tile divides the tile in m and n, and has its k"),
+    Rule(
+        "instruction",
+        lambda c: c.instruction != instruction_of(c),
+        "the instruction is the one that the architecture has for the format",
+    ),
+    Rule(
+        "iterations",
+        lambda c: (
+            c.warp is not None
+            and c.instruction is not None
+            and (
+                any(w % i for w, i in zip(c.warp, c.instruction, strict=True)) or c.warp[2] // c.instruction[2] % 2 != 0
+            )
+        ),
+        "the warp tile is a multiple of the instruction, an even one in k: loads of one half hide behind the other",
+    ),
+    Rule(
+        "rows of memory",
+        lambda c: c.unit == "tensor" and c.tile[2] * size_of(c.a) not in (64, 128),
+        "a tile has 64 or 128 bytes along k, which is what shared memory without bank conflicts is laid out for",
+    ),
+    Rule(
+        "simt tile",
+        lambda c: (
+            c.unit == "simt"
+            and (c.tile[2] * size_of(c.a) != 32 or c.alignment * size_of(c.a) != 4 or c.out_alignment != 1)
+        ),
+        "tiles of ordinary units have 32 bytes along k, and alignments of 4 bytes, and of one value for the output",
+    ),
+    Rule("warps", lambda c: _divides(c) and not 1 <= _warps(c) <= 16, "a threadblock has 1 to 16 warps"),
+    Rule(
+        "loads",
+        lambda c: (
+            _divides(c)
+            and c.unit == "tensor"
+            and any(c.tile[i] * c.tile[2] * size_of(c.a) % (16 * WARP * _warps(c)) for i in (0, 1))
+        ),
+        "threads share the loads of a tile evenly, 16 bytes each",
+    ),
+    Rule(
+        "pipeline",
+        lambda c: (c.schedule == "pipelined") != (c.arch in ("sm_70", "sm_75")),
+        "sm_70 and sm_75 are pipelined: they have no asynchronous copies, which multistage needs",
+    ),
+    Rule(
+        "stages of the pipeline",
+        lambda c: (c.stages != 2) if c.schedule == "pipelined" else not 3 <= c.stages <= 10,
+        "pipelined has two stages, multistage three to ten",
+    ),
+    Rule(
+        "shared memory",
+        lambda c: _stage_bytes(c) * c.stages > SHARED_MEMORY[c.arch],
+        "the stages fit into shared memory",
+    ),
+)
+
+CUTLASS_3: Final = (
+    Rule(
+        "wgmma",
+        lambda c: c.unit != "tensor" or c.warp is not None or c.instruction is not None,
+        "the schedule says warp and instruction",
+    ),
+    Rule(
+        "tile k", lambda c: c.tile[2] * size_of(c.a) != 128, "a tile has 128 bytes along k, the widest swizzle of TMA"
+    ),
+    Rule(
+        "TMA",
+        lambda c: c.alignment * size_of(c.a) != 16 or c.out_alignment * size_of(c.out) != 16,
+        "TMA moves 16 aligned bytes: alignments are 16 bytes",
+    ),
+    Rule(
+        "stages of the pipeline", lambda c: c.stages == 1, "a pipeline has two stages or more; 0 takes as many as fit"
+    ),
+)

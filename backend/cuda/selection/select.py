@@ -1,0 +1,240 @@
+"""Which problems a kernel serves; what is against it is a clause that reports show as it is.
+
+Invariant: asked of valid configurations (`rules.problems`) alone. Nothing here looks at a device.
+
+Which kernel computes a problem, or that torch does, and why.
+
+Three answers, in this order: what was tuned on this device; what is known without: torch for formats that it is as fast in, kernels where
+nothing else has the unit, or the product is large enough for narrow operands to pay; torch where no kernel takes the problem.
+
+Invariant: a function of the problem, the architecture, the candidates and the table. No tensor and no GPU is needed, so a report can
+say what a device would do, and the same problem is always computed by the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from qsync_fx.backend.cuda import codegen
+from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig, size_of, wide
+from qsync_fx.backend.cuda.problem import padding
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.tuning import NARROW, Choice, Table, work
+
+_LARGEST: Final = (1 << 31) - 1
+_ACROSS: Final = (1 << 16) - 1  # threadblocks that a grid has in its second dimension
+_BYTES: Final = 2**31  # a tensor of a convolution has fewer: offsets are of 32 bits
+_CORNER: Final = 127  # TMA tells how far a filter reaches beyond an image in eight bits, with a sign
+_FILTER: Final = 32  # CUTLASS 2.x keeps a bit for each row and column of the filter
+
+
+def serves(config: KernelConfig, problem: Problem) -> str | None:
+    """Returns why a valid configuration does not serve a problem: a clause; None if it does."""
+    if isinstance(problem, ConvProblem):
+        if config.operation != problem.operation:
+            return f"it computes {config.operation}, not {problem.operation}"
+        return _unsuited(config, problem) or _conv_unfit(config, problem) or _conv_misaligned(config, problem)
+    if config.operation != "gemm":
+        return f"it computes a convolution ({config.operation})"
+    return _unsuited(config, problem) or _gemm_misplaced(config, problem) or _gemm_misaligned(config, problem)
+
+
+def _unsuited(config: KernelConfig, problem: Problem) -> str | None:
+    if (config.a, config.b) != (problem.a, problem.b):
+        return f"it multiplies {config.a} by {config.b}, not {problem.a} by {problem.b}"
+    if config.out != problem.out:
+        return f"its output is {config.out}, not {problem.out}"
+    if config.a_scale == "none" and (problem.a_scale, problem.b_scale) != ("none", "none"):
+        return "it reads no scales"
+    if problem.bias and not config.bias:
+        return "it adds no bias"
+    return None
+
+
+def _gemm_misplaced(config: KernelConfig, problem: GemmProblem) -> str | None:
+    if (config.a_major, config.b_major) != (problem.a_major, problem.b_major):
+        return f"it takes a by {config.a_major}s and b by {config.b_major}s, not by {problem.a_major}s and {problem.b_major}s"
+    return None
+
+
+def _gemm_misaligned(config: KernelConfig, problem: GemmProblem) -> str | None:
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    if not all(1 <= size <= _LARGEST for size in sizes.values()):
+        return f"sizes are from 1 to {_LARGEST}"
+    longest = codegen.LARGEST_K.get(problem.a, problem.k)
+    if problem.k > longest:
+        return f"k = {problem.k} is above {longest}: sums of products may leave 32 bits"
+    multiples = (
+        ("k" if config.a_major == "row" else "m", config.alignment),
+        ("k" if config.b_major == "column" else "n", config.alignment),
+        ("n", config.out_alignment),
+    )
+    for name, multiple in multiples:
+        if sizes[name] % multiple:
+            return f"{name} = {sizes[name]} is no multiple of {multiple}"
+    if not codegen.gemm_on_hopper(config) and -(-problem.n // config.tile[1]) > _ACROSS:
+        return f"n = {problem.n} has more than {_ACROSS} tiles of {config.tile[1]}"
+    return None
+
+
+def _conv_unfit(config: KernelConfig, problem: ConvProblem) -> str | None:
+    if problem.a_scale == "channel" or (problem.b_scale == "channel" and problem.operation != "fprop"):
+        return "scales that vary along the sum, or along pixels, cannot be applied after it"
+    positive = (problem.n, problem.h, problem.w, problem.c, problem.k, problem.r, problem.s)
+    if min(*positive, *problem.stride, *problem.dilation) < 1 or min(problem.padding) < 0:
+        return "sizes, strides and dilations are at least 1, paddings at least 0"
+    if min(problem.p, problem.q) < 1:
+        return "the filter is larger than the image"
+    strided = problem.stride != (1, 1)
+    if problem.operation == "dgrad" and strided != config.strided:
+        return f"it serves {'strided' if config.strided else 'unit'} strides alone"
+    if problem.operation == "dgrad" and strided and problem.dilation != (1, 1):
+        return "input gradients of convolutions both strided and dilated are not provided"
+    reach = [dilation * (size - 1) for dilation, size in zip(problem.dilation, (problem.r, problem.s), strict=True)]
+    if codegen.conv_on_hopper(config):
+        if max(*reach, *problem.padding) > _CORNER:
+            return f"TMA reaches {_CORNER} pixels beyond an image"
+        if max(problem.stride) > 8:
+            return "TMA has strides up to 8"
+    elif max(problem.r, problem.s) > _FILTER:
+        return f"filters have up to {_FILTER} rows and columns"
+    return None
+
+
+def _conv_misaligned(config: KernelConfig, problem: ConvProblem) -> str | None:
+    last = {"fprop": "k", "dgrad": "c", "wgrad": "c"}[problem.operation]
+    multiples = [("c", config.alignment), (last, config.out_alignment)]
+    if problem.operation != "fprop":
+        multiples.append(("k", config.alignment))
+    for name, multiple in multiples:
+        if (size := getattr(problem, name)) % multiple:
+            return f"{name} = {size} is no multiple of {multiple}"
+    x = problem.n * problem.h * problem.w * problem.c
+    weight = problem.k * problem.r * problem.s * problem.c
+    y = problem.n * problem.p * problem.q * problem.k
+    a, b, d = {"fprop": (x, weight, y), "dgrad": (y, weight, x), "wgrad": (y, x, weight)}[problem.operation]
+    # Sums of convolutions with 16-bit results are staged as FP32, and CUTLASS counts the result as such.
+    if max(a * size_of(config.a), b * size_of(config.b), 4 * d) >= _BYTES:
+        return "a tensor has 2 GiB or more (of a result, counted as FP32)"
+    columns = {"fprop": problem.k, "dgrad": problem.c, "wgrad": problem.r * problem.s * problem.c}[problem.operation]
+    if -(-columns // config.tile[1]) > _ACROSS:
+        return f"the result has more than {_ACROSS} tiles of {config.tile[1]} columns"
+    return None
+
+
+ENOUGH_WORK: Final = 2048**3
+"""Multiplications from which products in narrow formats are taken to be faster than BF16's where nothing was measured: launch and
+conversions cost the same for small ones."""
+
+NARROWEST: Final = 512
+"""No size of such a product may be smaller: it would wait for memory, not for the unit."""
+
+Candidates = Callable[[Problem, Arch], Sequence[KernelConfig]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    Attributes:
+        config: the kernel; None where torch computes.
+        taken: the problem as the kernel takes it, filled up or laid out anew; the problem itself where nothing is to be done.
+        reason: one clause, for reports.
+        integers: where torch computes, whether INT8 stays INT8; else BF16 carries it, in which its values are exact.
+    """
+
+    config: KernelConfig | None
+    taken: Problem
+    reason: str
+    integers: bool = True
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a problem by kernels: how they take it, and those that do."""
+
+    taken: Problem
+    configs: tuple[KernelConfig, ...]
+
+
+def decide(problem: Problem, arch: Arch, table: Table | None = None, candidates: Candidates | None = None) -> Decision:
+    """Decides for one problem.
+
+    Args:
+        arch: of the device.
+        table: what was tuned there; None where nothing was.
+        candidates: the kernels to choose from; those of `qsync_fx.backend.cuda.selection.candidates` by default.
+    """
+    found = way(problem, arch, candidates or known)
+    if isinstance(found, str):
+        return _torch(problem, found)
+    choice = table.choice(problem) if table is not None else None
+    return _untuned(problem, arch, found) if choice is None else _tuned(problem, arch, found, choice)
+
+
+def way(problem: Problem, arch: Arch, candidates: Candidates) -> Way | str:
+    """Returns how kernels compute a problem, copying as little as possible, or the reason why they do not."""
+    dear = False
+    for taken in padding.alternatives(problem):
+        configs = tuple(candidates(taken, arch))
+        if configs and padding.pays(problem, taken):
+            return Way(taken, configs)
+        dear = dear or bool(configs)
+    if dear:
+        what = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+        return f"{what} for a kernel costs more than it gains"
+    formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
+    return f"{arch} has no kernel for this product of {formats}"
+
+
+def known(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    """Returns the candidates that serve a problem."""
+    from qsync_fx.backend.cuda.selection.candidates import candidates
+
+    return candidates(problem, arch)
+
+
+def _torch(problem: Problem, reason: str, integers: bool = True) -> Decision:
+    return Decision(None, problem, reason, integers)
+
+
+def _kernel(problem: Problem, found: Way, config: KernelConfig, reason: str) -> Decision:
+    if found.taken != problem:
+        reason += ", its operands copied"
+    return Decision(config, found.taken, reason)
+
+
+def _tuned(problem: Problem, arch: Arch, found: Way, choice: Choice) -> Decision:
+    if choice.faster_than_bf16 is False:
+        return _torch(problem, f"{problem.a} was measured to be no faster than {wide(arch)} here", integers=False)
+    if choice.name == "torch":
+        return _torch(problem, "torch was measured to be as fast")
+    for config in found.configs:
+        if config.name == choice.name:
+            return _kernel(problem, found, config, "tuned")
+    # The one that was chosen is gone, or does not take this very size: the next best of those that are there.
+    left = sorted(
+        (config for config in found.configs if config.name in choice.seconds), key=lambda c: choice.seconds[c.name]
+    )
+    torch_takes = choice.seconds.get("torch", float("inf"))
+    if left and choice.seconds[left[0].name] < torch_takes:
+        return _kernel(problem, found, left[0], "tuned")
+    return _torch(problem, "the kernel that was tuned for it does not take this size")
+
+
+def _untuned(problem: Problem, arch: Arch, found: Way) -> Decision:
+    first = found.configs[0]
+    narrow = problem.a in NARROW or problem.b in NARROW
+    if not narrow and "tf32" not in (problem.a, problem.b):
+        return _torch(problem, "torch is taken to be as fast where nothing was tuned")
+    if not narrow:
+        return _kernel(problem, found, first, "not tuned")
+    if arch in ("sm_70", "sm_75"):
+        return _kernel(problem, found, first, f"not tuned; {arch} has no unit for bf16")
+    m, n, k = work(problem)
+    if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:
+        return _kernel(problem, found, first, "not tuned")
+    return _torch(
+        problem, f"{m} x {n} x {k} is too small for {problem.a} to pay where nothing was tuned", integers=False
+    )

@@ -1,1 +1,0 @@
-"""A kernel as text: translation units, written from the templates in cpp/cutlass."""

@@ -1,0 +1,485 @@
+"""nvcc, the host compiler and the CUTLASS headers of this machine.
+
+Invariant: what is returned serves; what is missing, too old, too new or does not answer raises `ToolchainError`, which says where was
+looked and what to do. A tool that the user named in the environment is taken or refused, never passed over for another. CUTLASS's
+Python package is not imported: it needs packages that we do not, and its headers are all that is used.
+
+What compiles: nvcc, the host compiler and the CUTLASS headers of this machine; for sm_70, NVRTC of CUDA 12.
+
+`nvrtc_compile` is the program that takes nvcc's place there.
+
+Compiles a kernel without nvcc: machine code by NVRTC, functions by the host compiler, both from the same text, in one library.
+
+A program of its own, which imports nothing of ours: what it does is ended, repeated and read from its output as a run of nvcc is.
+
+    python nvrtc_compile.py --nvrtc LIBRARY --host COMPILER --arch sm_70 -I FOLDER... NAME
+
+NAME.cu becomes NAME.cubin and NAME.so, in the current folder. Warnings, errors and the report of ptxas go to standard error.
+
+Invariant: NAME.so is there only if both parts agree on the size of the kernel's parameters, as the machine code tells it.
+
+NVRTC of CUDA 12, which compiles for sm_70 (V100) where nvcc has dropped it: an optional extra, `pip install 'qsync-fx[volta]'`.
+
+Of CUDA it takes a library of NVRTC and the headers; kernels that it made need CUDA's driver and nothing else.
+
+Invariant: as of `toolchain`: what is returned serves, and a place that the user named is taken or refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from qsync_fx import environment
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.errors import ToolchainError
+
+DEVICE_FLAGS = ("-std=c++17", "-default-device", "-DNDEBUG", "--ptxas-options=-v")
+HOST_FLAGS = ("-std=c++17", "-O2", "-fpermissive", "-w", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+LINKED = ("-Wl,-z,defs", "-ldl")
+
+# NVRTC has no headers of the host's.
+_STANDARD = {
+    name: f"#pragma once\n#include <cuda/std/{name}>\nnamespace std {{ using namespace cuda::std; }}\n"
+    for name in ("cstdint", "limits", "type_traits")
+}
+_FIRST_PARAMETER = 0x160
+"""Where a kernel's parameters start in constant bank 0, on sm_70 and up to sm_89."""
+
+
+class Failed(Exception):
+    """What is told in the output before the program ends with status 1."""
+
+
+def machine_code(library: str, name: str, arch: str, folders: list[str]) -> tuple[bytes, str]:
+    """Returns the machine code of NAME.cu and what NVRTC and ptxas reported; raises `Failed` with the report."""
+    nvrtc = ctypes.CDLL(library)
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(function: str, *arguments: object) -> None:
+        status = getattr(nvrtc, function)(*arguments)
+        if status:
+            raise Failed(f"{function}: {nvrtc.nvrtcGetErrorString(status).decode()}")
+
+    def text(what: str) -> bytes:
+        call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        call(f"nvrtcGet{what}", program, found)
+        return found.raw
+
+    names, texts = _strings(list(_STANDARD)), _strings(list(_STANDARD.values()))
+    source = Path(f"{name}.cu").read_bytes()
+    call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), len(_STANDARD), texts, names)
+    options = [f"-arch={arch}", *DEVICE_FLAGS, *(f"-I{folder}" for folder in folders)]
+    failed = None
+    try:
+        call("nvrtcCompileProgram", program, len(options), _strings(options))
+    except Failed as error:
+        failed = error
+    report = text("ProgramLog").rstrip(b"\0").decode(errors="replace")
+    if failed:
+        raise Failed(f"{report}\n{failed}")
+    return text("CUBIN"), report
+
+
+def _strings(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(values))(*(value.encode() for value in values))
+
+
+def host_code(compiler: str, name: str, folders: list[str]) -> None:
+    """Compiles NAME.cu once more, with NAME.cubin in it, to NAME.so.part; raises `Failed`."""
+    includes = [f"-I{folder}" for folder in folders]
+    code = f'-DQSYNC_CODE="{name}.cubin"'
+    command = [compiler, "-x", "c++", *HOST_FLAGS, code, *includes, "-o", f"{name}.so.part", f"{name}.cu", *LINKED]
+    if status := subprocess.run(command, check=False).returncode:
+        raise Failed(f"the host compiler ended with status {status}")
+
+
+def agree(name: str, report: str) -> None:
+    """Raises `Failed` where the parts do not have the same parameters: such a kernel would read what is not there."""
+    banks = {int(size) for size in re.findall(r"(\d+) bytes cmem\[0\]", report)}
+    passed = ctypes.CDLL(os.path.abspath(f"{name}.so.part")).qsync_parameters()
+    if banks != {_FIRST_PARAMETER + passed}:
+        raise Failed(
+            f"the machine code takes {sorted(banks)} bytes with {_FIRST_PARAMETER} before, the host gives {passed}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compiles NAME.cu to NAME.cubin and NAME.so without nvcc.")
+    parser.add_argument("--nvrtc", metavar="LIBRARY", required=True)
+    parser.add_argument("--host", metavar="COMPILER", required=True)
+    parser.add_argument("--arch", required=True)
+    parser.add_argument("-I", dest="folders", metavar="FOLDER", action="append", default=[])
+    parser.add_argument("name")
+    given = parser.parse_args()
+    try:
+        code, report = machine_code(given.nvrtc, given.name, given.arch, given.folders)
+        print(report, file=sys.stderr, flush=True)
+        Path(f"{given.name}.cubin").write_bytes(code)
+        host_code(given.host, given.name, given.folders)
+        agree(given.name, report)
+        os.replace(f"{given.name}.so.part", f"{given.name}.so")
+    except (Failed, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+Version = tuple[int, ...]
+
+OLDEST_NVCC: Final = (12, 4)
+"""The first whose PTX has everything that CUTLASS 4 uses on Hopper."""
+
+OLDEST_GCC: Final = (7, 5)
+"""What CUTLASS 4 asks for in its README."""
+
+NEWEST_GCC: Final[dict[Version, int]] = {
+    (12, 4): 13,
+    (12, 5): 13,
+    (12, 6): 13,
+    (12, 8): 14,
+    (12, 9): 14,
+    (13, 0): 15,
+    (13, 1): 15,
+}
+"""The newest GCC that each nvcc accepts (CUDA Installation Guide for Linux, host compiler support). Others decide for themselves."""
+
+OLDEST_CUTLASS: Final = (4, 0)
+
+USUAL: Final = "/usr/local/cuda/bin"
+"""Where toolkits are that nobody has put anywhere else."""
+
+BESIDE: Final = Path(__file__).resolve().parents[3] / "third_party" / "cutlass"
+"""Where CUTLASS may lie in a source tree that travels to a machine without a network."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the version it tells."""
+
+    path: Path
+    version: Version
+
+    def __str__(self) -> str:
+        return f"{self.path} {dotted(self.version)}"
+
+
+@dataclass(frozen=True)
+class Headers:
+    """CUTLASS: `folders` are what nvcc searches; without any for sources that include nothing of it."""
+
+    folders: tuple[Path, ...] = ()
+    version: Version = ()
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """All that compiling takes.
+
+    Attributes:
+        nvcc: what compiles device code: nvcc, or the library of NVRTC where there is a `toolkit`.
+        host: what compiles host code.
+        toolkit: folders of CUDA's headers, for NVRTC; nvcc has its own.
+    """
+
+    nvcc: Program
+    host: Program
+    cutlass: Headers
+    toolkit: tuple[Path, ...] = ()
+
+
+def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
+    """Returns the tools of this machine.
+
+    Args:
+        arch: what is to be compiled for, if that is known.
+        templates: whether it is made of CUTLASS's templates, as products are; quantizers and copies are plain CUDA.
+
+    Raises:
+        ToolchainError: one is missing or of a version that does not serve.
+    """
+    if arch == "sm_70" and not _compiles_for_volta():
+        return tools()
+    compiler = nvcc()
+    return Toolchain(compiler, host_compiler(compiler), cutlass() if templates else Headers())
+
+
+def _compiles_for_volta() -> bool:
+    """Whether nvcc compiles for sm_70; CUDA 13 has dropped it. One that the user named and that does not serve raises, as elsewhere."""
+    if environment.text("QSYNC_NVRTC"):
+        return False
+    try:
+        return nvcc().version < (13,)
+    except ToolchainError:
+        if environment.text("QSYNC_NVCC", "CUDACXX"):
+            raise
+        return False
+
+
+def nvcc() -> Program:
+    """Returns nvcc: $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin, or that of a pip wheel."""
+    unfit: list[str] = []
+    for name in ("QSYNC_NVCC", "CUDACXX"):
+        if named := environment.text(name):
+            found = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
+            if found is None:
+                raise ToolchainError(
+                    "this is no nvcc that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
+                )
+            if found.version < OLDEST_NVCC:
+                raise _too_old("nvcc", found, OLDEST_NVCC, f"correct {name}, or unset it")
+            return found
+    for path in dict.fromkeys(_nvcc_places()):
+        found = _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
+        if found is not None and found.version >= OLDEST_NVCC:
+            return found
+        unfit.append(f"{path} is {dotted(found.version)}" if found else f"{path} does not run")
+    raise ToolchainError(
+        f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later"
+        + (f" ({'; '.join(unfit)})" if unfit else ""),
+        where="QSYNC_NVCC, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda/bin and the wheel nvidia-cuda-nvcc",
+        do="install the CUDA toolkit, or name its nvcc in QSYNC_NVCC; on a machine that has none, use kernels that another one has "
+        "built: qsync kernels build --output DIR there, QSYNC_KERNELS_PATH=DIR here",
+    )
+
+
+def _nvcc_places() -> Iterator[str]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if (home := environment.text(name)) and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
+            yield path
+    for folder in (None, USUAL, *map(str, wheel_folders("bin"))):
+        if path := shutil.which("nvcc", path=folder):
+            yield path
+
+
+def wheel_folders(name: str) -> list[Path]:
+    """Returns the folders called `name` ("bin", "lib") of NVIDIA's pip wheels, which share one place for each major version."""
+    homes = [place / cuda for place in package_folders("nvidia") for cuda in ("cu13", "cu12")]
+    return [home / name for home in homes if (home / name).is_dir()]
+
+
+def package_folders(name: str) -> list[Path]:
+    """Returns where a top-level package lies, without importing it; nothing where it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+
+
+def host_compiler(compiler: Program | None) -> Program:
+    """Returns what host code is compiled with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that nvcc accepts, if one is given."""
+    newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
+    for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
+        if named := environment.text(name):
+            found = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
+            if found is None:
+                raise ToolchainError(
+                    "this is no C++ compiler that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
+                )
+            return found
+    found = _host("g++") or _host("c++")
+    if found is not None and compiler is not None and newest is not None and found.version[0] > newest:
+        older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
+        fit = next((program for program in older if program), None)
+        if fit is None:
+            raise ToolchainError(
+                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and this one is {dotted(found.version)}",
+                where=str(found.path),
+                do=f"install g++-{newest} (it is found by that name), or name a compiler in NVCC_CCBIN",
+            )
+        found = fit
+    if found is None:
+        raise ToolchainError(
+            "CUDA kernels cannot be compiled: this takes a C++ compiler, and there is none",
+            where="NVCC_CCBIN, CUDAHOSTCXX, and g++ in PATH",
+            do="install g++ (on Debian: apt-get install g++), or name a compiler in NVCC_CCBIN",
+        )
+    if found.version < OLDEST_GCC:
+        raise _too_old("the host compiler", found, OLDEST_GCC, "install a later g++, or name one in NVCC_CCBIN")
+    return found
+
+
+def _host(name: str) -> Program | None:
+    return _program(shutil.which(name), ("-dumpfullversion", "-dumpversion"), r"^([\d.]+)\s*$")
+
+
+def cutlass() -> Headers:
+    """Returns the headers of CUTLASS: $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, or third_party/cutlass."""
+    for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
+        if named := environment.text(name):
+            root = Path(os.path.abspath(named))
+            found = next((h for h in map(_headers, (root, root / "source", root.parent)) if h), None)
+            if found is None:
+                raise ToolchainError(
+                    "this folder holds no CUTLASS: it has no include/cutlass/version.h beside tools/util/include",
+                    where=f"{name}={named}",
+                    do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, or unset it",
+                )
+            return _checked(found)
+    for root in (*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE):
+        if found := _headers(root):
+            return _checked(found)
+    raise ToolchainError(
+        "the headers of CUTLASS are missing",
+        where=f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}",
+        do="pip install --no-deps nvidia-cutlass==4.2.0.0",
+    )
+
+
+def _headers(root: Path) -> Headers | None:
+    folders = (root / "include", root / "tools" / "util" / "include")
+    header = folders[0] / "cutlass" / "version.h"
+    if not header.is_file() or not folders[1].is_dir():
+        return None
+    text = header.read_text(encoding="utf-8", errors="replace")
+    numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    return Headers(folders, tuple(int(number[1]) for number in numbers if number))
+
+
+def _checked(headers: Headers) -> Headers:
+    if headers.version < OLDEST_CUTLASS:
+        raise ToolchainError(
+            f"CUTLASS {dotted(headers.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is needed",
+            where=str(headers.folders[0]),
+            do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and CUTLASS_PATH",
+        )
+    return headers
+
+
+def tool(name: str, *beside: Path) -> Path | None:
+    """Returns a program of the CUDA toolkit other than nvcc: from folders given, PATH, pip wheels, or those that Triton brings along."""
+    brought = [place / "backends/nvidia/bin" for place in package_folders("triton")]
+    for folder in (*beside, None, Path(USUAL), *wheel_folders("bin"), *brought):
+        if path := shutil.which(name, path=None if folder is None else str(folder)):
+            return Path(os.path.abspath(path))
+    return None
+
+
+@functools.cache
+def library_folders(compiler: Path) -> tuple[Path, ...]:
+    """Returns where the toolkit of this nvcc keeps its libraries. It may be a script that calls the real one, so nvcc is asked."""
+    said = subprocess.run(
+        [compiler, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", said.stderr, flags=re.MULTILINE)
+    home = Path(top[1].strip()) if top else compiler.resolve().parent.parent
+    return tuple(path for path in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if path.is_dir())
+
+
+def dotted(version: Version) -> str:
+    """Returns a version as people write it."""
+    return ".".join(map(str, version))
+
+
+def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> Program | None:
+    if path is None:
+        return None
+    try:
+        changed = os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+    version = _version(path, arguments, pattern, changed)
+    return Program(Path(os.path.abspath(path)), version) if version else None
+
+
+@functools.cache
+def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) -> Version | None:
+    try:
+        said = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    found = re.search(pattern, said, flags=re.MULTILINE)
+    return tuple(int(number) for number in found[1].split(".") if number) if found else None
+
+
+def _too_old(name: str, found: Program, oldest: Version, do: str) -> ToolchainError:
+    return ToolchainError(
+        f"{name} is {dotted(found.version)}: {dotted(oldest)} or later is needed", where=str(found.path), do=do
+    )
+
+
+OLDEST: Final = (12, 4)
+FLAGS: Final = (*DEVICE_FLAGS, *HOST_FLAGS, *LINKED)
+INSTALL: Final = "pip install 'qsync-fx[volta]'"
+_PACKAGES: Final = "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12, nvidia-cuda-cccl-cu12, nvidia-cuda-nvcc-cu12"
+_HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cuda/std/cstdint")
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """The library with its version, and the folders of CUDA's headers."""
+
+    library: Program
+    folders: tuple[Path, ...]
+
+
+def tools() -> Toolchain:
+    """Returns what compiles for sm_70 without nvcc; raises `ToolchainError` where something is missing."""
+    found = nvrtc()
+    return Toolchain(found.library, host_compiler(None), cutlass(), found.folders)
+
+
+def nvrtc() -> Nvrtc:
+    """Returns NVRTC: of $QSYNC_NVRTC (a toolkit of CUDA 12, or a folder that `pip install --target` has filled), or of pip wheels."""
+    if named := environment.text("QSYNC_NVRTC"):
+        root = Path(os.path.abspath(Path(named).expanduser()))
+        found = _in_wheels(root / "nvidia") or _in_toolkit(root)
+        if found is None:
+            raise ToolchainError(
+                f"this folder holds no NVRTC of CUDA {dotted(OLDEST)} to 12.9 with CUDA's headers",
+                where=f"QSYNC_NVRTC={named}",
+                do=f"name a toolkit of CUDA 12, or a folder with {_PACKAGES}; or unset QSYNC_NVRTC and {INSTALL}",
+            )
+        return found
+    for place in package_folders("nvidia"):
+        if found := _in_wheels(place):
+            return found
+    raise ToolchainError(
+        "nothing here compiles for sm_70 (V100), which CUDA 13 has dropped: NVRTC of CUDA 12 is missing",
+        where=f"QSYNC_NVRTC, and the wheels {_PACKAGES}",
+        do=f"{INSTALL}, or install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc; without them, torch computes on such devices",
+    )
+
+
+def command(name: str, arch: str, found: Toolchain, folders: tuple[Path, ...]) -> list[str]:
+    """Returns the command that compiles NAME.cu in the current folder to NAME.so, and its machine code to NAME.cubin."""
+    includes = [f"-I{folder}" for folder in (*folders, *found.cutlass.folders, *found.toolkit)]
+    head = [sys.executable, "-I", str(Path(__file__).resolve())]
+    return [*head, "--nvrtc", str(found.nvcc.path), "--host", str(found.host.path), "--arch", arch, *includes, name]
+
+
+def _in_wheels(place: Path) -> Nvrtc | None:
+    headers = (place / name / "include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc"))
+    # The name of the file says "12" alone.
+    written = (path.name.split("-")[1] for path in sorted(place.parent.glob("nvidia_cuda_nvrtc_cu12-*.dist-info")))
+    return _checked_nvrtc(place / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", next(written, ""), headers)
+
+
+def _in_toolkit(root: Path) -> Nvrtc | None:
+    library = root / "lib64" / "libnvrtc.so.12"
+    headers = (root / "include", root / "include" / "cccl")
+    return _checked_nvrtc(
+        library, library.resolve().name.partition(".so.")[2], (path for path in headers if path.is_dir())
+    )
+
+
+def _checked_nvrtc(library: Path, version: str, headers: Iterator[Path]) -> Nvrtc | None:
+    folders = tuple(headers)
+    numbers = tuple(map(int, re.findall(r"\d+", version)))
+    whole = library.is_file() and all(any((folder / name).is_file() for folder in folders) for name in _HEADERS)
+    return Nvrtc(Program(library, numbers), folders) if whole and OLDEST <= numbers < (13,) else None

@@ -1,1 +1,0 @@
-"""Which candidate is fastest where: what is measured, kept in tables, and recorded for machines without a GPU."""

@@ -1,0 +1,539 @@
+"""Which candidate is fastest for a problem.
+
+torch (cuBLAS, cuDNN) is always the first candidate, so tuning can only gain. Timings are noisy and a choice must not be: candidates are
+measured in rounds that take turns, a candidate's time is the median of all its rounds, and the earliest candidate whose median is within
+`MARGIN` of the fastest one's wins. So a kernel replaces torch only where it is clearly faster, and two runs that measure about the same
+choose the same.
+
+Invariant: nothing here needs a GPU. What measures is a `Timer`; one reads recorded timings.
+
+Which candidate is fastest where: what is measured, kept in tables, and recorded for machines without a GPU.
+
+Problems in files and in reports: as JSON, and in one line.
+
+Invariant: what `problem_from` returns is a problem that the operators could have asked for; everything else raises, naming the field.
+
+Tables of what tuning measured, on disk: one file for each environment that timings hold in.
+
+Invariant: a file is JSON, checked field by field before anything is believed, and holds names and numbers alone: a kernel is looked up by
+its name among the candidates, never made from what a file says. Files are replaced whole, under a lock, and rows of other problems stay.
+
+A file (cost models read these):
+
+    format       "qsync tuning table"
+    version      1
+    environment  gpu, driver, cuda, torch, cutlass: versions; abi: a number. Timings of one environment say little of another
+    choices      a list of
+        problem            kind ("gemm" or "conv") and the fields of `problem.GemmProblem` or `problem.ConvProblem`, sizes of the bucket
+        name               the winner: "torch" or the name of a kernel
+        seconds            name -> median seconds, every candidate that ran
+        failed             name -> why it did not run
+        faster_than_bf16   true, false or null; see `tuning.Choice`
+        rounds             how often each was measured
+
+Recorded timings: what a GPU measured once, as a file that decides without one.
+
+Invariant: hostile until checked, as tables are. A file:
+
+    format        "qsync recorded timings"
+    version       1
+    environment   as in a tuning table
+    arch          "sm_90a" or another of `config.ARCHITECTURES`
+    timings       a list of {problem: ..., seconds: {name: [seconds, ...]}}, names as in a tuning table
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+from filelock import FileLock, Timeout
+
+from qsync_fx.backend.cuda.kernel_config import OPERANDS, OUTPUTS, Arch, KernelConfig
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE
+from qsync_fx.errors import QSyncError
+from qsync_fx.formats import FORMATS
+from qsync_fx.serialization.convert import Check, converter, structured
+from qsync_fx.serialization.schema import Schema
+from qsync_fx.serialization.strict_json import Malformed
+
+PROBLEM_FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"a": PROBLEM_FORMATS, "b": PROBLEM_FORMATS, "out": OUTPUTS}
+_GEMM_SIZES: Final = ("m", "n", "k")
+_CONV_SIZES: Final = ("n", "h", "w", "c", "k", "r", "s", "stride", "dilation")
+
+
+def _gemm(problem: GemmProblem) -> str | None:
+    return _common(problem, _GEMM_SIZES)
+
+
+def _conv(problem: ConvProblem) -> str | None:
+    if wrong := _common(problem, _CONV_SIZES):
+        return wrong
+    if not all(0 <= size <= LARGEST_SIZE for size in problem.padding):
+        return _cannot("padding", problem.padding)
+    return _cannot("r, s", (problem.r, problem.s)) if min(problem.p, problem.q) < 1 else None
+
+
+def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
+    for name, known in _CHOICES.items():
+        if (value := getattr(problem, name)) not in known:
+            return _cannot(name, value)
+    for name in sizes:
+        value = getattr(problem, name)
+        if not all(1 <= size <= LARGEST_SIZE for size in (value if isinstance(value, tuple) else (value,))):
+            return _cannot(name, value)
+    return None
+
+
+def _cannot(name: str, value: object) -> str:
+    return f"a problem cannot have {name} = {repr(value)[:60]}"
+
+
+CHECKS: Final[Mapping[Any, Check]] = {GemmProblem: _gemm, ConvProblem: _conv}
+"""What types do not say of problems, for the schemas of files that hold some."""
+_PROBLEMS: Final = converter(CHECKS)
+
+
+def problem_as_json(problem: Problem) -> dict[str, Any]:
+    """Returns a problem's fields, and "kind": "gemm" or "conv"."""
+    fields: dict[str, Any] = _PROBLEMS.unstructure(problem)
+    return fields
+
+
+def problem_from(data: object, where: str) -> Problem:
+    """Returns the problem that JSON describes; raises `QSyncError` naming what is wrong with it."""
+    try:
+        found: Problem = structured(_PROBLEMS, data, Problem)
+    except Malformed as wrong:
+        place = ", ".join(filter(None, (where, wrong.where)))
+        raise QSyncError(f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None) from None
+    return found
+
+
+def shown(problem: Problem) -> str:
+    """Returns a problem in one line, for tables and reasons."""
+    formats = problem.a if problem.a == problem.b else f"{problem.a} x {problem.b}"
+    if isinstance(problem, GemmProblem):
+        layout = {"row": "n", "column": "t"}
+        majors = layout[problem.a_major] + layout[problem.b_major]
+        return f"gemm {problem.m} x {problem.n} x {problem.k} {majors} {formats} -> {problem.out}"
+    p = problem
+    window = f"{p.r} x {p.s}" + (f" / {p.stride[0]}" if max(p.stride) > 1 else "")
+    return f"{p.operation} {p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels, {window}, {formats} -> {p.out}"
+
+
+MARGIN: Final = 0.03
+"""How much slower than the fastest a candidate may be and still win by coming earlier, as a fraction."""
+
+ROUNDS: Final = 9
+
+NARROW: Final = tuple(row.name for row in FORMATS.values() if row.dtype.itemsize == 1)
+"""Formats of one byte: they are worth their conversions only where their products beat those of BF16."""
+
+Candidate = KernelConfig | Literal["torch"]
+
+
+class TuningError(QSyncError):
+    """A problem that no candidate could be measured for, or a table that cannot be read or kept."""
+
+
+class Timer(Protocol):
+    """What measures the candidates of one problem."""
+
+    def measure(self, candidate: Candidate) -> list[float]:
+        """Returns the seconds of some runs, at least one.
+
+        Raises:
+            QSyncError: the candidate does not run here.
+        """
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What tuning found out about one problem; a row of the tables that cost models read.
+
+    Attributes:
+        problem: a bucket (`problem.bucket()`).
+        name: the winner: "torch", or the name of a `KernelConfig`.
+        seconds: the median of each candidate that ran, by its name, in the order of the candidates.
+        failed: why the others did not, by name.
+        faster_than_bf16: of INT8 and FP8 problems, whether the winner beats the best candidate in BF16, or in FP16 where the device has no
+            unit for BF16; None where that is not known, and for other formats.
+        rounds: how often each candidate was measured.
+    """
+
+    problem: Problem
+    name: str
+    seconds: Mapping[str, float]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    faster_than_bf16: bool | None = None
+    rounds: int = ROUNDS
+
+    @property
+    def best(self) -> float:
+        """Seconds of the winner."""
+        return self.seconds[self.name]
+
+
+def name_of(candidate: Candidate) -> str:
+    """Returns what a candidate is called in tables."""
+    return candidate if isinstance(candidate, str) else candidate.name
+
+
+def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS) -> Choice:
+    """Measures torch and the candidates for one problem and chooses.
+
+    Candidates take turns, and each round starts with another one, so that what a GPU does over time (clocks, heat) falls on all of them.
+
+    Raises:
+        TuningError: nothing could be measured, torch neither.
+    """
+    running: list[Candidate] = ["torch", *candidates]
+    measured: dict[str, list[float]] = {name_of(candidate): [] for candidate in running}
+    failed: dict[str, str] = {}
+    for turn in range(rounds):
+        start = turn % max(1, len(running))
+        for candidate in running[start:] + running[:start]:
+            try:
+                measured[name_of(candidate)] += _valid(timer.measure(candidate))
+            except QSyncError as error:
+                failed[name_of(candidate)] = error.what
+        running = [candidate for candidate in running if name_of(candidate) not in failed]
+    seconds = {name: statistics.median(values) for name, values in measured.items() if values and name not in failed}
+    if not seconds:
+        raise TuningError(
+            f"no candidate could be measured: {next(iter(failed.values()), 'there is none')}",
+            where=shown(problem),
+            do="see what `qsync doctor` says of the device",
+        )
+    return Choice(problem, _winner(seconds), seconds, failed, None, rounds)
+
+
+def _valid(values: Iterable[float]) -> list[float]:
+    found = list(values)
+    if not found or not all(math.isfinite(value) and value > 0 for value in found):
+        raise TuningError("its timings are no positive numbers")
+    return found
+
+
+def _winner(seconds: Mapping[str, float]) -> str:
+    fastest = min(seconds.values())
+    return next(name for name, value in seconds.items() if value <= fastest * (1 + MARGIN))
+
+
+def counterpart(problem: Problem, wide: str = "bf16") -> Problem | None:
+    """Returns the problem in 16 bits that a problem in a narrow format has to beat, None for other formats."""
+    if problem.a not in NARROW and problem.b not in NARROW:
+        return None
+    return replace(problem, a=wide, b=wide, a_scale="none", b_scale="none")
+
+
+def gated(choice: Choice, wide: Choice | None) -> Choice:
+    """Returns a choice with the answer whether its product beats that in 16 bits."""
+    return choice if wide is None else replace(choice, faster_than_bf16=choice.best < wide.best)
+
+
+def tune_all(
+    problems: Iterable[Problem],
+    candidates: Callable[[Problem], Sequence[KernelConfig]],
+    timer: Callable[[Problem], Timer],
+    rounds: int = ROUNDS,
+    report: Callable[[Problem, Choice | None, str], None] = lambda problem, choice, why: None,
+    wide: str = "bf16",
+) -> list[Choice]:
+    """Tunes each bucket of some problems, and the buckets in 16 bits that narrow formats are compared with.
+
+    Args:
+        problems: any; those of one bucket are tuned once.
+        candidates: kernels to try for a problem.
+        timer: what measures the candidates of a problem; released before the next one is made.
+        rounds: of each candidate.
+        report: called when a bucket is done, with its choice, or None and why there is none.
+        wide: the format of 16 bits that the device has, as `hardware.wide` says.
+
+    Returns:
+        The choices, in the order in which buckets first occur, those in 16 bits last.
+    """
+    found: dict[Problem, Choice] = {}
+    for problem in buckets(problems, wide):
+        try:
+            found[problem] = tune(problem, candidates(problem), timer(problem), rounds)
+        except QSyncError as error:
+            report(problem, None, error.what)
+            continue
+        report(problem, found[problem], "")
+    others = {problem: counterpart(problem, wide) for problem in found}
+    return [gated(choice, found.get(other) if (other := others[p]) else None) for p, choice in found.items()]
+
+
+def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
+    """Returns the buckets to be tuned for some problems, each once, with those in 16 bits that they are compared with."""
+    own = list(dict.fromkeys(problem.bucket() for problem in problems))
+    others = [other for problem in own if (other := counterpart(problem, wide)) is not None]
+    return list(dict.fromkeys([*own, *others]))
+
+
+def work(problem: Problem) -> tuple[int, int, int]:
+    """Returns m, n, k of the matrix product that a problem is; a convolution's are those of its implicit one."""
+    if isinstance(problem, GemmProblem):
+        return problem.m, problem.n, problem.k
+    pixels, window = problem.n * problem.p * problem.q, problem.r * problem.s
+    match problem.operation:
+        case "fprop":
+            return pixels, problem.k, window * problem.c
+        case "dgrad":
+            return problem.n * problem.h * problem.w, problem.c, window * problem.k
+        case "wgrad":
+            return problem.k, window * problem.c, pixels
+
+
+LARGEST_FILE: Final = 64 * 2**20
+_LONGEST: Final = 400
+_PATIENCE: Final = 60.0
+"""Seconds to wait for another process that writes the same table."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What timings depend on beside the problem. Versions as text; `abi` is that of compiled kernels."""
+
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    cutlass: str
+    abi: int
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of everything."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured in one environment, by bucket."""
+
+    environment: Environment
+    choices: Mapping[Problem, Choice] = field(default_factory=dict)
+
+    def choice(self, problem: Problem) -> Choice | None:
+        """Returns what is known of a problem's bucket."""
+        return self.choices.get(problem.bucket())
+
+    def updated(self, choices: Iterable[Choice]) -> Table:
+        """Returns the table with these choices in place of older ones for the same problems."""
+        return Table(self.environment, {**self.choices, **{choice.problem: choice for choice in choices}})
+
+
+def path_in(folder: Path, environment: Environment) -> Path:
+    """Returns where the table of an environment is kept."""
+    return folder / f"{environment.digest}.json"
+
+
+def load_table(path: Path, environment: Environment | None = None) -> Table:
+    """Returns the table in a file; an empty one where there is no file and an environment is given.
+
+    Raises:
+        TuningError: the file cannot be read, is no table of this version, or is one of another environment.
+    """
+    if environment is not None and not path.exists():
+        return Table(environment)
+    rows = TABLE.load(path)
+    if environment is not None and rows.environment != environment:
+        raise TuningError(
+            f"the tuning table was measured in another environment: {rows.environment}",
+            where=str(path),
+            do="remove it; `qsync tune` writes a new one",
+        )
+    return Table(rows.environment, {choice.problem: choice for choice in rows.choices})
+
+
+def save_table(path: Path, environment: Environment, choices: Iterable[Choice]) -> Table:
+    """Merges choices into the table at `path`, which other processes may do at the same time, and returns the whole.
+
+    A file that cannot be read is kept beside the new one, with `.unreadable` at the end of its name.
+
+    Raises:
+        QSyncError: the folder cannot be written to, or another process holds the table for a minute.
+    """
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_PATIENCE):
+            table = _present(path, environment).updated(choices)
+            TABLE.write(path, TABLE.encode(_Rows(environment, [_short(choice) for choice in table.choices.values()])))
+            return table
+
+
+def check_writable(path: Path) -> None:
+    """Makes the folder of the table at `path`; raises `TuningError` where no table can be written, before anything is measured for it."""
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TABLE.check_writable(path)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise TuningError(
+            "another process has been writing the tuning table for a minute",
+            where=str(path),
+            do=f"wait for it; if there is none, remove {path}.lock",
+        ) from None
+    except OSError as error:
+        raise TuningError(
+            f"the tuning table cannot be written: {error.strerror or error}",
+            where=str(path),
+            do="check that the folder is writable",
+        ) from error
+
+
+def _present(path: Path, environment: Environment) -> Table:
+    try:
+        return load_table(path, environment)
+    except TuningError:
+        path.replace(path.with_name(path.name + ".unreadable"))
+        return Table(environment)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A table as its file holds it."""
+
+    environment: Environment
+    choices: list[Choice]
+
+
+def choice_as_json(choice: Choice) -> dict[str, Any]:
+    """Returns one row of a table."""
+    row: dict[str, Any] = TABLE.part(_short(choice))
+    return row
+
+
+def _short(choice: Choice) -> Choice:
+    return replace(choice, failed={name: why[:_LONGEST] for name, why in choice.failed.items()})
+
+
+def _check_choice(choice: Choice) -> str | None:
+    if choice.problem != choice.problem.bucket():
+        return "the sizes of its problem are those of no bucket"
+    if choice.name not in choice.seconds:
+        return "the winner has no seconds"
+    if any(map(_long, (*choice.seconds, *choice.failed, *choice.failed.values()))):
+        return f"a name or a reason is longer than {_LONGEST} characters"
+    if not all(value > 0 for value in choice.seconds.values()):
+        return "seconds are not positive"
+    return None if choice.rounds > 0 else f"it was measured in {choice.rounds} rounds"
+
+
+def _long(value: object) -> bool:
+    return isinstance(value, str) and len(value) > _LONGEST
+
+
+def _check_environment(found: Environment) -> str | None:
+    return next((f"{name} is too long" for name, value in vars(found).items() if _long(value)), None)
+
+
+ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
+"""What types do not say of environments, for the schemas of files that hold one."""
+TABLE: Final = Schema(
+    _Rows,
+    noun="tuning table",
+    error=TuningError,
+    remedy="remove it; `qsync tune` writes a new one",
+    name="qsync tuning table",
+    largest=LARGEST_FILE,
+    checks={**CHECKS, **ENVIRONMENT, Choice: _check_choice},
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Timings of one environment: the seconds of every run, by problem and name of the candidate."""
+
+    environment: Environment
+    arch: Arch
+    timings: Mapping[Problem, Mapping[str, list[float]]]
+
+    def timer(self, problem: Problem) -> RecordedTimer:
+        """Returns the timer of a problem, recorded as such or under its bucket."""
+        return RecordedTimer(self.timings.get(problem) or self.timings.get(problem.bucket()) or {})
+
+
+@dataclass(frozen=True)
+class RecordedTimer:
+    """Measures by reading; every round reads the same."""
+
+    seconds: Mapping[str, list[float]]
+
+    def measure(self, candidate: Candidate) -> list[float]:
+        if name_of(candidate) not in self.seconds:
+            raise TuningError("no timings of it are recorded")
+        return self.seconds[name_of(candidate)]
+
+
+@dataclass
+class Keeper:
+    """A timer that keeps what another one measures, for a recording. `timer` may be dropped when it has measured."""
+
+    timer: Timer | None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def measure(self, candidate: Candidate) -> list[float]:
+        assert self.timer is not None
+        found = self.timer.measure(candidate)
+        self.seconds.setdefault(name_of(candidate), []).extend(found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Row:
+    problem: Problem
+    seconds: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class _RecordedRows:
+    """A recording as its file holds it."""
+
+    environment: Environment
+    arch: Arch
+    timings: list[_Row]
+
+
+def save_recording(path: Path, recording: Recording) -> None:
+    """Writes a recording to `path` in one step; raises `TuningError` if it cannot."""
+    rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
+    RECORDING.write(path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows)))
+
+
+def load_recording(path: Path) -> Recording:
+    """Returns the recording in a file; raises `TuningError` where it is none."""
+    found = RECORDING.load(path)
+    return Recording(found.environment, found.arch, {row.problem: row.seconds for row in found.timings})
+
+
+def _check(row: _Row) -> str | None:
+    return next((f"there are no seconds of {name[:60]!r}" for name, values in row.seconds.items() if not values), None)
+
+
+RECORDING: Final = Schema(
+    _RecordedRows,
+    noun="recording",
+    error=TuningError,
+    remedy="record timings with qsync tune --record FILE",
+    name="qsync recorded timings",
+    largest=LARGEST_FILE,
+    checks={**CHECKS, **ENVIRONMENT, _Row: _check},
+)

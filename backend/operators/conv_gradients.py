@@ -1,0 +1,246 @@
+"""Convolutions with explicit padding, for sizes at which oneDNN computes weight gradients wrongly.
+
+If the kernel is longer than the data along a dimension, or a tap of it meets padding alone, oneDNN
+leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md). Input that
+contains its padding has the same gradient; it is never shorter than the kernel, and every tap meets
+a value of it.
+
+Invariant: whether a dimension is padded follows from sizes alone.
+
+Sizes of convolutions: the output, and the input from which on each tap of the kernel meets data.
+
+A tap may reach into the padding at every output: eight of the nine of a 3 x 3 kernel with stride 2
+on an image of one pixel. `explicit_padding` says why that matters.
+
+`qsync::depthwise_gradients`: gradients of a depthwise convolution in FP32 with channels last, where oneDNN is fast at them.
+
+Why an operator of its own: what Inductor gives to torch's it lays out first as the gradient of the weight lies, of which one channel has
+any strides, and oneDNN took 1.6 to 4.2 times as long for that.
+
+Invariant: sums are in FP32, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from qsync_fx.backend.operators.registration import define
+
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+"""Arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups."""
+
+
+def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Returns how many places a window has along one dimension of the input: the size of the output."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
+    """Returns, for each spatial dimension and tap, the smallest size of the input at which the tap meets data."""
+    stride, padding, dilation, transposed, output_padding, _ = geometry
+    found = []
+    for at, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
+        taps = [(i * d - p, max(0, -((i * d - p) // s))) for i in range(k)]
+        if transposed:
+            extra = 2 * p - d * (k - 1) - output_padding[at]
+            found.append([1 + max(j, -(-(offset + s * j + extra) // s)) for offset, j in taps])
+        else:
+            found.append([1 + s * j + max(offset, d * (k - 1) - 2 * p) for offset, j in taps])
+    return found
+
+
+def needs_padding(weight: Tensor, x: Tensor, geometry: Geometry) -> bool:
+    """Return whether oneDNN may compute this convolution's weight gradient wrongly.
+
+    Conditions on symbolic sizes become guards. In FP32 only 3-D convolutions are affected.
+    """
+    if x.device.type != "cpu" or (weight.dtype.itemsize >= 4 and weight.dim() < 5):
+        return False
+    return any(unsafe_dimensions(weight.shape[2:], x.shape[2 - weight.dim() :], geometry))
+
+
+def unsafe_dimensions(kernel: Sequence[int], size: Sequence[int], geometry: Geometry) -> list[bool]:
+    """Return for each spatial dimension whether it has to be padded.
+
+    Args:
+        kernel: spatial size of the weight.
+        size: spatial size of the convolution's input.
+        geometry: of the convolution; every dimension is padded if it is symbolic.
+    """
+    stride, padding, dilation, transposed, output_padding, groups = geometry
+    numbers = [*kernel, *stride, *padding, *dilation, *output_padding]
+    if not all(isinstance(number, int) for number in numbers):
+        return [True] * len(kernel)
+    tap_sizes = least_sizes(kernel, geometry)
+    result = []
+    each = zip(size, kernel, stride, padding, dilation, strict=True)
+    for index, (n, k, s, p, d) in enumerate(each):
+        extent = d * (k - 1) + 1
+        # The padded side of a transposed convolution is its output.
+        data = (n - 1) * s - 2 * p + extent + output_padding[index] if transposed else n
+        # Depthwise 3-D gradients are wrong, in FP32 too, unless the data is longer by the stride.
+        spare = s - 1 if len(kernel) == 3 and groups != 1 else 0
+        conditions = data >= extent + spare, *(n >= least for least in tap_sizes[index])
+        safe = p == 0 or all(guard_or_false(condition) for condition in conditions)
+        result.append(not safe)
+    return result
+
+
+def convolution_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    geometry: Geometry,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias, None for those that are not needed.
+
+    Args:
+        gradient: of the output, `[N, O, *size']`.
+        x: `[N, C, *size]`.
+        weight: `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`.
+        bias_sizes: shape of the bias; None if there is none.
+        geometry: of the convolution.
+        needed: whether the gradient of input, weight and bias is needed.
+    """
+    backward = torch.ops.aten.convolution_backward.default
+    to_x: Tensor | None
+    to_weight: Tensor | None
+    to_bias: Tensor | None
+    if not any(needed[1:]) or not needs_padding(weight, x, geometry):
+        to_x, to_weight, to_bias = backward(gradient, x, weight, bias_sizes, *geometry, needed)
+        return to_x, to_weight, to_bias
+    to_x = None
+    if needed[0]:
+        to_x = backward(gradient, x, weight, None, *geometry, [True, False, False])[0]
+    sides, padded = _explicit(weight, x, geometry)
+    # The padded side of a transposed convolution is its output.
+    if geometry[3]:
+        gradient = F.pad(gradient, sides)
+    else:
+        x = F.pad(x, sides)
+    only = [False, *needed[1:]]
+    _, to_weight, to_bias = backward(gradient, x, weight, bias_sizes, *padded, only)
+    return to_x, to_weight, to_bias
+
+
+def _explicit(weight: Tensor, x: Tensor, geometry: Geometry) -> tuple[list[int], Geometry]:
+    """Return the amounts for `F.pad`, and the geometry with the padding that is left."""
+    padding = geometry[1]
+    unsafe = unsafe_dimensions(weight.shape[2:], x.shape[2:], geometry)
+    amounts = [p if pad else 0 for p, pad in zip(padding, unsafe, strict=True)]
+    remaining = [0 if pad else p for p, pad in zip(padding, unsafe, strict=True)]
+    dilation, transposed, output_padding, groups = geometry[2:]
+    sides = [amount for amount in reversed(amounts) for _ in range(2)]
+    return sides, (geometry[0], remaining, dilation, transposed, output_padding, groups)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """Return the output of a convolution.
+
+    In BF16 oneDNN computes grouped 3-D ones wrongly, too, if a group has one input channel, the
+    input is channels-last and the kernel is longer than the data.
+    """
+    grouped = weight.dim() == 5 and weight.shape[1] == 1 and geometry[5] != 1 and not geometry[3]
+    if grouped and needs_padding(weight, x, geometry):
+        sides, geometry = _explicit(weight, x, geometry)
+        x = F.pad(x, sides)
+    result: Tensor = torch.ops.aten.convolution.default(x, weight, bias, *geometry)
+    return result
+
+
+class _Convolution(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        return forward(x, weight, bias, geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, ctx.geometry = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        result = convolution_backward(gradient, x, weight, ctx.bias_sizes, ctx.geometry, needed)
+        return (*result, None)
+
+
+def _padded_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    batched = input.dim() == weight.dim()
+    x = input if batched else input.unsqueeze(0)
+    result: Tensor = _Convolution.apply(x, weight, bias, rest)  # type: ignore[no-untyped-call]
+    return result if batched else result.squeeze(0)
+
+
+define(
+    "padded_convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, "
+    "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, "
+    "SymInt groups) -> Tensor",
+    {"CompositeImplicitAutograd": _padded_convolution},
+)
+
+
+def depthwise_gradients(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of what a convolution reads and of its weight, those that are needed.
+
+    Args:
+        gradient: `[N, C, H', W']`, BF16 or FP32.
+        x: `[N, C, H, W]`, of the same type.
+        weight: `[C, 1, R, S]`, of the same type.
+        stride, padding, dilation: those of the convolution.
+        needed: which of the two.
+
+    Returns:
+        `[N, C, H, W]` with channels last, and `[C, 1, R, S]`; None for what is not needed.
+    """
+    found = torch.ops.qsync.depthwise_gradients.default(gradient, x, weight, stride, padding, dilation, list(needed))
+    of_x, of_weight = (one if wanted else None for one, wanted in zip(found, needed, strict=True))
+    return of_x, of_weight
+
+
+def _kernel(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *window, needed = rest
+    read = [t.to(torch.float32, memory_format=torch.channels_last) for t in (gradient, x)]
+    where = None, *window, False, [0, 0], weight.shape[0]
+    of_x, of_weight, _ = torch.ops.aten.convolution_backward.default(*read, weight.float(), *where, [*needed, False])
+    if of_x is not None:
+        of_x = of_x.to(x.dtype, memory_format=torch.channels_last)
+    if of_weight is not None:
+        of_weight = of_weight.to(weight.dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(0) if of_x is None else of_x, weight.new_empty(0) if of_weight is None else of_weight
+
+
+def _fake(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    of_x, of_weight = rest[-1]
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last) if of_x else x.new_empty(0),
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else weight.new_empty(0),
+    )
+
+
+define(
+    "depthwise_gradients(Tensor gradient, Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "bool[2] needed) -> (Tensor, Tensor)",
+    {"CompositeExplicitAutograd": _kernel},
+    _fake,
+)

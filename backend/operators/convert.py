@@ -1,0 +1,131 @@
+"""`qsync::convert`: a copy of a matrix, turned, filled up and converted in one pass.
+
+Why: units for narrow formats take both operands along the dimension that is summed over, in steps of 16 bytes, and what a layer has saved
+seldom lies so. The wrapper around kernels (`qsync_fx.backend.cuda.runtime.launch`) makes these copies by the same kernel, for whom this is
+the
+operator.
+
+Invariant: one formula, whatever the device; copies keep every bit, that of NaN too.
+
+`qsync::carry`: a quantized tensor in the carrier, for the products of the forward pass.
+
+Why an operator for what is a conversion: so that the quantized tensor is what is saved for the backward pass. A partitioner of joint graphs
+that sees the same conversion in the forward and the backward pass saves its result, which is twice as large; and it counts a tensor
+that only conversions read as one that need not be in memory, which makes saving it look dear. The backward pass converts as usual.
+Nothing is lost: the conversion stands between two kernels that a compiler fuses nothing into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda import codegen
+from qsync_fx.backend.operators.registration import define, require
+from qsync_fx.errors import PrecisionError
+from qsync_fx.formats import FORMATS
+
+TYPES = tuple(FORMATS[name].dtype for name in codegen.NUMBERS)
+FLOATS = tuple(FORMATS[name].dtype for name in codegen.FLOATS)
+
+
+def convert(
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    turned: bool = False,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Returns `y[r, c] = dtype(x[r, c] * scale)`, or of `x[c, r]` if turned, and zeros beyond the values of `x`.
+
+    Computed in FP32, rounded once, to the nearest, ties to even; what is too large becomes infinite. Without a scale and with the type of
+    `x` it is a copy of the bits. It has no gradient.
+
+    Args:
+        x: INT8, FP8 (E4M3, E5M2), FP16, BF16 or FP32, `[M, N]`, any strides; a kernel reads rows or columns without gaps between values.
+        dtype: FP16, BF16 or FP32, or the type of `x`, which it is by default.
+        scale: FP32, `[]` or `[1]`, on `x`'s device; 1 by default. The result is a float then.
+        turned: whether `y` is the transpose.
+        shape: of the result, in neither dimension less than `x` (its transpose) has; by default as much.
+
+    Returns:
+        `[R, C]`, contiguous.
+
+    Raises:
+        PrecisionError: types that are none of these.
+        RuntimeError: `x` is no matrix, `scale` is not one FP32 number on the same device, `shape` is too small.
+    """
+    sizes = list(x.shape[::-1] if turned else x.shape) if shape is None else list(shape)
+    found: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, turned, sizes)
+    return found
+
+
+def _checked(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> None:
+    where = "qsync::convert"
+    if x.dtype not in TYPES:
+        raise PrecisionError(f"{x.dtype} is not converted", where=where, do="give integers or floats that layers have")
+    if dtype not in FLOATS and (scale is not None or dtype != x.dtype):
+        raise PrecisionError(
+            f"{x.dtype} cannot become {dtype}{'' if scale is None else ' with a scale'}",
+            where=where,
+            do="convert to float16, bfloat16 or float32; qsync::quantize makes narrower types",
+        )
+    require(x.dim() == 2 and len(shape) == 2, lambda: f"{where}: {x.dim()} dimensions to {len(shape)}, not 2 to 2")
+    if scale is not None:
+        one = scale.numel() == 1 and scale.dim() < 2 and scale.dtype == torch.float32 and scale.device == x.device
+        require(one, lambda: f"{where}: the scale is no single FP32 number on {x.device}")
+    rows, columns = (x.shape[1], x.shape[0]) if turned else x.shape
+    enough = (shape[0] >= rows, shape[1] >= columns)
+    for fits in enough:
+        require(fits, lambda: f"{where}: {rows} x {columns} values do not fit into {shape[0]} x {shape[1]}")
+
+
+def _convert_fake(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
+    _checked(x, dtype, scale, turned, shape)
+    return x.new_empty(list(shape), dtype=dtype)
+
+
+def _by_torch(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
+    from qsync_fx.backend.cuda.problem.padding import laid_out
+
+    _checked(x, dtype, scale, turned, shape)
+    straight = x.t() if turned else x
+    values = straight if scale is None else straight.to(torch.float32) * scale
+    return laid_out(values.to(dtype), shape[0], shape[1], "row")
+
+
+def _kernel(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
+    from qsync_fx.backend.cuda.runtime import layout_convert
+
+    _checked(x, dtype, scale, turned, shape)
+    found = layout_convert.convert(x, scale, dtype, turned, (shape[0], shape[1])) if x.numel() else None
+    return _by_torch(x, dtype, scale, turned, shape) if found is None else found
+
+
+define(
+    "convert(Tensor x, ScalarType dtype, Tensor? scale, bool turned, SymInt[] shape) -> Tensor",
+    {
+        "CPU": _by_torch,
+        "CUDA": _kernel,
+        "Autograd": torch.library.fallthrough_kernel,
+    },
+    _convert_fake,
+)
+
+
+def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of `q`, any shape and strides, as `dtype`, in which each is exact."""
+    return q if q.dtype == dtype else torch.ops.qsync.carry.default(q, dtype)
+
+
+def _convert(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.to(dtype, copy=True)
+
+
+def _carry_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(q, dtype=dtype)
+
+
+define("carry(Tensor q, ScalarType dtype) -> Tensor", {"CompositeExplicitAutograd": _convert}, _carry_fake)

@@ -1,0 +1,231 @@
+"""Whether a layer's products are kernels of ours or torch's, and the calls of those that are.
+
+Why it is decided while a graph is traced: torch's own products are seen by the compiler, which fuses scales and bias with what surrounds
+them; a kernel is one opaque call with its epilogue inside. Of the two the one is written into the graph that is faster for the shapes at
+hand. Other shapes of the same graph (symbolic sizes) are computed right by either.
+
+On CUDA a kernel's shape decides, by what was tuned. On the CPU there is one kernel for products of INT8, the native module's, and it is
+taken wherever the processor has a unit for integers: it scales sums as it gives them out, torch in a pass of its own (docs/kernels.md).
+
+Invariant: without kernels for the device nothing changes; every function returns None then, and the layer computes as it always has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    OUTPUTS,
+    Outline,
+    Window,
+    conv_problem,
+    gemm_problem,
+    outline,
+    too_large,
+)
+from qsync_fx.backend.cuda.runtime import launch_utils
+from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
+from qsync_fx.backend.cuda.tuning import shown
+from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.backend.operators.gemm.gemm import gemm, multiplies
+from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
+from qsync_fx.backend.operators.product_utils import incoming
+from qsync_fx.devices import native_integer_unit
+from qsync_fx.formats import Precision
+
+_asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[Problem]]:
+    """Yields a list that the problems of all products computed within are put into; torch computes them, which meta tensors may be for."""
+    found: list[Problem] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+def silent(device: torch.device) -> bool:
+    """Whether nobody asks for kernels of CUDA: the device has none, and no problems are collected. Then nothing may be done for them."""
+    return _asked.get() is None and known_of(device).arch is None
+
+
+def partner(gradient: Tensor) -> torch.dtype | None:
+    """Returns what a saved operand is converted to for a product with a rounded gradient; None where FP8 meets FP8 as it is."""
+    return None if gradient.dtype.itemsize == 1 else gradient.dtype
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+    b_dtype: torch.dtype | None = None,
+    turned: bool = False,
+) -> Tensor | None:
+    """Returns `a @ b * a_scale * b_scale + bias` by a kernel, or None where torch computes; arguments are those of `qsync::gemm`.
+
+    Args:
+        row: the format of the layer; for TF32 the operands are on its grid.
+        b_dtype: what `b` is converted to first, if given.
+        turned: whether `b` is given as its transpose.
+    """
+    if silent(a.device):
+        if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
+            return None
+        return gemm(a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), turned=turned).to(out_dtype)
+    b = _second(b, turned)
+    problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
+    if problem is None or not _by_kernel(problem, a.device):
+        return None
+    how = a_scale, b_scale, bias, _out(out_dtype), _gridded(row)
+    return gemm(a, b if b_dtype is None else b.to(b_dtype), *how).to(out_dtype)
+
+
+def integers_pay(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+    turned: bool = False,
+) -> bool:
+    """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
+    if silent(a.device) or _asked.get() is not None:
+        return True
+    problem = _problem(outline(a), outline(_second(b, turned)), a_scale, b_scale, bias, out_dtype, row)
+    return problem is None or decision(problem, a.device).integers
+
+
+def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype, row: Precision) -> bool:
+    """Whether the weight gradient is a kernel's that reads the rounded gradient by columns, which the quantizer may write beside it.
+
+    Args:
+        gradient: `[M, N]`, not rounded yet.
+        xq: the saved activation, `[M, K]`.
+    """
+    rounded = incoming(row, gradient.device)
+    lies = outline(gradient)
+    if silent(gradient.device) or not rounded.scaled or lies is None or len(lies.shape) != 2:
+        return False
+    m, n = lies.shape
+    turned, scale = Outline(rounded.dtype, (n, m), (m, 1)), Outline(torch.float32, (), ())
+    problem = _problem(turned, outline(xq), scale, x_scale, None, out_dtype, row)
+    if problem is None or _asked.get() is not None:
+        return problem is not None
+    return decision(problem, gradient.device).config is not None
+
+
+def _second(b: Tensor, turned: bool) -> Tensor:
+    """Returns the second matrix as it is multiplied; stacks, which no kernel takes, stay."""
+    return b.t() if turned and b.dim() == 2 else b
+
+
+def _problem(
+    a: Outline | None,
+    b: Outline | None,
+    a_scale: Tensor | Outline | None,
+    b_scale: Tensor | Outline | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    row: Precision,
+) -> GemmProblem | None:
+    """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
+    if a is None or b is None or len(a.shape) != 2 or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
+        return None
+    found = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
+    return None if too_large(found.m, found.n, found.k) else found
+
+
+def convolved(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    like: Tensor,
+    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int],
+    operation: ConvOperation,
+    out_dtype: torch.dtype,
+    row: Precision,
+    b_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Returns one product of a 1-D or 2-D convolution by a kernel, or None; see `product` and `qsync::conv2d_product`.
+
+    Args:
+        like: a tensor with the spatial sizes that `conv2d_product` is told: of the input for dgrad, else of the weight.
+        geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
+    """
+    stride, padding, dilation, transposed, _, groups = geometry
+    if transposed or groups != 1 or a.dim() not in (3, 4) or (a_scale is not None and a_scale.dim()):
+        return None
+    if silent(a.device):
+        if not (a.dim() == 4 and native_integer_unit() and cpu_kernels.pays(a, b, like, stride, operation)):
+            return None
+        on = like.shape[2:], stride, padding, dilation, operation, _out(out_dtype)
+        return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
+    flat = a.dim() == 3
+    if flat:
+        # One-dimensional: images of height 1.
+        a, b, like = a.unsqueeze(2), b.unsqueeze(2), like.unsqueeze(2)
+        stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+        b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
+    first, second, sizes = outline(a), outline(b, b_dtype), outline(like)
+    if first is None or second is None or sizes is None or not multiplies(first.dtype, second.dtype):
+        return None
+    if 0 in (*first.shape, *second.shape, *sizes.shape):
+        return None
+    numbers = [outline_pair(part) for part in (stride, padding, dilation)]
+    if any(pair is None for pair in numbers):
+        return None
+    window, out, tf32 = Window(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
+    size = sizes.shape[2], sizes.shape[3]
+    problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, out, tf32)
+    if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
+        return None
+    second_operand = b if b_dtype is None else b.to(b_dtype)
+    how = like.shape[2:], stride, padding, dilation, operation, out, tf32
+    found = conv2d_product(a, second_operand, a_scale, b_scale, bias, *how).to(out_dtype)
+    return found.squeeze(2) if flat else found
+
+
+def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
+    """Returns two numbers; None where they are symbolic."""
+    first, second = values
+    return (first, second) if isinstance(first, int) and isinstance(second, int) else None
+
+
+def _gridded(row: Precision) -> bool:
+    """Whether operands lie on the grid of a format that only a unit has, TF32."""
+    return not row.scaled and not row.plain
+
+
+def _out(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in OUTPUTS else torch.float32
+
+
+def _by_kernel(problem: Problem, device: torch.device) -> bool:
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(problem)
+        return False
+    found = decision(problem, device)
+    failed = None if found.config is None else kernel_registry.failure(kernel_registry.unit_of(found.config))
+    if found.config is not None and failed is None:
+        return True
+    launch_utils.note(shown(problem), found.reason if failed is None else failed.what)
+    return False

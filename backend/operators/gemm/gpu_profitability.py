@@ -1,0 +1,112 @@
+"""Whether a GPU would compute a layer's narrow products in a wider format anyhow: asked before anything is quantized for them.
+
+Which kernel computes a product follows from its problem, and problems are what a lowered layer asks for (`collect`). So the layer is
+lowered on trial, in a graph of its own.
+
+Invariant: the graph that the layer stands in does not change, and what `select.decide` says of its products here it says later: which type
+their readers choose for an output is not known yet, so a layer counts as wide only if it is with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.runtime.device_state import decision
+from qsync_fx.backend.cuda.tuning import NARROW
+from qsync_fx.backend.operators.gemm.precompile_problems import NONE_LIKE_IT, problems_of_layer, valueless
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.devices import row_on
+from qsync_fx.devices.format_support import ANY, capability
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.graph import Context
+from qsync_fx.graph.fx_utils import argument_at, arguments
+from qsync_fx.ops import OperatorRow
+from qsync_fx.passes.lowering_registry import Operands, Role
+
+Emit = Callable[[fx.Node, Operands], fx.Node]
+Dimensions = Callable[[fx.Node, Role], list[int]]
+
+
+def _seed() -> Tensor:
+    with _disable_current_modes(), disable_proxy_modes_tracing():
+        return torch.empty(1, dtype=torch.int64, device="meta")
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU, or counts as one."""
+    return device.type != "cpu" or capability(device) != ANY
+
+
+def because(
+    node: fx.Node, row: OperatorRow, fmt: Precision, context: Context, emit: Emit, keep: Dimensions
+) -> str | None:
+    """Returns why no product of a layer would be one of a narrow unit on a GPU; None where one would, or where that is not known.
+
+    Args:
+        node, row: the layer as torch's operator, and its row.
+        fmt: the format that it would be lowered to.
+        emit, keep: how it is lowered, and which dimensions have scales of their own, as in `Lowering`.
+    """
+    if not fmt.scaled:
+        return None
+    asked = _asked(node, row, fmt, context, emit, keep)
+    if asked is None:
+        return None
+    narrow = [p for p in asked if p.a in NARROW or p.b in NARROW]
+    if not narrow:
+        # Torch has no convolution of narrow operands. What it does with stacks of matrices depends on more than their problem.
+        return NONE_LIKE_IT if row.contracts is None else None
+    found = [decision(problem, context.device) for problem in narrow]
+    if any(one.config is not None or (one.integers and _by_cublas(p)) for p, one in zip(narrow, found, strict=True)):
+        return None
+    return found[0].reason
+
+
+def _by_cublas(problem: Problem) -> bool:
+    """Whether torch, too, has a product of such operands; it carries all others in a wider format."""
+    return isinstance(problem, GemmProblem) and FORMATS[problem.a].kind == FORMATS[problem.b].kind == "integer"
+
+
+def _asked(
+    node: fx.Node, row: OperatorRow, fmt: Precision, context: Context, emit: Emit, keep: Dimensions
+) -> list[Problem] | None:
+    """Returns the problems of a layer as it would be lowered, with either type of output; None where a size is not known."""
+    trial = fx.Graph()
+    stand_ins: dict[fx.Node, fx.Node] = {}
+    for used in node.all_input_nodes:
+        # Whether gradients are asked for depends on what kind of node an operand is.
+        stand_ins[used] = trial.create_node(used.op, used.target, name=used.name)
+        stand_ins[used].meta["val"] = used.meta.get("val")
+    layer = trial.node_copy(node, lambda used: stand_ins[used])
+
+    def made(value: Any) -> fx.Node:
+        placeholder = trial.placeholder("made")
+        placeholder.meta["val"] = value
+        return placeholder
+
+    seed = made(_seed())
+    given = tuple(arguments(layer).values())
+    operands = []
+    for at, role in zip(row.scaled, Role, strict=True):
+        operand = argument_at(given, at)
+        value = valueless(operand)
+        if not isinstance(value, Tensor):
+            return None
+        with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
+            how = context.options.rounding, keep(layer, role)
+            q, scale = quantize(value, seed.meta["val"], 0, fmt.name, *how)
+        operands.append((operand, made(q), made(scale)))
+    first, second = operands
+    problems: dict[Problem, None] = {}
+    for out in (row_on(context.device, fmt).output.dtype, torch.float32):
+        lowered = emit(layer, Operands((first, second), seed, 0, fmt.name, context.options.rounding, out))
+        lowered.meta["val"] = node.meta["val"]
+        problems |= dict.fromkeys(problems_of_layer(lowered))
+    return list(problems)

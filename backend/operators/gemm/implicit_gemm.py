@@ -1,0 +1,260 @@
+"""`qsync::conv2d_product`: one of the three products of a 2-D convolution, with scales and bias in its epilogue.
+
+Convolutions as implicit matrix products: kernels gather their operands from channels-last memory as they go, nothing is unfolded. On the
+CPU the native module does so for INT8, to the bits of plain torch, which all else is there.
+
+Invariant: as of `qsync::gemm`. One operator for the three products, because they share everything but what is contracted.
+
+`qsync::integer_convolution`: the sums of a convolution of INT8 values, by the CPU's unit for matrix products of integers.
+
+Why not torch's quantized convolutions: they take weights packed ahead, and packing them anew each step costs more than the unit gains.
+A window's values side by side make a convolution a matrix product, whose operands lie as they are; windows are copied at one byte a
+value, a few at a time, which costs less than the conversion to a float does.
+
+Invariant: sums are exact; its results have their channels last in memory, as the products of `qsync::conv2d_product`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.cuda.problem.problem import ConvOperation
+from qsync_fx.backend.cuda.runtime import launch
+from qsync_fx.backend.operators.conv_gradients import Geometry, places
+from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm
+from qsync_fx.backend.operators.gemm.gemm import check_scale, check_types
+from qsync_fx.backend.operators.registration import define, require
+from qsync_fx.errors import OptionError, nearest
+from qsync_fx.formats import Precision
+
+_WHERE = "qsync::conv2d_product"
+
+
+def conv2d_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    operation: str,
+    out_dtype: torch.dtype = torch.float32,
+    tf32: bool = False,
+) -> Tensor:
+    """Computes a convolution's output ("fprop"), input gradient ("dgrad") or weight gradient ("wgrad"), groups = 1.
+
+    `d = product(a, b) * a_scale * b_scale + bias` with sums as in `qsync::gemm`.
+
+    Args:
+        a: fprop: x `[N, C, H, W]`; dgrad and wgrad: the gradient of y, `[N, K, P, Q]`. Types as in `qsync::gemm`, any strides; kernels
+            want channels last.
+        b: fprop and dgrad: the weight `[K, C, R, S]`; wgrad: x.
+        a_scale: FP32, `[]`, or None.
+        b_scale: FP32, `[]`, for fprop also `[1, K, 1, 1]`, or None.
+        bias: floating point, `[K]`, for fprop; else None.
+        size: dgrad: `[H, W]`; wgrad: `[R, S]`, which the shapes of the operands do not say; fprop: `[R, S]`.
+        stride, padding, dilation: of the convolution, for height and width.
+        operation: which product.
+        out_dtype, tf32: as in `qsync::gemm`.
+
+    Returns:
+        y, the gradient of x, or that of the weight; its channels lie last in memory.
+    """
+    how = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
+    found: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *how)
+    return found
+
+
+class _Asked(NamedTuple):
+    """What the operator is given, in the order of its schema."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    operation: str
+    out_dtype: torch.dtype
+    tf32: bool
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.a, self.b, self.a_scale, self.b_scale, self.bias
+
+    @property
+    def geometry(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
+        return self.size, self.stride, self.padding, self.dilation
+
+
+def _shape(
+    a: Tensor,
+    b: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    operation: ConvOperation,
+) -> tuple[int, ...]:
+    """Returns the shape of the result; raises where those of the operands do not belong together."""
+    if operation == "dgrad":
+        inputs, weight, outputs = (a.shape[0], b.shape[1], *size), tuple(b.shape), tuple(a.shape)
+    elif operation == "wgrad":
+        inputs, weight, outputs = tuple(b.shape), (a.shape[1], b.shape[1], *size), tuple(a.shape)
+    else:
+        require(a.shape[1] == b.shape[1], lambda: f"{_WHERE}: {a.shape[1]} channels, the weight has {b.shape[1]}")
+        inputs, weight, outputs = tuple(a.shape), tuple(b.shape), (a.shape[0], b.shape[0])
+    windows = zip(inputs[2:], weight[2:], stride, padding, dilation, strict=True)
+    spatial = [places(*window) for window in windows]
+    if operation == "fprop":
+        return (*outputs, *spatial)
+    require(outputs[1] == weight[0], lambda: f"{_WHERE}: {outputs[1]} channels, the weight gives {weight[0]}")
+    require(inputs[0] == outputs[0], lambda: f"{_WHERE}: batches of {inputs[0]} and {outputs[0]}")
+    for have, want in zip(outputs[2:], spatial, strict=True):
+        require(have == want, lambda: f"{_WHERE}: the gradient is {list(outputs[2:])}, not {spatial}")
+    return inputs if operation == "dgrad" else weight
+
+
+def _checked(x: _Asked) -> tuple[ConvOperation, tuple[int, ...]]:
+    """Returns the operation and the shape of the result; raises where the operator cannot compute this."""
+    if x.operation not in get_args(ConvOperation):
+        known = get_args(ConvOperation)
+        raise OptionError(
+            f"{x.operation!r} is no product of a convolution", where=_WHERE, do=nearest(x.operation, known)
+        )
+    which = cast(ConvOperation, x.operation)
+    check_types(x.a, x.b, x.out_dtype, _WHERE)
+    require(x.a.dim() == 4 and x.b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
+    require(all(len(part) == 2 for part in x.geometry), lambda: f"{_WHERE}: sizes are for height and width")
+    shape = _shape(x.a, x.b, *x.geometry, which)
+    require(x.a_scale is None or x.a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
+    require(which == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
+    require(which == "fprop" or x.b_scale is None or x.b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number")
+    check_scale(x.a_scale, (), "a_scale", _WHERE)
+    check_scale(x.b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
+    bias = x.bias
+    if bias is not None:
+        require(bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]")
+    return which, shape
+
+
+def _implicit_gemm_fake(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    _, shape = _checked(x)
+    return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
+
+
+def _on_cpu(*given: Any) -> Tensor:
+    x = _Asked(*given)
+    operation, shape = _checked(x)
+    native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
+    compute = cpu_kernels.conv2d_product if native else reference_result.conv2d_product
+    return compute(*x.operands, *x.geometry, operation, x.out_dtype)
+
+
+def _kernel(*given: Any) -> Tensor:
+    # The order is the schema's. Whether there is such a product is asked once for operands that lie alike.
+    return launch.conv2d_product(*given, check=_check_given)
+
+
+def _check_given(*given: Any) -> None:
+    _checked(_Asked(*given))
+
+
+define(
+    "conv2d_product(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, SymInt[] size, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, str operation, ScalarType out_dtype, bool tf32) -> Tensor",
+    {"CPU": _on_cpu, "CUDA": _kernel},
+    _implicit_gemm_fake,
+    tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.
+)
+
+
+_WINDOWS: Final = 2**20
+"""Bytes of windows that are copied at a time, so that they are still in a cache when they are multiplied."""
+
+
+def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor | None:
+    """Returns the convolution of a batch `[N, C, *size]` with `[O, C, *kernel]` in INT32, each sum exact; None without a unit for it."""
+    stride, padding, dilation, transposed, _, groups = geometry
+    inner = math.prod(wq.shape[1:])
+    if transposed or groups != 1 or xq.device.type != "cpu" or not int_mm.summed_exactly(xq.device, inner, (row, row)):
+        return None
+    found: Tensor = torch.ops.qsync.integer_convolution.default(xq, wq, stride, padding, dilation)
+    return found
+
+
+def _size(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    windows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return [places(*window) for window in windows]
+
+
+def _compute(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    size = _size(x, weight, stride, padding, dilation)
+    last = x.movedim(1, -1)
+    if any(padding):
+        last = F.pad(last, [0, 0, *(p for p in reversed(padding) for _ in range(2))])
+    last = last.contiguous()
+    steps = last.stride()
+    # [N, *size, *kernel, C], of which nothing is copied yet.
+    windows = last.as_strided(
+        (x.shape[0], *size, *weight.shape[2:], x.shape[1]),
+        (
+            steps[0],
+            *(step * s for step, s in zip(steps[1:-1], stride, strict=True)),
+            *(step * d for step, d in zip(steps[1:-1], dilation, strict=True)),
+            1,
+        ),
+    )
+    columns = int_mm.strided(weight.movedim(1, -1).reshape(weight.shape[0], -1))
+    found = torch.empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32)
+    for part, into in _parts(windows, found, columns.shape[1]):
+        rows = int_mm.strided(part.reshape(-1, columns.shape[1]))
+        torch._int_mm(rows, columns.t(), out=into.view(-1, columns.shape[0]))
+    return found.movedim(-1, 1)
+
+
+def _parts(windows: Tensor, found: Tensor, inner: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields windows and their results: samples, or rows of one."""
+    one = math.prod(found.shape[1:-1]) * inner
+    if one <= _WINDOWS:
+        yield from _split(windows, found, one)
+    else:
+        for sample, into in zip(windows, found, strict=True):
+            yield from _split(sample, into, one // found.shape[1])
+
+
+def _split(windows: Tensor, found: Tensor, bytes_each: int) -> Iterator[tuple[Tensor, Tensor]]:
+    count = max(1, _WINDOWS // max(1, bytes_each))
+    yield from zip(torch.split(windows, count), torch.split(found, count), strict=True)
+
+
+def _integer_convolution_fake(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    size = _size(x, weight, stride, padding, dilation)
+    return x.new_empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32).movedim(-1, 1)
+
+
+define(
+    "integer_convolution(Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation) -> Tensor",
+    {"CPU": _compute},
+    _integer_convolution_fake,
+)

@@ -1,0 +1,208 @@
+"""Which problems a model's layers are on a device with kernels, before it runs there.
+
+Invariant: they are asked of the layers themselves. Each lowered operator is called, forward and backward, on tensors without values, and
+what it asks for a kernel for is what it will ask for when it trains. Symbolic sizes count as those of the example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import kernel_registry
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, outline
+from qsync_fx.backend.cuda.runtime import quantize_launch
+from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
+from qsync_fx.backend.cuda.selection.select import Decision
+from qsync_fx.backend.operators.product_utils import incoming
+from qsync_fx.devices import standing_for
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.node_metadata import Computed, Product
+
+if TYPE_CHECKING:
+    from qsync_fx.diagnostics import Explanation
+    from qsync_fx.graph import Operator, PrecisionGraph
+
+
+NONE_LIKE_IT: Final = "there are no kernels for layers like it"
+
+
+def problems_of(explanation: Explanation) -> list[Problem]:
+    """Returns the problems of an explained model, each once, in the order in which layers run.
+
+    On devices without kernels too: they are what the model would be there.
+    """
+    found: dict[Problem, None] = {}
+    for part in explanation.graphs:
+        found |= dict.fromkeys(_problems(part.graph))
+    return list(found)
+
+
+def _problems(graph: PrecisionGraph) -> list[Problem]:
+    return [problem for operator in _layers(graph) for problem in _asked(operator)]
+
+
+def _asked(operator: Operator) -> list[Problem]:
+    known = operator.note.computed
+    return [product.problem for product in known.products] if known is not None else problems_of_layer(operator.node)
+
+
+def _layers(graph: PrecisionGraph) -> list[Operator]:
+    """The operators whose lowering asks for kernels: they were given a stream to round their gradients from."""
+    ours = [operator for operator in graph.operators() if operator.note.stream is not None and operator.row is not None]
+    return [operator for operator in ours if _asks(operator)]
+
+
+def _asks(operator: Operator) -> bool:
+    lowering = operator.graph.context.lowerings.get(operator.row.name) if operator.row is not None else None
+    return lowering is not None and lowering.computed is computed
+
+
+def problems_of_layer(node: fx.Node) -> list[Problem]:
+    """Returns the problems of a call of a layer: output, input gradient, weight gradient.
+
+    Those of an input that needs no gradient are left out; so is the whole layer where a size depends on values.
+    """
+    from qsync_fx.backend.operators.gemm.dispatch import collected
+
+    arguments = [valueless(argument) for argument in node.args]
+    if any(argument is _UNKNOWN for argument in arguments):
+        return []
+    wanted = [at for at in (0, 1) if _trained(node.args[at])]
+    leaves = [arguments[at].requires_grad_() for at in wanted]
+    # Whatever is tracing or faking at the moment has nothing to do with these.
+    with (
+        _disable_current_modes(),
+        disable_proxy_modes_tracing(),
+        torch.enable_grad(),
+        standing_for(node.meta["val"].device),
+        collected() as found,
+    ):
+        y = node.target(*arguments)  # type: ignore[operator]
+        if leaves:
+            torch.autograd.grad(y, leaves, torch.empty_like(y))
+    return found
+
+
+_UNKNOWN = object()
+
+
+def valueless(argument: Any) -> Any:
+    """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors; neither where a size is not known."""
+    if isinstance(argument, (list, tuple)):
+        found = [valueless(item) for item in argument]
+        return _UNKNOWN if any(item is _UNKNOWN for item in found) else found
+    value = argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return hint if isinstance(hint, int) else _UNKNOWN
+    if not isinstance(value, Tensor):
+        return value
+    lies = outline(value)
+    if lies is None:
+        return _UNKNOWN
+    with _disable_current_modes(), disable_proxy_modes_tracing():
+        return torch.empty_strided(lies.shape, lies.strides, dtype=value.dtype, device="meta")
+
+
+def _trained(argument: Any) -> bool:
+    """Whether a gradient may be asked of an operand: not of a model's own input that needs none."""
+    value = argument.meta.get("val", argument.meta.get("example_value"))
+    return not (argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad)
+
+
+def computed(node: fx.Node, device: torch.device) -> Computed | None:
+    """Returns what computes a layer on a device: its kernels, or torch and why; None for devices that never have kernels."""
+    found = known_of(device)
+    if found.arch is None:
+        return Computed(because=found.reason) if device.type == "cuda" else None
+    asked = problems_of_layer(node)
+    if not asked:
+        return Computed(found.arch, because=NONE_LIKE_IT)
+    named = zip(_products(node, asked), asked, strict=True)
+    return Computed(found.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
+
+
+def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
+    """Returns which of a layer's products its problems are.
+
+    Where all are there they are in order; only the layouts tell otherwise, which are the same for both gradients where the rounded one
+    was written by columns too.
+    """
+    gradients = ("input gradient", "weight gradient")
+    names = ["output", *(name for at, name in enumerate(gradients) if _trained(node.args[at]))]
+    return names if len(names) == len(problems) else [_product(problem) for problem in problems]
+
+
+def _product(problem: Problem) -> str:
+    if isinstance(problem, GemmProblem):
+        names = {("row", "column"): "output", ("row", "row"): "input gradient", ("column", "row"): "weight gradient"}
+        return names.get((problem.a_major, problem.b_major), "product")
+    return {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}[problem.operation]
+
+
+def prepare(graph: PrecisionGraph) -> str:
+    """Compiles the kernels of a lowered graph, side by side, and returns a text that tells what computes it; "" on other devices.
+
+    Two graphs of equal operators are compiled to the same code only if these texts are equal too. What cannot be compiled is torch's to
+    compute, which `reasons` then tells.
+    """
+    device = graph.context.device
+    if device.type == "cuda" and _layers(graph):
+        quantize_launch.tell(device)
+    arch = known_of(device).arch
+    if arch is None:
+        return "no kernels" if device.type == "cuda" else ""
+    refused, decided = -1, {}
+    while refused != kernel_registry.refusals():
+        # What a compiler was refused for gives way to the next candidate.
+        refused, decided = kernel_registry.refusals(), _decided(graph, device)
+        configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
+        copiers = kernel_registry.copiers(arch) if configs else []
+        quantizers = _quantizers(graph, arch)
+        kernel_registry.prepare_graph([*map(kernel_registry.unit_of, configs), *quantizers, *copiers])
+    usable = {config for config in configs if kernel_registry.failure(kernel_registry.unit_of(config)) is None}
+    lines = [
+        f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"
+        for problem, found in decided.items()
+    ]
+    # Those are written in operators in the compiled graph.
+    lines += [f"no {unit.name}" for unit in quantizers if kernel_registry.failure(unit) is not None]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
+
+
+def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Decision]:
+    """Returns what computes each problem of a graph now, and notes it on its layers."""
+    found: dict[Problem, Decision] = {}
+    for operator in _layers(graph):
+        if (before := operator.note.computed) is not None:
+            products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
+            operator.update(computed=replace(before, products=products))
+            found |= {product.problem: product.decision for product in products}
+    return found
+
+
+def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
+    """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
+    from qsync_fx.backend.cuda.codegen import X_TYPES, written
+
+    pairs: dict[tuple[str | None, str | None], None] = {}
+    for part in graph.walk():
+        for node in part.nodes:
+            cast = node_metadata.CAST.get(node)
+            if cast is not None and cast.part is node_metadata.Part.QUANTIZE and cast.format is not None:
+                pairs[format_name(part.value(node_metadata.cast_source(node)).dtype), written(cast.format)] = None
+    for note in (operator.note for operator in _layers(graph)):
+        assert note.precision is not None and note.output is not None
+        pairs[format_name(note.output.dtype), written(incoming(note.precision, graph.context.device))] = None
+    return [kernel_registry.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]

@@ -1,0 +1,288 @@
+"""Weights that are quantized outside of the compiled graph and are inputs of it: the option "weights_once".
+
+Invariant: a graph computes what it would have computed, had each weight been quantized in the pass that made its copy: by the same
+operator, from the number that was drawn for that pass. So that number is an input, too, and where nothing was kept every bit is as without
+the option. Gradients are those of the weight itself, which lowered operators take beside its copy.
+
+Quantized copies of weights that outlive a pass, and whether they are still right.
+
+Invariant: a copy is given out for the very tensor that it was made of, while no optimizer has taken a step, torch has counted no write to
+it, and it lies where it lay. Steps are asked themselves, since those of torch with `fused=True` count nothing; and those of all
+optimizers, since one may update other tensors that a weight is made from: its part of FSDP's, or a copy in FP32. A copy holds on to that
+memory, so that no other values come to lie at the address. What is written past all of that cannot be seen: so some values are compared
+when a copy is used for the 1st, 2nd, 4th, 8th time and so on, and a weight whose values have changed is told of and quantized in each pass
+from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator as py_operator
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from qsync_fx.backend.cuda.runtime import quantize_launch
+from qsync_fx.backend.operators.quantize import quantize
+from qsync_fx.errors import PlanWarning
+from qsync_fx.formats import precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import Memory
+from qsync_fx.graph.fx_utils import arguments
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.operand_formats import Origin, Origins
+
+_COMPARED: Final = 256
+"""How many values of a weight are compared, as far apart as they can be."""
+
+
+class Made(NamedTuple):
+    """How a copy is made: what `qsync::quantize` is given beside the weight and a random number."""
+
+    stream: int
+    fmt: str
+    rounding: str
+    keep: tuple[int, ...]
+
+    def of(self, weight: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(weight.detach(), seed, self.stream, self.fmt, self.rounding, self.keep)
+
+
+@dataclass
+class _Copy:
+    state: tuple[object, ...]
+    memory: torch.UntypedStorage
+    compared: Tensor
+    pair: tuple[Tensor, Tensor]
+
+
+@dataclass
+class _Kept:
+    """What is kept of a weight.
+
+    Attributes:
+        copies: by format, rounding, dimensions with scales, and the stream of the device that made it; not by which graph did.
+        used: how often a copy was given out again, over all steps.
+        trusted: whether torch's counter has told of all that was written, as far as was seen.
+    """
+
+    copies: dict[tuple[object, ...], _Copy] = field(default_factory=dict)
+    used: int = 0
+    trusted: bool = True
+
+
+_kept: Final[MutableMapping[Tensor, _Kept]] = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_after_a_step)
+
+
+def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for kept in _kept.values():
+        kept.copies.clear()
+
+
+def copies(weights: Sequence[tuple[Tensor, Made]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Returns values and scales of weights: kept ones, and where there are none new ones, rounded by `seed`."""
+    queue = _queue(seed.device)
+    _watch_steps()
+    return [_copy(weight, made, seed, queue) for weight, made in weights]
+
+
+def _queue(device: torch.device) -> int | None:
+    """Returns the stream that kernels are launched to; None where what runs now is recorded, to be run again without Python."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _copy(weight: Tensor, made: Made, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
+    # What was made in inference mode has no counter, and DDP has what is compiled run once on tensors without values.
+    if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
+        return made.of(weight, seed)
+    kept = _kept.get(weight)
+    if kept is None:
+        kept = _kept[weight] = _Kept()
+    if not kept.trusted:
+        return made.of(weight, seed)
+    state = weight._version, weight.data_ptr(), weight.dtype, weight.device, weight.shape, weight.stride()
+    key = (made.fmt, made.rounding, made.keep, queue)
+    found = kept.copies.get(key)
+    if found is not None and found.state == state:
+        kept.used += 1
+        if kept.used & (kept.used - 1) or torch.equal(found.compared, _some(weight)):
+            return found.pair
+        kept.trusted = False
+        kept.copies.clear()
+        _warn_changed(weight)
+        return made.of(weight, seed)
+    # What was made of other values is read no more, by whichever graph.
+    kept.copies = {other: copy for other, copy in kept.copies.items() if copy.state == state}
+    pair = made.of(weight, seed)
+    kept.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
+    return pair
+
+
+def _some(weight: Tensor) -> Tensor:
+    """Returns some values of a weight as they lie in memory, in whole numbers: not a number is not equal to itself."""
+    held = weight.detach()
+    # An odd step meets all columns of a matrix whose rows have an even length.
+    step = held.numel() // _COMPARED | 1
+    span = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
+    if span == held.numel():  # whichever way it lies, without gaps
+        some = held.as_strided((-(-span // step),), (step,))
+    else:
+        some = held.flatten()[::step]
+    return some.contiguous().view(torch.uint8)
+
+
+def _warn_changed(weight: Tensor) -> None:
+    warnings.warn(
+        f"a weight {list(weight.shape)} was written to without torch knowing (through .data, numpy or memory that is shared), and a pass "
+        'may have read it as it was before: the option "weights_once" is the word that this does not happen. It is quantized in each pass '
+        "from now on; write to weights under torch.no_grad(), or call torch.autograd.graph.increment_version(weight) behind each write",
+        PlanWarning,
+        stacklevel=2,
+    )
+
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """What was taken out of a graph.
+
+    Attributes:
+        device: where the graph runs.
+        draws: whether the graph is given the number that a pass draws.
+        weights: which input of the graph each weight is, and how it is quantized.
+        inputs: what the graph is given behind its own inputs, as fake tensors: that number, then values and scale of each weight.
+    """
+
+    device: torch.device
+    draws: bool = False
+    weights: tuple[tuple[int, Made], ...] = ()
+    inputs: tuple[Any, ...] = ()
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """Returns code that takes the graph's own inputs alone, for code that takes all of them."""
+        if not self.weights:
+            return compiled
+
+        def run(*given: Any) -> Any:
+            # Copies outlive the pass, and one that was made in inference mode could not be read in training.
+            with torch.inference_mode(False), torch.no_grad():
+                seed = self._seed()
+                pairs = copies([(given[at], made) for at, made in self.weights], seed)
+            return compiled(*given, *[seed] * self.draws, *(part for pair in pairs for part in pair))
+
+        return run
+
+    def _seed(self) -> Tensor:
+        if self.draws:
+            return torch.ops.qsync.draw.default(self.device)  # type: ignore[no-any-return]
+        return torch.zeros([1], dtype=torch.int64, device=self.device)
+
+
+def lift(graph: PrecisionGraph) -> Lifted:
+    """Takes the quantization of weights out of a lowered graph, which gets inputs in its place; says what stays, and why."""
+    found = list(_quantized_weights(graph))
+    taken = [node for node, why in found if not why]
+    _warn_left_out(graph, [(node, why) for node, why in found if why], bool(found))
+    if not taken:
+        return Lifted(graph.context.device)
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    weights = tuple((given.index(own["x"]), _made(own)) for own in map(arguments, taken))
+    seed = arguments(taken[0])["seed"]
+    draws = seed.target is torch.ops.qsync.draw.default
+    added = _Inputs(graph, given[-1])
+    if draws:
+        added.instead_of([seed], f"{seed.name}_drawn", graph.value(seed))
+    for node in taken:
+        for at, (name, value) in enumerate(zip(("values", "scale"), graph.value(node), strict=True)):
+            parts = [user for user in node.users if user.target is py_operator.getitem and user.args[1] == at]
+            added.instead_of(parts, f"{node.name}_{name}", value)
+        graph.graph.erase_node(node)
+    graph.inputs = [*graph.inputs, *added.values]
+    graph.module.recompile()
+    return Lifted(graph.context.device, draws, weights, tuple(added.values))
+
+
+@dataclass
+class _Inputs:
+    """Adds inputs to a graph, behind those that it has."""
+
+    graph: PrecisionGraph
+    last: fx.Node
+    values: list[Any] = field(default_factory=list)
+
+    def instead_of(self, nodes: list[fx.Node], name: str, value: Any) -> None:
+        """Adds one that is read in place of nodes, which are erased."""
+        with self.graph.graph.inserting_after(self.last):
+            self.last = self.graph.graph.placeholder(name)
+        self.last.target = self.last.name  # the name of an argument, of which there may be several
+        self.last.meta["val"] = value
+        # AOTAutograd asks each input where in the model it comes from.
+        self.last._dynamo_source = None
+        self.values.append(value)
+        for node in nodes:
+            node.replace_all_uses_with(self.last)
+            self.graph.graph.erase_node(node)
+
+
+def _made(own: dict[str, Any]) -> Made:
+    return Made(own["stream"], own["fmt"], own["rounding"], tuple(own["keep"]))
+
+
+def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
+    """Yields the casts of weights to scaled formats, and why one stays where it is; "" where it does not."""
+    origins, memory = Origins(graph), Memory(graph)
+    for part in graph.walk():
+        for node in part.graph.find_nodes(op="call_function", target=torch.ops.qsync.quantize.default):
+            if origins.of(node.args[0]) is Origin.PARAMETER:
+                inside = "it stands in what is checkpointed, and is computed again with that"
+                yield node, inside if part is not graph else _obstacle(graph, node, memory)
+
+
+def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: Memory) -> str:
+    own = arguments(node)
+    weight, value = own["x"], graph.value(own["x"])
+    if weight.op != "placeholder":
+        return "it is computed from a parameter, or held by the graph"
+    if memory.of(weight) & memory.written:
+        return "the model itself writes to it"
+    if any(type(size) is not int for size in (*value.shape, *value.stride())):
+        return "its size is symbolic"
+    if value.device.type == "cuda" and quantize_launch.fused(value, precision(own["fmt"])):
+        return "no kernel quantizes it here, so that a compiler does it with what stands beside it"
+    return ""
+
+
+def _warn_left_out(graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool) -> None:
+    """Says what the option does not do."""
+    if not any_weights and graph.operators("adjustable"):
+        warnings.warn(
+            f'the option "weights_once" has no effect on {graph.where}: none of its weights is quantized. It is for int8 and fp8',
+            PlanWarning,
+            stacklevel=2,
+        )
+    if left:
+        of = sorted({f"{node_metadata.cast_source(node).name}: {why}" for node, why in left})
+        warnings.warn(
+            f'the option "weights_once" leaves {len(left)} weights of {graph.where} to be quantized in each pass: {"; ".join(of[:3])}'
+            f"{'; and so on' if len(of) > 3 else ''}",
+            PlanWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,301 @@
+"""Casts: how they are made and shared, the seed that their roundings draw from, and what leaves the graph.
+
+Where the random numbers of stochastic rounding come from.
+
+Invariant: one random number a graph and step, drawn from the rounding stream (`qsync_fx.rounding`), and a stream of its own for
+every rounding. What is recomputed is rounded as it was: a body gets the number of the graph around it as one more operand, and no
+partitioner of joint graphs draws a second one for the backward pass.
+
+Makes casts: one for each tensor and format as far as `sharing` says, right before its first reader.
+
+Invariant: a cast to a plain format is a conversion, which autograd differentiates. One to a scaled format is `qsync::quantize`, followed by
+`qsync::dequantize` so that the graph stays well typed; one to any other is `qsync::round`. A cast is made of the original, through the
+conversions before it that lose nothing.
+
+Gives the outputs of a graph back the types that Dynamo expects, and the memory that they share.
+
+Invariant: outputs that share memory in the model share it here: what a user writes to one shows in the others, and in their gradients. So
+where several outputs are views of a tensor in another format, the tensor is cast once, and what made views of it is repeated on the cast.
+"""
+
+from __future__ import annotations
+
+import operator as py_operator
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from qsync_fx.formats import Precision, precision_of
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import Memory, Places, Sharing, handed_in, in_place, operands, writes
+from qsync_fx.graph.fx_utils import is_float, tensors
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.node_metadata import Cast, Part, Purpose
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.rounding import Rounding, Streams
+
+
+def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
+    """Returns a new first node that draws the number; one that gives zero where no rounding is random."""
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    device = graph.context.device
+    target: Any = torch.ops.qsync.draw.default
+    args: tuple[Any, ...] = (device,)
+    keywords: dict[str, Any] = {}
+    if rounding != "stochastic":
+        target, args, keywords = torch.ops.aten.zeros.default, ([1],), {"dtype": torch.int64, "device": device}
+    with graph.graph.inserting_before(first):
+        seed = graph.graph.create_node("call_function", target, args, keywords, name="seed")
+    node_metadata.CAST[seed] = node_metadata.Cast(node_metadata.Part.SEED, None)
+    seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    graph.propagate(seed)
+    return seed
+
+
+class Casts:
+    """The casts of one graph, or of one body of a graph.
+
+    Attributes:
+        own: the types of floating-point values as the model wrote them: what fixed operators and graph outputs get back.
+        sharing: at the node that casts are made for.
+        streams: where each rounding gets its own, shared by a graph and its bodies.
+    """
+
+    def __init__(
+        self, graph: PrecisionGraph, rounding: Rounding = "nearest", outer: tuple[Casts, fx.Node] | None = None
+    ) -> None:
+        self.graph, self.rounding, self.outer = graph, rounding, outer
+        self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}
+        self.values = {node: graph.value(node) for node in graph.nodes}
+        self.sharing: Sharing = Sharing(graph, Memory(graph, self._given()))
+        self._made: dict[Any, Any] = {}
+        self._seed: fx.Node | None = None
+        self.streams: Streams = outer[0].streams if outer is not None else Streams()
+
+    def passed(self, node: fx.Node) -> None:
+        """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
+        if node_metadata.is_part(node, Part.CONVERT) and not node_metadata.has_purpose(node, Purpose.AUTOCAST):
+            source, dtype = node.args[:2]
+            shared = self._made.setdefault((source, dtype, self.sharing.epoch(source)), node)  # type: ignore[arg-type]
+            if shared is not node and not node_metadata.has_purpose(node, Purpose.RESULT):
+                node.replace_all_uses_with(shared)
+        self.sharing.passed(node)
+
+    def _given(self) -> dict[fx.Node, Places]:
+        """The places of a body's operands outside of it."""
+        if self.outer is None:
+            return {}
+        around, node = self.outer
+        memory = around.sharing.memory
+        return {p: memory.of(used) for p, used in operands(node, self.graph) if isinstance(used, fx.Node)}
+
+    def shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """Returns `used` converted to `dtype`, by a new cast before `before` or one made earlier."""
+        value = self.graph.value(used)
+        if dtype is None or plain_type(value) is None:
+            return used
+        origin = self.origin(used)
+        if plain_type(self.graph.value(origin)) is dtype:
+            return origin
+        if value.dtype is dtype and not node_metadata.has_purpose(
+            used, Purpose.AUTOCAST
+        ):  # those give way to casts that are shared
+            return used
+        key = (origin, dtype, self.sharing.epoch(origin))
+        if key not in self._made:
+            with self.graph.graph.inserting_before(before):
+                self._made[key] = self.convert(origin, dtype, _owner(before))
+        made: fx.Node = self._made[key]
+        return made
+
+    def rounded(
+        self, before: fx.Node, used: fx.Node, fmt: Precision, keep: tuple[int, ...], dtype: torch.dtype
+    ) -> fx.Node:
+        """Returns `used` on the grid of a format that is not plain, as values of `dtype`, one scale an index of the dimensions `keep`."""
+        source = self.origin(used)
+        key = (source, fmt.name, keep, self.sharing.epoch(source))
+        graph = self.graph.graph
+        with graph.inserting_before(before):
+            if key not in self._made:
+                self._made[key] = self._round(source, fmt, keep, _owner(before))
+            if not fmt.scaled:
+                rounded: fx.Node = self._made[key]
+                return rounded
+            quantized, scale = self._made[key]
+            if (key, dtype) not in self._made:
+                self._made[key, dtype] = graph.create_node(
+                    "call_function",
+                    torch.ops.qsync.dequantize.default,
+                    (quantized, scale, dtype),
+                    name=f"{source.name}_{fmt}_{precision_of(dtype)}",
+                )
+                self._describe(
+                    self._made[key, dtype], source, Cast(Part.DEQUANTIZE, _owner(before), precision_of(dtype))
+                )
+        dequantized: fx.Node = self._made[key, dtype]
+        return dequantized
+
+    def convert(
+        self, source: fx.Node, dtype: torch.dtype, owner: OpId | None, purpose: Purpose = Purpose.OPERAND
+    ) -> fx.Node:
+        """Returns a new conversion where the graph's insertion point is."""
+        found = precision_of(dtype)
+        cast = self.graph.graph.create_node(
+            "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{found}"
+        )
+        self._describe(cast, source, Cast(Part.CONVERT, owner, found, purpose=purpose))
+        return cast
+
+    def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
+        """Returns a new node where the graph's insertion point is that does what `node` does, to `instead` in place of `operand`."""
+        new = self.graph.graph.create_node(
+            "call_function",
+            node.target,
+            *fx.node.map_arg((node.args, node.kwargs), lambda used: instead if used is operand else used),
+            name=f"{node.name}_{precision_of(tensors(self.graph.value(instead))[0].dtype)}",
+        )
+        self._describe(new, node, None)
+        return new
+
+    def stands_for(self, new: fx.Node, node: fx.Node) -> None:
+        """Takes a new node for one of the model's from here on: what reads the model's now reads it."""
+        self.own[new], self.values[new] = self.own[node], self.values[node]
+        self.sharing.memory.put(new, instead_of=node)
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Sees through casts that lose nothing, and those that only autocast asked for: what follows converts the original."""
+        while self._may_be_skipped(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            before, after = self.graph.value(source), self.graph.value(node)
+            if not is_float(before):
+                break
+            lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
+            if not lossless and not node_metadata.has_purpose(node, Purpose.AUTOCAST):
+                break
+            node = source
+        return node
+
+    def _may_be_skipped(self, node: fx.Node) -> bool:
+        if node.target is not torch.ops.aten.to.dtype or not is_float(self.graph.value(node)):
+            return False
+        memory, places = self.sharing.memory, self.sharing.memory.of(node)
+        if not node_metadata.is_cast(node):
+            # A conversion of the model's own may be there to copy what is written to later.
+            places |= memory.of(node.args[0])  # type: ignore[arg-type]
+        return not places & memory.written and self.sharing.records_as_here(node)
+
+    def _describe(self, new: fx.Node, source: fx.Node, cast: Cast | None) -> None:
+        if cast is not None:
+            node_metadata.CAST[new] = cast
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in source.meta:
+                new.meta[key] = source.meta[key]
+        self.graph.propagate(new)
+        self.own.setdefault(new, self.own.get(source))
+        self.values.setdefault(new, self.values.get(source))
+
+    def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None) -> Any:
+        graph = self.graph.graph
+        stream = self.streams.take()
+        if not fmt.scaled:
+            rounded = graph.create_node(
+                "call_function",
+                torch.ops.qsync.round.default,
+                (source, self._seed_node(), stream, fmt.name, self.rounding),
+                name=f"{source.name}_{fmt}",
+            )
+            self._describe(rounded, source, Cast(Part.ROUND, owner, fmt, stream))
+            return rounded
+        pair = graph.create_node(
+            "call_function",
+            torch.ops.qsync.quantize.default,
+            (source, self._seed_node(), stream, fmt.name, self.rounding, list(keep)),
+            name=f"{source.name}_{fmt}",
+        )
+        self._describe(pair, source, Cast(Part.QUANTIZE, owner, fmt, stream))
+        parts = []
+        for at, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
+            parts.append(
+                graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{name}")
+            )
+            self._describe(parts[-1], source, Cast(part, owner, fmt))
+        return tuple(parts)
+
+    def _seed_node(self) -> fx.Node:
+        if self._seed is None:
+            if self.outer is None:
+                self._seed = drawn(self.graph, self.rounding)
+            else:
+                around, node = self.outer
+                self._seed = handed_in(self.graph, node, around._seed_node(), "seed")
+        return self._seed
+
+
+def _owner(reader: fx.Node) -> OpId | None:
+    """The operator that a cast is made for; None where the graph returns it."""
+    note = node_metadata.NOTE.get(reader)
+    return note.id if note is not None else None
+
+
+def plain_type(value: Any) -> torch.dtype | None:
+    """Returns the type of a floating-point tensor that a plan may change; None for everything else."""
+    return value.dtype if is_float(value) else None
+
+
+def drop_unread_casts(graph: PrecisionGraph) -> None:
+    """Erases casts that nobody reads. What the model computes and drops is its own affair, in bodies too, where fx would erase it."""
+    for node in reversed(graph.nodes):
+        if node_metadata.is_cast(node) and not node.users:
+            graph.graph.erase_node(node)
+
+
+def cast_outputs(casts: Casts, output: fx.Node) -> None:
+    """Rewrites the arguments of the output node."""
+    memory = casts.sharing.memory
+    returned = output.all_input_nodes
+    sharers: Counter[Hashable] = Counter(place for used in returned for place in memory.of(used))
+    repeated: dict[fx.Node, fx.Node] = {}
+
+    def cast(used: fx.Node) -> fx.Node:
+        own = casts.own.get(used)
+        value = casts.graph.value(used)
+        alone = all(sharers[place] == 1 for place in memory.of(used))
+        if alone or own is None or not is_float(value) or value.dtype is own:
+            return casts.shared(output, used, own)
+        return repeat(used, own)
+
+    def repeat(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if node not in repeated:
+            viewed = _viewed(casts, node)
+            if viewed is None:
+                repeated[node] = casts.shared(output, node, dtype)
+            elif in_place(node):
+                repeated[node] = repeat(viewed, dtype)
+            else:
+                base = repeat(viewed, dtype)
+                with casts.graph.graph.inserting_before(output):
+                    repeated[node] = casts.again(node, viewed, base)
+        return repeated[node]
+
+    output.args = fx.node.map_arg(output.args, cast)
+
+
+def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
+    """Returns the node whose memory and type a node's value has; None for a value of its own, and for an input."""
+    memory = casts.sharing.memory
+    if node.op != "call_function" or node_metadata.is_cast(node):
+        return None
+    if in_place(node):
+        return writes(node)[0]
+    if node.target is not py_operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    types = {t.dtype for t in tensors(casts.graph.value(node))}
+    for used in node.all_input_nodes:
+        if memory.of(used) & memory.of(node) and {t.dtype for t in tensors(casts.graph.value(used))} == types:
+            return used
+    return None

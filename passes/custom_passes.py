@@ -1,0 +1,493 @@
+"""Damage that a user's pass can do to the structure of a graph, checked directly after the pass.
+
+Invariant: a graph without damage can be read by every pass and by every rule of the verifier.
+
+Passes of users: what they have done to a graph is noticed, spelled as the model is, and becomes part of it.
+
+What a user's pass has done to a graph: whether it only decided, or changed what the passes after it build upon.
+
+Invariant: a pass that only decides, by `Operator.assign`, can break no rule; what breaks one afterwards is a pass of ours.
+
+What a user's pass has written into a graph, spelled as the model is and with values.
+
+A pass may call any function of torch, a method, or a module that it has added to the graph's: it is traced as the model is. Invariant:
+afterwards a node calls an operator and has the value of what it computes, or was laid at its pass's door.
+
+What a user's pass has put into a graph becomes part of it.
+
+Invariant: afterwards each new node has a value, and each new operator an id, a kind, a reason and a line, as if it had been there when the
+passes ran that have run already. What they can decide no more says so: a plan is applied once, and casts are inserted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator as py_operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from qsync_fx.errors import PassError
+from qsync_fx.formats import Precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.cost_dag import charge
+from qsync_fx.graph.fx_utils import format_of, is_switch, target_name
+from qsync_fx.graph.graph import Context, Operator, PrecisionGraph, copied
+from qsync_fx.graph.node_metadata import Note
+from qsync_fx.ops.spec import Kind
+from qsync_fx.passes.annotate_cost import AnnotateCost
+from qsync_fx.passes.assign import Assign
+from qsync_fx.passes.cascade import Cascade
+from qsync_fx.passes.classify import Classify, classify
+from qsync_fx.passes.insert_casts import InsertCasts
+from qsync_fx.passes.lower import Lower
+from qsync_fx.passes.normalize import Normalize
+from qsync_fx.passes.rewriting.apply_rewrite import OF_THE_MODEL, adopted, inlined
+from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.tracing.operator_ids import identify_new, mark
+from qsync_fx.passes.tracing.retrace import modes, restored
+from qsync_fx.plan.operator_id import Numbering, OpId
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A graph, and the bodies of its higher-order operators, as they were.
+
+    Attributes:
+        nodes: every node in order, with what it calls, with what, and its value.
+        values: theirs.
+        notes: what was known of each operator.
+    """
+
+    nodes: dict[fx.Node, tuple[Any, ...]]
+    values: tuple[Any, ...]
+    notes: dict[fx.Node, Note]
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value was that of a node."""
+        return any(known is value for known in self.values)
+
+
+def look(graph: PrecisionGraph) -> Seen:
+    nodes = [node for part in graph.walk() for node in part.nodes]
+    return Seen(
+        {node: (node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in nodes},
+        tuple(node.meta.get("val") for node in nodes),
+        {node: node_metadata.NOTE[node] for node in nodes if node in node_metadata.NOTE},
+    )
+
+
+def replaced(before: Seen, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
+    """Returns for new nodes which ones that are gone they are read in place of."""
+    alive = set(graph.nodes)
+    found: dict[fx.Node, fx.Node] = {}
+    todo = [(before.nodes[node][1:3], (node.args, node.kwargs)) for node in alive if node in before.nodes]
+    for was, now in todo:
+        olds, news = pytree.tree_leaves(was), pytree.tree_leaves(now)
+        for old, new in zip(olds, news, strict=True) if len(olds) == len(news) else ():
+            both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
+            if both and old not in alive and old in before.nodes and new not in before.nodes and new not in found:
+                found[new] = old
+                todo.append((before.nodes[old][1:3], (new.args, new.kwargs)))
+    return found
+
+
+def only_decided(before: Seen, after: Seen) -> bool:
+    """Whether nothing but `Operator.assign` tells the two apart."""
+    same = list(before.nodes.items()) == list(after.nodes.items()) and before.notes.keys() == after.notes.keys()
+    return same and all(_decided(note, after.notes[node]) for node, note in before.notes.items())
+
+
+def _decided(before: Note, after: Note) -> bool:
+    undone = dataclasses.replace(
+        after, planned=before.planned, precision=before.precision, reason=before.reason, pinned=before.pinned
+    )
+    return after == before or (after.pinned and undone == before)
+
+
+def spell(graph: PrecisionGraph, node: fx.Node) -> None:
+    """Puts the operators that a new node calls in its place, if it is none itself.
+
+    Raises:
+        PassError: what it calls cannot be traced, or is not there.
+    """
+    if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
+        return
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return
+    for used in node.all_input_nodes:
+        if "val" not in used.meta and used.op in ("call_function", "get_attr"):
+            evaluate(graph, used)
+    values = [graph.value(used) for used in node.all_input_nodes]
+    if node.op == "call_function" and not any(isinstance(value, torch.Tensor) for value in values):
+        return  # unpacks a result, or computes a size
+    given = {"args": node.args, "kwargs": node.kwargs}
+    traced, several = _traced(graph, node, given)
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+    read = [leaf for leaf in leaves if isinstance(graph.value(leaf), (torch.Tensor, torch.SymInt, torch.SymFloat))]
+    with graph.graph.inserting_before(node):
+        local = inlined(graph, traced, read, {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta})
+    _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
+
+
+def _traced(graph: PrecisionGraph, node: fx.Node, given: dict[str, Any]) -> tuple[Traced, bool]:
+    called, several = _called(graph, node), False
+
+    def run(args: Any, kwargs: Any) -> Any:
+        nonlocal several
+        returned = called(*args, **kwargs)
+        several = isinstance(returned, (tuple, list))
+        return returned
+
+    assert graph.context.fake_mode is not None
+    in_force = modes(graph)[node]
+    with restored(), graph.context.fake_mode:
+        in_force.apply()
+        try:
+            return trace_call(run, fx.node.map_arg(given, graph.value), recorded=True), several
+        except Untraceable as error:
+            raise PassError(
+                f"{target_name(node)} cannot be traced: {error}",
+                where=f"node %{node.name}",
+                do="call operators of torch, or functions and modules that compute with tensors alone",
+            ) from error.__cause__
+
+
+def _called(graph: PrecisionGraph, node: fx.Node) -> Any:
+    if node.op == "call_module":
+        return _attribute(graph, node)
+    if node.op == "call_method":
+        return lambda first, *args, **kwargs: getattr(first, str(node.target))(*args, **kwargs)
+    return node.target
+
+
+def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
+    try:
+        return py_operator.attrgetter(str(node.target))(graph.module)
+    except AttributeError as error:
+        raise PassError(
+            f"the graph's module has no attribute {str(node.target)!r}",
+            where=f"node %{node.name}",
+            do="give it one first: graph.module.register_parameter(name, parameter), register_buffer or add_submodule",
+        ) from error
+
+
+def _replace(graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...], several: bool) -> None:
+    def instead(used: fx.Node) -> Any:
+        return used if used is not node else outputs if several else outputs[0]
+
+    for user in list(node.users):
+        if several and user.target is py_operator.getitem and isinstance(user.args[1], int):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.graph.erase_node(user)
+        else:
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), instead)
+    graph.graph.erase_node(node)
+    if node.op == "call_module" and not any(other.target == node.target for other in graph.nodes):
+        # Its tensors are the graph's now. AOTAutograd takes each once.
+        graph.module.delete_submodule(str(node.target))
+
+
+def evaluate(graph: PrecisionGraph, node: fx.Node, before: Seen | None = None) -> None:
+    """Gives a new node the value of what it computes; one that was copied with the node too.
+
+    Raises:
+        PassError: its operator does not take what it is given, or the tensor that it names is not there.
+    """
+    if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
+        return
+    if node.op == "get_attr":
+        held = _attribute(graph, node)
+        if isinstance(held, torch.Tensor):
+            adopted(graph, node, held)
+    elif node.op == "call_function" and not is_switch(node):
+        graph.propagate(node)
+
+
+def take_in(graph: PrecisionGraph, before: Seen, by: str, passed: Sequence[str]) -> None:
+    """Makes what the pass called `by` has put in part of a graph, after the passes named in `passed`.
+
+    Raises:
+        PassError: a node computes nothing: its operator does not take what it is given, or is none.
+    """
+    parts = list(graph.walk())
+    if Normalize.name not in passed:
+        for part in parts:
+            for node in _new(part, before):
+                mark(node, by)
+        return
+    for part in parts:
+        try:
+            for node in _new(part, before):
+                spell(part, node)
+            for node in _new(part, before):
+                evaluate(part, node, before)
+        except PassError as error:
+            error.where = f"pass {by!r}, {error.where}"
+            raise
+        part.module.recompile()
+    alive = {node for part in parts for node in part.nodes}
+    free = {old: [old] for old in before.notes if old not in alive}
+    for part in parts:
+        _identify(part, before, free, by)
+    operators = [operator for operator in graph.operators() if operator.node not in before.notes]
+    for operator in operators:
+        _decide(operator, passed)
+    for part in parts if Lower.name in passed else ():
+        charge(part)
+    if not operators:
+        return
+    if Classify.name in passed and InsertCasts.name not in passed:
+        graph.written = copied(graph)
+        graph.__dict__.pop("costing", None)
+        if Cascade.name in passed:
+            Cascade()(graph)
+    if AnnotateCost.name in passed:
+        AnnotateCost()(graph)
+
+
+def _new(graph: PrecisionGraph, before: Seen) -> list[fx.Node]:
+    return [node for node in graph.nodes if node not in before.nodes]
+
+
+def _identify(graph: PrecisionGraph, before: Seen, free: dict[fx.Node, list[fx.Node]], by: str) -> None:
+    copied_from = {id(note): node for node, note in before.notes.items()}
+    instead = replaced(before, graph)
+    for node in _new(graph, before):
+        if node in node_metadata.NOTE and id(node_metadata.NOTE[node]) not in copied_from:
+            continue  # a rewrite has said what it is
+        origin = copied_from.get(id(node_metadata.NOTE.get(node)))
+        del node_metadata.NOTE[node]
+        old = origin if origin in free else _place_of(node, instead, before)
+        near = old if old in before.notes else _neighbour(graph, node)
+        for key in OF_THE_MODEL:
+            if near is not None and key in near.meta:
+                node.meta.setdefault(key, near.meta[key])
+        note = node_metadata.NOTE[near] if near is not None else None
+        identify_new(graph, [node], by, "inserted", note, free.get(old, []) if old is not None else [])
+
+
+def _place_of(node: fx.Node, instead: dict[fx.Node, fx.Node], before: Seen) -> fx.Node | None:
+    """The node of the model in whose place a new one stands, together with others of its pass that read it."""
+    todo = [node]
+    for at in todo:
+        if at in instead:
+            return instead[at]
+        todo += [user for user in at.users if user not in before.nodes and user not in todo]
+    return None
+
+
+def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
+    """The operator that a node belongs beside: one of the module that its pass says, else one that it reads, else one that reads it."""
+    if stack := node.meta.get("nn_module_stack"):
+        for operator in graph.own_operators():
+            if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(stack)[-1]:
+                return operator.node
+    return _nearest(node, lambda at: at.all_input_nodes) or _nearest(node, lambda at: at.users)
+
+
+def _nearest(node: fx.Node, beside: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
+    todo = [node]
+    for at in todo:
+        if at is not node and at in node_metadata.NOTE:
+            return at
+        todo += [other for other in beside(at) if other not in todo]
+    return None
+
+
+def _decide(operator: Operator, passed: Sequence[str]) -> None:
+    """Says of a new operator what the passes that have run say of the others."""
+    note, own = operator.note, format_of(operator.graph.value(operator.node))
+    replaces = note.precision is not None
+    if InsertCasts.name in passed:
+        lowered = Lower.name in passed and note.precision is not None and not note.precision.plain
+        if not replaces:
+            operator.update(kind=Kind.FIXED, precision=own, output=own, autocast=None, reason=_settled(own))
+        elif (lowered and str(note.precision) not in operator.node.args) or (not lowered and own is not note.output):
+            why = f"{note.precision} gives way: {_settled(own)}"
+            operator.update(precision=own, output=own, instead=why, reason=f"{note.reason}; {why}")
+    elif Classify.name in passed and not replaces:
+        classify(operator)
+        if Assign.name in passed and operator.kind is Kind.ADJUSTABLE:
+            why = (
+                f"it was put in after {Assign.name!r} had applied the plan, so it stays in {own}: let the pass run before for the plan to "
+                "decide"
+            )
+            operator.update(kind=Kind.FIXED, autocast=None, reason=why)
+
+
+def _settled(own: Precision | None) -> str:
+    computes = f", so it computes in what it reads, {own}" if own is not None else ""
+    return f"it was put in after {InsertCasts.name!r} had settled formats{computes}"
+
+
+_ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "module": (fx.GraphModule,),
+        "inputs": (list,),
+        "outputs": (list,),
+        "context": (Context,),
+        "unknown": (dict,),
+        "written": (PrecisionGraph, type(None)),
+        "numbers": (Numbering,),
+        "rewritten": (dict,),
+    }
+)
+"""The types of a `PrecisionGraph`'s attributes."""
+
+_KEYS: Mapping[str, type] = MappingProxyType(
+    {
+        node_metadata.NOTE.name: Note,
+        node_metadata.CAST.name: node_metadata.Cast,
+        node_metadata.BODIES.name: tuple,
+        "custom": dict,
+    }
+)
+"""The types of metadata that later passes read; "custom" is torch's."""
+
+_FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "id": (OpId,),
+        "kind": (Kind,),
+        "reason": (str,),
+        "precision": (Precision, type(None)),
+        "output": (Precision, type(None)),
+    }
+)
+"""The types of an operator's decisions."""
+
+_REPAIRS: Mapping[str, str] = MappingProxyType(
+    {"module": "change graph.module in place, or set another torch.fx.GraphModule"}
+)
+_LEAVE = "leave the metadata of nodes in place; Operator.assign changes precisions"
+_OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+
+
+class Damage(NamedTuple):
+    """Damage to a graph.
+
+    Attributes:
+        node: the damaged node; None for damage to the graph as such.
+        problem: a sentence without a full stop.
+        repair: advice for the author of the pass.
+    """
+
+    node: fx.Node | None
+    problem: str
+    repair: str
+
+
+def refuse_damage(graph: PrecisionGraph, before: Seen, by: str) -> None:
+    """Check the structure of a graph and of the bodies of its higher-order operators.
+
+    Args:
+        graph: the graph after the pass.
+        before: the graph before the pass.
+        by: the name of the pass.
+
+    Raises:
+        PassError: the pass has damaged the graph.
+    """
+    for damage in _damage(graph, before):
+        _refuse(damage, by)
+
+
+def refuse_calls(graph: PrecisionGraph, before: Seen, by: str) -> None:
+    """Check that each operator that a pass has changed accepts its arguments.
+
+    Args:
+        graph: the graph after the pass, with the values of new nodes.
+        before: the graph before the pass.
+        by: the name of the pass.
+
+    Raises:
+        PassError: an operator does not accept its arguments.
+    """
+    for part in graph.walk():
+        for node in part.nodes:
+            call = (node.target, node.args, node.kwargs)
+            if node not in before.nodes or before.nodes[node][:3] == call:
+                continue
+            if isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta:
+                try:
+                    part.computed(node)
+                except PassError as error:
+                    repair = error.do or "set the arguments of its schema"
+                    _refuse(Damage(node, error.what, repair), by)
+
+
+def _refuse(damage: Damage, by: str) -> None:
+    node = "" if damage.node is None else f", node %{damage.node.name}"
+    raise PassError(
+        f"pass {by!r} has damaged the graph: {damage.problem}",
+        where=f"pass {by!r}{node}",
+        do=damage.repair,
+    )
+
+
+def _damage(graph: PrecisionGraph, before: Seen) -> Iterator[Damage]:
+    yield from _damage_to_attributes(graph)
+    for node in graph.nodes:
+        yield from _damage_to_node(node, before)
+    yield from _damage_to_output(graph.nodes)
+    for node in graph.nodes:
+        for body in node_metadata.bodies(node):
+            yield from _damage(body, before)
+
+
+def _damage_to_attributes(graph: PrecisionGraph) -> Iterator[Damage]:
+    for name, types in _ATTRIBUTES.items():
+        value = getattr(graph, name, None)
+        if not isinstance(value, types):
+            problem = f"graph.{name} is {type(value).__name__}, not {types[0].__name__}"
+            yield Damage(None, problem, _REPAIRS.get(name, f"do not set graph.{name}"))
+    fx_graph = getattr(graph.module, "graph", None)
+    if not isinstance(fx_graph, fx.Graph):
+        problem = f"graph.module.graph is {type(fx_graph).__name__}, not Graph"
+        yield Damage(None, problem, "set a torch.fx.Graph")
+
+
+def _damage_to_node(node: fx.Node, before: Seen) -> Iterator[Damage]:
+    facts = getattr(node, "meta", None)
+    if not isinstance(facts, dict):
+        yield Damage(node, f"its meta is {type(facts).__name__}, not dict", _LEAVE)
+        return
+    for key, expected in _KEYS.items():
+        if key in facts and not isinstance(facts[key], expected):
+            problem = f"its meta[{key!r}] is {type(facts[key]).__name__}, not {expected.__name__}"
+            yield Damage(node, problem, _LEAVE)
+    if (note := node_metadata.NOTE.get(node)) is not None:
+        for field, types in _FIELDS.items():
+            value = getattr(note, field)
+            if not isinstance(value, types):
+                problem = f"the {field} of {note.id} is {value!r}, not a {types[0].__name__}"
+                yield Damage(node, problem, _LEAVE)
+    if node in before.notes and node not in node_metadata.NOTE and node.target == before.nodes[node][0]:
+        yield Damage(node, f"the metadata of {before.notes[node].id} is gone", _LEAVE)
+    target, name = node.target, type(node.target).__name__
+    if node.op not in _OPERATIONS:
+        repair = f"use one of: {', '.join(_OPERATIONS)}"
+        yield Damage(node, f"{node.op!r} is no operation of torch.fx", repair)
+    elif node.op == "call_function" and not callable(target):
+        yield Damage(node, f"its target is {name}, not a function", "set a function of torch")
+    elif node.op != "call_function" and not isinstance(target, str):
+        yield Damage(node, f"the target of {node.op} is {name}, not str", "set a name")
+
+
+def _damage_to_output(nodes: list[fx.Node]) -> Iterator[Damage]:
+    outputs = [node for node in nodes if node.op == "output"]
+    keep = "keep the output node, and set its args to return other values"
+    if not outputs:
+        yield Damage(None, "it has no output node", keep)
+    elif len(outputs) > 1:
+        yield Damage(outputs[1], f"it has {len(outputs)} output nodes", keep)
+    elif nodes[-1] is not outputs[0]:
+        yield Damage(nodes[-1], "it follows the output node", "insert it before the output node")
+    elif len(outputs[0].args) != 1:
+        problem = f"the output node has {len(outputs[0].args)} arguments, not 1"
+        yield Damage(outputs[0], problem, "set its args to (values,)")

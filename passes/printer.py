@@ -1,0 +1,119 @@
+"""The text of a graph, for people, diffs and golden tests.
+
+Invariant: equal graphs have equal text. One line a node: its name, its type, what it calls, and for an operator its id, kind and format.
+
+What hangs on the runner: timing, snapshots, diffs.
+
+Invariant: an instrument watches a pipeline and changes nothing in it. Passes know of none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.fx_utils import describe, is_switch, target_name
+from qsync_fx.graph.graph import PrecisionGraph, copied
+
+
+def graph_text(graph: PrecisionGraph, indent: str = "") -> str:
+    """Returns the graph as text, bodies of higher-order operators indented below their node."""
+    lines = []
+    for node in graph.nodes:
+        lines.append(indent + _line(graph, node))
+        for body in node_metadata.bodies(node):
+            lines.append(graph_text(body, indent + "    "))
+    return "\n".join(lines)
+
+
+def _line(graph: PrecisionGraph, node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}"
+    value = graph.value(node)
+    # A mode is no value, and the name of its class is another one in every torch.
+    head = f"%{node.name}" + (f": {describe(value)}" if value is not None and not is_switch(node) else "")
+    if node.op == "placeholder":
+        return f"{head} = input"
+    if node.op == "get_attr":
+        return f"{head} = attribute {node.target}"
+    arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    name = target_name(node).removesuffix(".default")
+    line = f"{head} = {name}({', '.join(arguments)})"
+    note = node_metadata.NOTE.get(node)
+    if note is None:
+        return line
+    formats = f" {note.precision}" if note.precision else ""
+    if note.output is not None and note.output is not note.precision:
+        formats += f"->{note.output}"
+    return f"{line}  # {note.id} {note.kind}{formats}"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_argument(item) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_argument(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return repr(value)
+
+
+class Instrument(Protocol):
+    """Called around every pass: before it, after it, and once the verifier has found nothing."""
+
+    def before(self, name: str, graph: PrecisionGraph) -> None: ...
+
+    def after(self, name: str, graph: PrecisionGraph) -> None: ...
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None: ...
+
+
+@dataclass
+class Timing:
+    """Seconds that each pass took, by name, without the verifier's."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _started: float = 0.0
+
+    def before(self, name: str, graph: PrecisionGraph) -> None:
+        self._started = time.perf_counter()
+
+    def after(self, name: str, graph: PrecisionGraph) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._started
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
+        pass
+
+
+@dataclass
+class Snapshots:
+    """The graph after every pass, as text and as a copy, whose `module` can be run."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    graphs: dict[str, PrecisionGraph] = field(default_factory=dict)
+
+    def before(self, name: str, graph: PrecisionGraph) -> None:
+        pass
+
+    def after(self, name: str, graph: PrecisionGraph) -> None:
+        pass
+
+    def verified(self, name: str, graph: PrecisionGraph) -> None:
+        self.texts[name] = graph_text(graph)
+        self.graphs[name] = copied(graph)
+
+    def diff(self, first: str, second: str) -> str:
+        """Returns a unified diff of the graphs after two passes."""
+        lines = difflib.unified_diff(
+            self.texts[first].splitlines(), self.texts[second].splitlines(), first, second, lineterm="", n=2
+        )
+        return "\n".join(lines)

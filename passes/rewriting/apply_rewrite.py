@@ -1,0 +1,226 @@
+"""What a rewrite puts in the place of what it found.
+
+Invariant: the readers of the old results read new ones of the same shapes and types. What is put in is spelled as the model is,
+belongs to the module and line of what it replaces, and has ids of its own; an operator of the same name takes the id over, so that a
+plan that names it still does.
+
+Tensors that a replacement refers to become part of the graph.
+
+Invariant: a tensor is in the graph once. One that Dynamo has handed in already keeps its input; any other is a parameter or buffer of
+the graph's module, from where AOTAutograd makes it an input: each step sees its value, its gradient goes to the tensor itself, and
+what is written to it stays written. A body gets it as one more operand.
+
+Traced code becomes nodes of a graph.
+
+Invariant: what is put in is spelled as the model is, and says that it comes from where its caller tells.
+
+Why a place that computes a pattern is left alone all the same.
+
+Invariant: what is put in runs where the last node of the place ran. Where something else would then see another value, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch.utils import _pytree as pytree
+
+from qsync_fx.errors import PassError
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import Memory, handed_in, may_write, operands
+from qsync_fx.graph.fx_utils import describe, tensors
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.passes.rewriting.match import Match, Site
+from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.tracing.operator_ids import identify_new
+from qsync_fx.passes.tracing.retrace import Modes, restored
+
+
+def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
+    """Returns the node that holds a tensor of the user's."""
+    if graph.parent is not None:
+        caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
+        outer = attached(graph.parent, tensor)
+        known = next((inner for inner, given in operands(caller, graph) if given is outer), None)
+        return handed_in(graph, caller, outer, "attached") if known is None else known
+    mode, module = graph.context.fake_mode, graph.module
+    fake: Any = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") and node.meta.get("val") is fake:
+            return node
+    name = _free_name(module)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.graph.inserting_before(first):
+        found = graph.graph.get_attr(name)
+    return _held(graph, found, fake)
+
+
+def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
+    """Returns the node that holds a tensor which a pass has put into the graph's module, and reads by `node`."""
+    if graph.parent is not None:
+        found = attached(graph, tensor)
+        name, module = str(node.target), graph.module
+        node.replace_all_uses_with(found)
+        graph.graph.erase_node(node)
+        if not any(other.op == "get_attr" and other.target == name for other in graph.nodes):
+            path, _, last = name.rpartition(".")
+            delattr(module.get_submodule(path), last)  # AOTAutograd would take it for a parameter of the whole graph's
+        return found
+    mode: Any = graph.context.fake_mode
+    return _held(graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
+
+
+def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
+    if hasattr(graph.module, "_param_name_to_source"):
+        # AOTAutograd wants to know where Dynamo has a parameter from. Dynamo knows none of this one, and guards nothing about it.
+        name, sources = str(node.target), graph.module._param_name_to_source
+        graph.module._param_name_to_source = {name: ConstantSource(name), **sources}  # type: ignore[dict-item, assignment]
+    node.meta["val"] = fake
+    return node
+
+
+def _free_name(module: torch.nn.Module) -> str:
+    return next(name for at in range(2**16) if not hasattr(module, name := f"attached_{at}"))
+
+
+OF_THE_MODEL = ("stack_trace", "nn_module_stack")
+"""What a node's metadata say of where in the model it comes from."""
+
+
+def inlined(
+    graph: PrecisionGraph, traced: Traced, given: Sequence[fx.Node], origin: Mapping[str, Any]
+) -> dict[fx.Node, fx.Node]:
+    """Copies traced code to where the graph's insertion point is; returns the new node for each of the traced ones.
+
+    Args:
+        given: what it reads, one node for each value that it was traced with.
+        origin: metadata of each new node, beside its value.
+    """
+    inputs = [*given, *(attached(graph, tensor) for tensor in traced.tensors)]
+    local = dict(zip(traced.inputs, inputs, strict=True))
+    for node in traced.module.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            new = local[node] = graph.graph.node_copy(node, lambda used: local[used])
+            new.meta = {**{key: node.meta[key] for key in ("val",) if key in node.meta}, **origin}
+            if node.op == "get_attr":
+                _constant(graph, new, getattr(traced.module, str(node.target)))
+    return local
+
+
+def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
+    """Keeps a number that the function has written down, such as `torch.tensor(2.0)`."""
+    at = 0
+    while hasattr(graph.module, f"constant_{at}"):
+        at += 1
+    node.target = f"constant_{at}"
+    graph.module.__dict__[node.target] = value
+    node.meta.setdefault("val", value)
+
+
+def put(
+    graph: PrecisionGraph, site: Site, name: str, function: Callable[..., Any], match: Match, modes: Modes
+) -> dict[fx.Node, fx.Node]:
+    """Puts what `function` computes in place of what stands at a site; returns the new node for each of the old results.
+
+    Raises:
+        PassError: the function cannot be traced, or gives something else than what stands there.
+    """
+    wanted = inspect.signature(function).parameters
+    arguments = {argument: value for argument, value in site.arguments.items() if argument in wanted}
+    leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
+    traced = _traced(
+        graph, name, function, arguments, {"match": match} if "match" in wanted else {}, match.main.where, modes
+    )
+    _check(traced, site, name, match.main.where)
+    last = site.matched[-1]
+    model = {key: value for key, value in match.main.node.meta.items() if key in OF_THE_MODEL}
+    with graph.graph.inserting_before(last.next):
+        local = inlined(graph, traced, leaves, model)
+    freed = [operator.node for operator in match.operators]
+    put_in = [local[node] for node in traced.module.graph.nodes if node.op == "call_function"]
+    results = {old: local[output] for old, output in zip(site.outputs, traced.outputs, strict=True)}
+    for old, new in results.items():
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in put_in)
+    for node in reversed(site.matched):
+        graph.graph.erase_node(node)
+    identify_new(graph, put_in, name, "rewritten", match.main.note, freed)
+    return results
+
+
+def _traced(
+    graph: PrecisionGraph,
+    name: str,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    others: dict[str, Any],
+    where: str,
+    modes: Modes,
+) -> Traced:
+    values = fx.node.map_arg(arguments, graph.value)
+    assert graph.context.fake_mode is not None
+
+    def run(**given: Any) -> Any:
+        return function(**given, **others)
+
+    with restored(), graph.context.fake_mode:
+        modes.apply()
+        try:
+            return trace_call(run, values, recorded=True)
+        except Untraceable as error:
+            raise PassError(
+                f"the replacement of {name!r} cannot be traced: {error}",
+                where=where,
+                do="write it in torch operators on its arguments, tensors that exist before, and what its match tells",
+            ) from error.__cause__
+
+
+def _check(traced: Traced, site: Site, name: str, where: str) -> None:
+    old = ", ".join(describe(output.meta["val"]) for output in site.outputs)
+    new = ", ".join(describe(output.meta["val"]) for output in traced.outputs)
+    if old != new:
+        raise PassError(
+            f"the replacement of {name!r} gives {new} where the model computes {old}",
+            where=where,
+            do="return as many tensors as the pattern does, of the same shapes and types (y.to(x.dtype) gives y the type of x)",
+        )
+
+
+def obstacle(graph: PrecisionGraph, site: Site, modes: Mapping[fx.Node, Modes]) -> str:
+    """Returns why a place cannot be rewritten; "" where it can."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    matched, last = set(site.matched), order[site.matched[-1]]
+    if not any(node in node_metadata.NOTE for node in site.matched):
+        return "it computes with no floating-point values, and so has no id"
+    if any(modes[node] != modes[site.matched[-1]] for node in site.matched):
+        return "autocast or the recording of gradients changes within it"
+    for node in site.matched:
+        outside = [user for user in node.users if user not in matched]
+        if node not in site.outputs and outside:
+            return f"its inner value %{node.name} is read by %{outside[0].name} too"
+        early = [user for user in outside if order[user] < last]
+        if early:
+            return f"its result %{node.name} is read by %{early[0].name} before its last one is there"
+    return _written_within(graph, site, order)
+
+
+def _written_within(graph: PrecisionGraph, site: Site, order: Mapping[fx.Node, int]) -> str:
+    first, last = order[site.matched[0]], order[site.matched[-1]]
+    between = [node for node in graph.nodes[first:last] if node not in site.matched and may_write(node)]
+    if not between:
+        return ""
+    memory = Memory(graph)
+    used = {node for one in site.matched for node in (one, *one.all_input_nodes) if tensors(graph.value(node))}
+    places = frozenset().union(*map(memory.of, used))
+    for node in between:
+        if any(memory.of(written) & places for written in may_write(node)):
+            return f"%{node.name} writes in place to a value of it before its end"
+    return ""

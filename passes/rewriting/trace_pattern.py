@@ -1,0 +1,157 @@
+"""A function in plain torch becomes a graph, spelled as normalize spells the model.
+
+Invariant: the graph computes what the function computes, gradients included. Tensors that the function refers to without being given them
+(parameters of a module, a buffer that it writes) are inputs of the graph after the given ones, never constants: their values are
+those of each step, and they get gradients. A custom autograd function is refused, since tracing would lose its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from qsync_fx.passes.tracing.retrace import pre_dispatch
+
+
+@dataclass(frozen=True)
+class Traced:
+    """
+    Attributes:
+        module: the graph; its placeholders are the given values, then `tensors`.
+        tensors: what the function refers to, in order.
+        outputs: the nodes that the function returns, flat.
+    """
+
+    module: fx.GraphModule
+    tensors: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+
+class Untraceable(Exception):
+    """A function that has no graph; the text says why."""
+
+
+def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = False) -> Traced:
+    """Traces a function of fake tensors and symbolic numbers, under the fake mode that is active.
+
+    Args:
+        function: positional arguments, tensors out.
+        values: what it is given.
+        recorded: whether the backward pass that autograd sees is looked at: none may be lost.
+
+    Raises:
+        Untraceable: it fails on these values, or does what a graph cannot hold.
+    """
+    mode = active_fake_mode()
+    assert mode is not None, "tracing needs a fake mode"
+    lift = _Lift()
+    given = [_recording(value) for value in values] if recorded else values
+
+    def run(*args: Any) -> Any:
+        lift.stand_ins = dict(zip(map(id, lift.tensors), args[len(values) :], strict=True))
+        with lift:
+            returned = function(*args[: len(values)])
+        lift.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        _refuse_autograd_functions(lift.outputs)
+        return tuple(lift.outputs)
+
+    while True:
+        known = len(lift.tensors)
+        stand_ins = [mode.from_tensor(tensor, static_shapes=True) for tensor in lift.tensors]
+        try:
+            module = pre_dispatch(run, [*given, *stand_ins])
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        if known == len(lift.tensors):  # else they are inputs from now on
+            return _checked(module, lift)
+
+
+def trace_call(function: Callable[..., Any], given: Mapping[str, Any], recorded: bool = False) -> Traced:
+    """Traces a call by name. What is a tensor or a symbolic number, also in lists, is a value of the graph; the rest stays as it is."""
+    leaves, spec = pytree.tree_flatten(dict(given))
+    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))]
+
+    def run(*values: Any) -> Any:
+        filled = dict(enumerate(leaves)) | dict(zip(at, values, strict=True))
+        return function(**pytree.tree_unflatten(list(filled.values()), spec))
+
+    return trace(run, [leaves[n] for n in at], recorded)
+
+
+def _checked(module: fx.GraphModule, lift: _Lift) -> Traced:
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    outputs = tuple(pytree.tree_leaves(output.args[0]))
+    if not all(isinstance(value, Tensor) for value in lift.outputs) or len(outputs) != len(lift.outputs):
+        kinds = ", ".join(type(value).__name__ for value in lift.outputs)
+        raise Untraceable(f"it returns {kinds or 'nothing'}, where a tensor or a tuple of tensors is expected")
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(module, str(node.target)), FakeTensor):
+            raise Untraceable("it computes a value past torch's dispatcher, which tracing sees")
+    return Traced(module, tuple(lift.tensors), outputs)
+
+
+@dataclass
+class _Lift(TorchFunctionMode):
+    """Puts an input of the graph in place of each tensor that a function refers to; notes those that are new."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    stand_ins: dict[int, Any] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _stand_in(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self.stand_ins:
+            if value.grad_fn is not None:
+                raise Untraceable(
+                    "it refers to a tensor that was computed with gradients; refer to what it was computed from"
+                )
+            mode = active_fake_mode()
+            assert mode is not None
+            self.tensors.append(value)
+            self.stand_ins[id(value)] = mode.from_tensor(value, static_shapes=True)
+        return self.stand_ins[id(value)]
+
+
+def _recording(value: Any) -> Any:
+    """Returns the same memory as a tensor whose gradient is recorded, if gradients are: so autograd tells what a function calls."""
+    records = torch.is_grad_enabled() and isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if records else value
+
+
+def _refuse_autograd_functions(outputs: Sequence[Any]) -> None:
+    """Those that torch.library makes belong to operators, which are not traced into."""
+    todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        name = type(node).__name__.removesuffix("Backward")
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
+            raise Untraceable(
+                f"it calls the autograd function {name}, whose backward pass tracing would lose; make it an operator "
+                "(torch.library.custom_op, register_autograd), or write x + (f(x) - x).detach() where gradients pass by f"
+            )
+        found = {before for before, _ in node.next_functions} - seen if node is not None else set()
+        seen |= found
+        todo += found

@@ -1,0 +1,345 @@
+"""Where in the user's model a graph stands.
+
+Dynamo compiles one frame of Python at a time. Mostly that is the model's own forward pass, with all modules inlined. Where the graph breaks
+inside a module, that module's forward is a frame of its own, and the code after the break is another one; Dynamo then knows nothing of
+the model around it, and reuses the code of one layer for the next.
+
+Invariant: what is found here depends on the model's source alone: paths are those in the whole model, wherever its graph breaks.
+
+Which module the paths of operator ids start from, where torch.compile was given a part of a model.
+
+Blocks are compiled alone (FSDP2, regional compilation) and follow the plan of the whole model; models are called by wrappers around them
+(a training harness, a loss) and follow their own. Python's stack holds the modules that are being called around the compiled one.
+Invariant: the user's option decides; else the plan, by whose modules it names; else whether one piece of the outer module is compiled or
+several.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import nn
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.eval_frame import OptimizeContext
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import LocalSource
+from torch._guards import CompileContext
+
+from qsync_fx.coverage.compilation_log import declared
+from qsync_fx.errors import OptionError, PlanError
+from qsync_fx.module_paths import WRAPPED, joined, paths, unwrapped
+from qsync_fx.options import Options
+from qsync_fx.plan.operator_id import escaped
+from qsync_fx.plan.patterns import module_regex
+from qsync_fx.plan.plan import Plan
+
+
+def root_of(compiled: nn.Module, outside: Sequence[nn.Module], options: Options) -> tuple[nn.Module, str]:
+    """Returns the module that ids start from, and its own path where that is none of the modules at hand.
+
+    Args:
+        compiled: what torch.compile was given.
+        outside: the modules that are being called around it, innermost first.
+        options: of the compilation.
+
+    Raises:
+        OptionError: the option "root" says that it is one part of the model, and it is another one.
+    """
+    others = (outer for outer in dict.fromkeys(outside) if outer is not compiled)
+    holding = [outer for outer in others if any(module is compiled for _, module in paths(outer))]
+    if options.root is not None:
+        return _as_the_user_says(compiled, holding, options.root)
+    candidates = [compiled, *holding]
+    if len(candidates) > 1 and options.plan is not None:
+        found = [named_in(outer, options.plan) for outer in candidates]
+        candidates = [outer for outer, count in zip(candidates, found, strict=True) if count == max(found)]
+    return (candidates[-1] if _pieces(candidates[-1]) > 1 else candidates[0]), ""
+
+
+def named_in(root: nn.Module, plan: Plan) -> int:
+    """Returns how many of the plan's operators and patterns name modules below `root`."""
+    known = {path for path, _ in paths(root)}
+    texts = [escaped(path) for path in known]
+    operators = sum((op_id.module or op_id.after) in known for op_id in plan.operators)
+    return operators + sum(any(map(module_regex(pattern).match, texts)) for pattern, _ in plan.patterns)
+
+
+def _as_the_user_says(compiled: nn.Module, holding: Sequence[nn.Module], path: str) -> tuple[nn.Module, str]:
+    for outer in holding if path else ():
+        named = {name: unwrapped(module) for name, module in paths(outer)}
+        if named.get(path) is compiled:
+            return outer, ""
+        if path in named:
+            own = next(name for name, module in named.items() if module is compiled)
+            raise OptionError(
+                f"{type(compiled).__name__} is compiled as {path!r}, and in {type(outer).__name__}, which calls it, it is {own!r}",
+                where='option "root"',
+                do=f'give {{"root": {own!r}}}, or leave it out: it is found where the model calls its block',
+            )
+    return compiled, path
+
+
+def _pieces(root: nn.Module) -> int:
+    """How many modules below `root` torch.compile was given one by one."""
+    inside = {id(module) for _, module in paths(root)}
+    return sum(id(module) in inside for module in declared())
+
+
+_CALLS = ("_wrapped_call_impl", "_call_impl")
+_SUBSCRIPT = re.compile(r"\[['\"]?([^\]'\"]*)['\"]?\]")
+_CONTAINERS = {"_modules", "_parameters", "_buffers", *WRAPPED}
+_RESUMES = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Attributes:
+        code: of the frame that is compiled; None outside of Dynamo.
+        module: the innermost module whose forward pass the frame is part of; None in plain functions.
+        root: the one that paths start from, the whole model; None in plain functions.
+        within: the path of `root`, where the user says that it is a part of a larger model.
+        entered: whether the frame is what torch.compile was given, from its first line on, rather than something that this calls.
+        given: in plain functions, the modules that it may call, each with the path that ids in it start with.
+    """
+
+    code: CodeType | None = None
+    module: nn.Module | None = None
+    root: nn.Module | None = None
+    within: str = ""
+    entered: bool = False
+    given: tuple[tuple[str, nn.Module], ...] = ()
+
+    @functools.cached_property
+    def modules(self) -> dict[str, tuple[str, nn.Module]]:
+        """Every module of the model with its path, by what Dynamo calls it, its address."""
+        roots = self.given if self.root is None else ((self.within, self.root),)
+        named = ((joined(start, path), module) for start, root in reversed(roots) for path, module in paths(root))
+        return {str(id(module)): (path, module) for path, module in named}
+
+    def path_of(self, address: str) -> str | None:
+        """The path of the module at an address; None for one that the model does not hold."""
+        found = self.modules.get(address)
+        return found[0] if found else None
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost module."""
+        return self.path_of(str(id(self.module))) or ""
+
+    @property
+    def nested(self) -> bool:
+        """Whether the frame is only a part of the model, called by code that Dynamo could not compile with it."""
+        return self.module is not self.root or bool(self.within)
+
+    @property
+    def resumes_at(self) -> int | None:
+        """The line that the frame resumes at after a graph break; None for a frame that starts at its first line."""
+        found = _RESUMES.fullmatch(self.code.co_name) if self.code is not None else None
+        return int(found[1]) if found else None
+
+
+def clean_path(path: str) -> str:
+    """Turns Dynamo's spelling of a module, `L['self']._modules['fc'][0]`, into state_dict's, `fc.0`."""
+    if path.startswith(("L[", "G[")):
+        path = path.partition("]")[2]
+    path = _SUBSCRIPT.sub(r".\1", path)
+    return ".".join(part for part in path.split(".") if part and part not in _CONTAINERS)
+
+
+def place(options: Options) -> Place:
+    """Returns where the graph stands that Dynamo is compiling."""
+    tx = translator()
+    code = tx.f_code if tx is not None else None
+    around = calls(sys._getframe())
+    inside = [unwrapped(module) for module in around.inside]
+    compiled = unwrapped(around.compiled) if isinstance(around.compiled, nn.Module) else None
+    chain = [*inside, *([compiled] if compiled is not None else [])]
+    if not chain:
+        given = modules_in_reach(code, tx.f_locals, tx.f_globals) if tx is not None and code is not None else ()
+        return Place(code, entered=around.entered(code), given=tuple(given))
+    outside = [unwrapped(module) for module in around.outside] if compiled is not None else []
+    root, within = root_of(chain[-1], outside, options)
+    return Place(code, chain[0], root, within, around.entered(code))
+
+
+def compile_for_this_module_only(here: Place) -> bool:
+    """Keeps Dynamo from using the code of a part of the model, such as one layer, for the next one, whose plan may be another.
+
+    Returns:
+        whether it was needed.
+
+    Raises:
+        PlanError: the model has more such parts than Dynamo keeps code for.
+    """
+    tx = translator()
+    name = next((name for name, value in tx.f_locals.items() if value is here.module), None) if tx is not None else None
+    if not here.nested or name is None or here.root is None:
+        return False
+    kind = type(here.module)
+    alike = sum(type(module) is kind for _, module in paths(here.root))
+    limit = torch._dynamo.config.recompile_limit
+    # Of torch's own classes most are parts of a larger graph, which takes no code of their own.
+    if alike > limit and (not kind.__module__.startswith("torch.") or _last_version()):
+        why = (
+            f"{kind.__name__} is compiled block by block"
+            if here.entered
+            else f"the graph breaks inside {kind.__name__}"
+        )
+        raise PlanError(
+            f"{why}, of which the model has {alike}; each needs code of its own to follow the plan, and "
+            f"torch._dynamo.config.recompile_limit is {limit}",
+            where=f"module {here.path}, {here.code.co_filename}:{here.code.co_firstlineno}" if here.code else None,
+            do=f"set torch._dynamo.config.recompile_limit = {4 * alike}"
+            + ("" if here.entered else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"),
+        )
+    install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+    return True
+
+
+def in_backward_pass() -> bool:
+    """Whether the graph is one of compiled autograd's: the backward pass of graphs that the plan has had its say on."""
+    compilation = CompileContext.current_compile_id()
+    return compilation is not None and compilation.compiled_autograd_id is not None
+
+
+def warn_at_the_limit(here: Place) -> None:
+    """Warns where Dynamo may compile a frame for the last time: of what it compiles no more a plan makes an error."""
+    limit = torch._dynamo.config.recompile_limit
+    if here.code is None or not _last_version():
+        return
+    text = (
+        f"this is version {limit} of {_name(here.code, here.module)}, and Dynamo keeps {limit} of a function: another one would run "
+        "without the plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
+        "TORCH_LOGS=recompiles tells why each was made."
+    )
+    warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
+
+
+def _name(code: CodeType, module: nn.Module | None) -> str:
+    """The name of a function; of one that Dynamo puts around a module of torch's own, that of the module's forward."""
+    around = module is not None and code.co_filename.startswith(str(Path(torch._dynamo.__file__).parent))
+    return f"{type(module).__name__}.forward" if around else code.co_qualname
+
+
+def _last_version() -> bool:
+    """Whether Dynamo compiles a frame for the last time before its limit."""
+    compilation = CompileContext.current_compile_id()
+    return compilation is not None and compilation.frame_compile_id == torch._dynamo.config.recompile_limit - 1
+
+
+def translator() -> Any:
+    """Returns Dynamo's translator of the frame that is compiled; None outside of Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
+@dataclass
+class Calls:
+    """The calls on Python's stack around the frame that is compiled.
+
+    Attributes:
+        caller: what calls the frame.
+        inside: the modules that are being called between torch.compile and the frame, innermost first.
+        compiled: what torch.compile was given.
+        outside: the modules that are being called around that, innermost first.
+    """
+
+    caller: FrameType | None = None
+    inside: list[nn.Module] = field(default_factory=list)
+    compiled: object = None
+    outside: list[nn.Module] = field(default_factory=list)
+
+    def entered(self, code: CodeType | None) -> bool:
+        """Whether the frame is what torch.compile was given: a function, or the forward pass of a module."""
+        if self.caller is None or code is None:
+            return False
+        if _compiles(self.caller):
+            return True
+        module = _called(self.caller)
+        if (
+            module is None
+            or not isinstance(self.compiled, nn.Module)
+            or unwrapped(module) is not unwrapped(self.compiled)
+        ):
+            return False
+        # Hooks are called from the same place as the module's own forward pass.
+        return getattr(module.forward, "__code__", None) is code
+
+
+def calls(frame: FrameType | None) -> Calls:
+    """Returns the calls around what is compiled, from `frame` up."""
+    found = Calls()
+    while frame is not None and not _compiles(frame):
+        if _is_compiler(frame):
+            found = Calls()  # calls on this side are the compiler's
+        else:
+            found.caller = found.caller or frame
+            if (module := _called(frame)) is not None:
+                found.inside.append(module)
+        frame = frame.f_back
+    if frame is None:
+        return found
+    found.caller = found.caller or frame
+    found.compiled = given_to_compile(frame.f_locals["fn"])
+    outer = frame.f_back
+    while outer is not None and not _is_compiler(outer):
+        if (module := _called(outer)) is not None:
+            found.outside.append(module)
+        outer = outer.f_back
+    return found
+
+
+def modules_in_reach(
+    code: CodeType, local: Mapping[str, Any], everywhere: Mapping[str, Any]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that a function has by name, and those that are attributes of other things it has, as a trainer's `self.model`."""
+    had = [*local.values(), *(everywhere[name] for name in code.co_names if name in everywhere)]
+    yield from (("", thing) for thing in had if isinstance(thing, nn.Module))
+    for thing in had:
+        if not isinstance(thing, nn.Module | ModuleType | type):
+            attributes = getattr(thing, "__dict__", {})
+            yield from ((name, value) for name, value in attributes.items() if isinstance(value, nn.Module))
+
+
+def given_to_compile(function: object) -> object:
+    """Returns the module that torch.compile was given, for the function that it makes of it; a plain function as it is."""
+    owner = getattr(function, "__self__", None)
+    wrapped = getattr(function, "__wrapped__", None)  # classes of torch's own get one more frame around them
+    return next((given for given in (function, owner, wrapped) if isinstance(given, nn.Module)), function)
+
+
+def _is_compiler(frame: FrameType) -> bool:
+    if frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), CatchErrorsWrapper):
+        return True
+    return frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+
+
+def _compiles(frame: FrameType) -> bool:
+    """Whether a frame is what torch.compile puts around a function."""
+    code = frame.f_code
+    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py") or code.co_name not in ("compile_wrapper", "_fn"):
+        return False
+    return isinstance(frame.f_locals.get("self"), OptimizeContext)
+
+
+def _called(frame: FrameType) -> nn.Module | None:
+    """The module whose call a frame is."""
+    if frame.f_code.co_name not in _CALLS or not frame.f_code.co_filename.endswith("torch/nn/modules/module.py"):
+        return None
+    module = frame.f_locals.get("self")
+    return module if isinstance(module, nn.Module) else None

@@ -1,0 +1,193 @@
+"""Gives every operator its identity.
+
+Invariant: an `OpId` depends on the model's source alone. Module paths come from `nn_module_stack`, which names the user's modules
+whatever Dynamo, DDP's graph splits or a rank call their nodes; occurrences are counted on through all graphs of one frame, so that an
+operator has one id whether DDP or a graph break splits the graph or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext
+
+from qsync_fx.formats import Precision
+from qsync_fx.graph import PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import writes
+from qsync_fx.graph.fx_utils import format_of, is_float, is_switch, tensors
+from qsync_fx.graph.node_metadata import Note
+from qsync_fx.module_paths import joined, unwrapped
+from qsync_fx.ops import Kind, OperatorRow, row_for
+from qsync_fx.passes.tracing.dynamo_frames import Place, clean_path, translator
+from qsync_fx.plan.operator_id import Numbering, OpId
+
+_VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
+"""What Dynamo's names of inputs begin with: a local or a global variable of the frame."""
+
+_numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
+_at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
+
+
+def numbering(here: Place) -> Numbering:
+    """Returns the numbering of the compilation under way, which goes on where an earlier graph of the same frame ended.
+
+    DDP's buckets are compiled one by one, in one tracing context. What follows a graph break is another frame: it finds the numbering by
+    its line.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return Numbering()
+    if context not in _numberings:
+        ended = _at_breaks.get(here.root, {}) if here.root is not None else {}
+        line = here.resumes_at
+        before = ended.get((here.code.co_filename, line)) if here.code is not None and line is not None else None
+        _numberings[context] = before.copy() if before is not None else Numbering()
+    return _numberings[context]
+
+
+def numbering_now() -> Callable[[], None]:
+    """Returns what puts the numbering of the compilation under way back to where it is now: for a graph that is begun once more."""
+    context = TracingContext.try_get()
+    before = _numberings[context].copy() if context is not None and context in _numberings else None
+
+    def put_back() -> None:
+        if context is None:
+            return
+        if before is None:
+            _numberings.pop(context, None)
+        else:
+            _numberings[context] = before
+
+    return put_back
+
+
+def remember_break(here: Place, numbers: Numbering) -> None:
+    """Keeps the numbering for what follows the graph break, if it is one that ends the graph."""
+    tx = translator()
+    reason = tx.output.compile_subgraph_reason if tx is not None else None
+    if reason is not None and reason.graph_break and here.root is not None:
+        for frame in reason.user_stack:
+            _at_breaks.setdefault(here.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
+
+
+def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
+    """Writes a note with an id to every node that computes with floating-point values."""
+    for node in graph.nodes:
+        for body in node_metadata.bodies(node):
+            identify(body, numbers, here)
+        if not _is_operator(graph, node):
+            continue
+        (name, row), module, by = _named(node), module_path(node, here), node_metadata.put_in_by(node)
+        near = OpId(module, name, after="" if module else numbers.last)
+        op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
+        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+
+
+def mark(node: fx.Node, by: str) -> None:
+    """Notes which pass has put a node into the graph as Dynamo wrote it: tracing it again keeps that for what it becomes."""
+    node_metadata.mark_as_put_in(node, by)
+
+
+def identify_new(
+    graph: PrecisionGraph, nodes: list[fx.Node], by: str, how: str, near: Note | None, instead_of: list[fx.Node]
+) -> None:
+    """Writes a note with an id to each of the nodes that a pass has put in.
+
+    Args:
+        graph: where they are.
+        nodes: the new nodes.
+        by: the name of the pass. It is part of new ids, so that what the pass finds, and whether, changes no id of the model's.
+        how: what the pass did, "inserted" or "rewritten".
+        near: the operator whose place the nodes take, or follow; None where there is none.
+        instead_of: the operators that the nodes replace. One of the same name takes over id and decision, and uses them up.
+    """
+    whole = graph.whole
+    for node in nodes:
+        if not _is_operator(graph, node):
+            continue
+        name, row = _named(node)
+        old = next((known for known in instead_of if node_metadata.NOTE[known].id.operator == name), None)
+        if old is not None:
+            instead_of.remove(old)
+            _note(node, dataclasses.replace(node_metadata.NOTE[old], row=row, by=by, how=how))
+            continue
+        op_id = whole.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
+        region = _region(graph, node, near)
+        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
+
+
+def _region(graph: PrecisionGraph, node: fx.Node, near: Note | None) -> Precision | Literal["off"] | None:
+    """What the autocast region of an operator says of one that is put beside it."""
+    region = near.autocast if near is not None else None
+    return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
+
+
+def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
+    row = row_for(node.target)
+    return (row.name if row else _operator_name(node)), row
+
+
+def _note(node: fx.Node, note: Note) -> None:
+    node_metadata.NOTE[node] = note
+    node_metadata.charge(node, note.id)
+
+
+def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
+    called = node.op in ("call_function", "call_method") and getattr(node.target, "__name__", "") != "getitem"
+    return called and not is_switch(node) and node not in node_metadata.CAST and _computes(graph, node)
+
+
+def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
+    """Whether a node returns or writes floating-point values, or makes others of them: a spectrum, positions, truth values."""
+    made = [t for value in (node, *writes(node)) for t in tensors(graph.value(value))]
+    read = (t for used in node.all_input_nodes for t in tensors(graph.value(used)))
+    return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
+
+
+def module_path(node: fx.Node, here: Place) -> str:
+    """Returns the path of the innermost module that a node belongs to, as state_dict spells it; "" outside any."""
+    stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
+    if not stack:
+        return here.path
+    address, (path, _) = list(stack.items())[-1]
+    # A module that is called again is "address@1".
+    known = here.path_of(address.partition("@")[0])
+    return known if known is not None else joined(here.path, clean_path(path))
+
+
+def name_inputs(graph: fx.Graph, here: Place) -> None:
+    """Notes the paths that parameters and buffers have in the model, and names inputs after them.
+
+    `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
+    """
+    for node in graph.nodes:
+        source = getattr(node, "_dynamo_source", None)
+        if node.op != "placeholder" or source is None:
+            continue
+        text = source.name() if callable(source.name) else source.name
+        path = clean_path(text)
+        node_metadata.PATH[node] = joined(_holder(text, here), path) if path else ""
+        name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
+        if name and not name[0].isdigit():
+            node._rename(name)
+
+
+def _holder(text: str, here: Place) -> str:
+    """Returns the path in the model of the module that Dynamo's name of an input starts from; "" where that is none."""
+    tx, found = translator(), _VARIABLE.match(text)
+    if tx is None or found is None:
+        return ""
+    held = (tx.f_locals if found[1] == "L" else tx.f_globals).get(found[2])
+    return here.path_of(str(id(unwrapped(held)))) or "" if isinstance(held, nn.Module) else ""
+
+
+def _operator_name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.partition("::")[2]
+    return re.sub(r"\W", "_", getattr(node.target, "__name__", str(node.target)))

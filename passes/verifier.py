@@ -1,0 +1,325 @@
+"""The rules that a graph keeps, as one table.
+
+Invariant: a rule says from which pass on it holds, and is checked before and after every pass from there on. A rule looks and changes
+nothing. What breaks a rule is named with its operator, its line in the user's model and the pass that broke it.
+"""
+
+from __future__ import annotations
+
+import operator as py_operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from qsync_fx.devices import compiles
+from qsync_fx.errors import PassError
+from qsync_fx.formats import Precision, precision_of
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.alias_analysis import Sharing, in_place
+from qsync_fx.graph.cost_dag import computes
+from qsync_fx.graph.fx_utils import arguments, describe, is_float, memory_order, same_strides, tensors
+from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.operand_formats import Reader
+from qsync_fx.ops import Kind
+from qsync_fx.passes.printer import graph_text
+
+Broken = tuple[fx.Node | None, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One invariant: what it says, the pass from which on it holds, and what finds the nodes that break it."""
+
+    says: str
+    since: str
+    check: Callable[[PrecisionGraph], Iterator[Broken]]
+
+
+def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
+    try:
+        graph.graph.lint()
+    except Exception as error:  # noqa: BLE001 - lint raises whatever it meets
+        yield None, str(error).partition("\n")[0]
+
+
+def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
+    """Types of a body's results are the affair of what reads them in the graph around it."""
+    takes = sum(node.op == "placeholder" for node in graph.nodes)
+    if graph.parent is None and takes != len(graph.inputs):
+        yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
+    output, expected, found = graph.nodes[-1], graph.outputs, graph.output_types()
+    if len(found) != len(expected):
+        yield output, f"it returns {len(found)} values, and Dynamo expects {len(expected)}"
+        return
+    for at, (wanted, given) in enumerate(zip(expected, found, strict=True)):
+        if graph.parent is None and wanted is not None and given is not wanted:
+            yield output, f"output {at} is {given or 'no tensor'}, and Dynamo expects {wanted}"
+
+
+def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes:
+        # An assertion about a size gives nothing, and so has no value.
+        gives = isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.returns)
+        if node.op == "call_function" and gives and "val" not in node.meta:
+            yield node, "it has no value; call graph.propagate(node) on nodes that a pass adds"
+
+
+def _keeps_ids(graph: PrecisionGraph) -> Iterator[Broken]:
+    seen: set[str] = set()
+    for operator in graph.own_operators():
+        if str(operator.id) in seen:
+            yield operator.node, f"two operators are called {operator.id}"
+        seen.add(str(operator.id))
+
+
+def _has_reasons(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        if not operator.reason:
+            yield operator.node, f"it is {operator.kind} without a reason"
+
+
+def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note = operator.note
+        if operator.kind is Kind.ADJUSTABLE and note.precision is None:
+            yield operator.node, "it is adjustable and has no precision"
+        if note.planned is not None and note.precision is not note.planned and not note.instead:
+            yield operator.node, f"{note.planned} is planned, {note.precision} runs, and the reason does not say why"
+
+
+def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note = operator.note
+        if (
+            operator.kind is Kind.DEPENDENT
+            and note.precision is None
+            and any(is_float(t) for t in tensors(graph.value(operator.node)))
+        ):
+            yield operator.node, "it depends on its inputs and has no precision"
+
+
+def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note, value = operator.note, graph.value(operator.node)
+        if note.output is not None and is_float(value) and not in_place(operator.node):
+            found, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
+            # Where the result alone is converted, and that loses nothing, each reader converts as it needs.
+            widens = (
+                note.row is not None and note.row.output_only and torch.promote_types(found.dtype, wanted) is wanted
+            )
+            if found.dtype is not wanted and not widens:
+                yield operator.node, f"its output should be {note.output} and is {describe(found)}"
+
+
+def _after_own_cast(node: fx.Node) -> fx.Node:
+    """Return the last of the casts and copies that all readers of a node share; the node if none."""
+    while len(node.users) == 1 and node_metadata.has_purpose(
+        user := next(iter(node.users)), node_metadata.Purpose.RESULT
+    ):
+        node = user
+    return node
+
+
+def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
+    """A `contiguous()` without an effect on the traced strides is missing from the graph."""
+    written = graph.whole.written
+    traced = {} if written is None else {str(operator.id): operator for operator in written.operators()}
+    for operator in graph.own_operators():
+        before = traced.get(str(operator.id))
+        node = _after_own_cast(operator.node)
+        old, new = (None if before is None else before.graph.value(before.node)), graph.value(node)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and not same_strides(old, new):
+            yield (
+                operator.node,
+                f"its result has the strides {tuple(new.stride())}, where the model has {tuple(old.stride())}; "
+                f"put qsync.in_order(%{node.name}, {memory_order(old)}) behind it",
+            )
+
+
+def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    sharing = Sharing(graph)
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        if node_metadata.is_cast(node) and node.target is not py_operator.getitem:
+            if not node.users:
+                yield node, "nothing reads this cast"
+            if isinstance(source, fx.Node):
+                if node.target is torch.ops.aten.to.dtype and graph.value(source).dtype is node.args[1]:
+                    yield node, f"%{source.name} is {node.args[1]} already"
+                key = (node.target, *_asked(node), sharing.epoch(source))
+                if key in seen:
+                    yield node, f"%{seen[key].name} is the same cast"
+                seen[key] = node
+        sharing.passed(node)
+
+
+def _asked(node: fx.Node) -> Iterator[object]:
+    """Yields a cast's arguments without its random stream, which tells equal casts apart that should have been one."""
+    for name, value in arguments(node).items():
+        if name != "stream":
+            yield tuple(value) if isinstance(value, list) else value
+
+
+def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
+    if graph.parent is not None:
+        return
+    seen: dict[int, fx.Node] = {}
+    for node in (node for part in graph.walk() for node in part.nodes):
+        for fact in (node_metadata.CAST.get(node), node_metadata.NOTE.get(node)):
+            if fact is not None and fact.stream is not None:
+                if fact.stream in seen:
+                    yield (
+                        node,
+                        f"it draws its roundings from stream {fact.stream}, and so does %{seen[fact.stream].name}",
+                    )
+                seen[fact.stream] = node
+
+
+def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
+    """A cast copies. If its source is written to between the cast and a reader of the cast, the reader gets a stale value."""
+    sharing = Sharing(graph)
+    taken: dict[fx.Node, tuple[fx.Node, int]] = {}
+    for node in graph.nodes:
+        cast = node_metadata.is_cast(node)
+        for used in () if cast else node.all_input_nodes:
+            source, before = taken.get(used, (used, 0))
+            if source is not used and sharing.writes(source) > before:
+                yield node, f"it reads %{used.name}, a cast of %{source.name} from before it was written to"
+        origin = node.args[0] if node.args else None
+        if cast and isinstance(origin, fx.Node):
+            taken[node] = taken.get(origin, (origin, sharing.writes(origin)))
+        for used in () if cast else node.all_input_nodes:
+            if used in taken and sharing.memory.of(used) & sharing.memory.of(node):
+                taken[node] = taken[used]
+        sharing.passed(node)
+
+
+def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes:
+        for user in node.users if node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE) else ():
+            note = node_metadata.NOTE.get(user)
+            if note is None or note.kind is not Kind.ADJUSTABLE or note.precision is None or not note.precision.scaled:
+                yield user, f"it reads %{node.name}, which stands for a quantized operand and has no gradient"
+
+
+def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        row = operator.row
+        if row is None or not row.loss:
+            continue
+        for used in operator.node.all_input_nodes:
+            value = graph.value(used)
+            if is_float(value) and value.dtype.itemsize < 4 and node_metadata.is_cast(used):
+                yield operator.node, f"a loss reads {describe(value)} from the cast %{used.name}"
+
+
+def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        note, node = operator.note, operator.node
+        if _lowered(note, node):  # it takes the original beside each operand
+            continue
+        reader = Reader.of(node, note, graph.value(node))
+        for operand in () if reader.in_place else reader.operands:
+            value = graph.value(operand.node)
+            asked = reader.asks(note.precision, operand, value)
+            if isinstance(asked, Precision) and asked.plain and value.dtype is not asked.dtype:
+                yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
+
+
+def _lowered(note: Note, node: fx.Node) -> bool:
+    return note.kind is Kind.ADJUSTABLE and note.precision is not None and note.precision.name in node.args
+
+
+def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
+    for operator in graph.own_operators():
+        fmt, node = operator.precision, operator.node
+        if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and not _lowered(operator.note, node):
+            yield node, f"{fmt} is planned, and the node does not compute in it"
+
+
+def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
+    """What the model itself holds is its own affair."""
+    written = graph.whole.written
+    if written is None:
+        return
+    held = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}
+    for node in graph.nodes:
+        for fmt in _formats(graph, node):
+            if fmt not in held and not compiles(graph.context.device, fmt):
+                yield node, f"nothing compiles {fmt} for the device"
+
+
+def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
+    for value in tensors(graph.value(node)):
+        fmt = precision_of(value.dtype)
+        if fmt is not None:
+            yield fmt
+
+
+def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
+    for node in graph.nodes if any(graph.own_operators()) else ():
+        if computes(node) and tensors(graph.value(node)) and node_metadata.charged(node) is None:
+            yield node, "no operator is charged with the time that it takes"
+
+
+STRIDES = Rule("results have the strides that the model was traced with", "insert_casts", _keeps_strides)
+RULES = (
+    Rule("the graph is well formed", "normalize", _is_a_graph),
+    Rule("every node has a value", "normalize", _has_values),
+    Rule("every operator has one id", "normalize", _keeps_ids),
+    Rule("every decision has a reason", "classify", _has_reasons),
+    Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
+    Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
+    Rule("types match", "insert_casts", _types_match),
+    STRIDES,
+    Rule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
+    Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
+    Rule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
+    Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
+    Rule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
+    Rule("losses read FP32", "insert_casts", _losses_are_wide),
+    Rule("the graph holds no format that the device does not compile", "lower", _is_compiled),
+    Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
+    Rule("every node says whose time it takes", "lower", _is_charged),
+    Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
+)
+
+
+def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
+    """Checks every rule that holds once the passes named in `passed` have run, the last one just now.
+
+    Raises:
+        PassError: naming the rule, the operator and line, and the pass.
+    """
+    _check(graph, [rule for rule in RULES if rule.since in passed], passed[-1])
+
+
+def verify_strides(graph: PrecisionGraph, step: str) -> None:
+    """Check the strides of a graph that `step` has rewritten behind the pipeline.
+
+    Raises:
+        PassError: an operator's result has other strides than the model was traced with.
+    """
+    _check(graph, [STRIDES], step)
+
+
+def _check(graph: PrecisionGraph, rules: Sequence[Rule], step: str) -> None:
+    for part in graph.walk():
+        for rule in rules:
+            for node, problem in rule.check(part):
+                error = PassError(
+                    f'after pass {step!r} the graph breaks the rule "{rule.says}": {problem}',
+                    where=_where(part, node) or f"the graph after pass {step!r}",
+                )
+                error.graph = graph_text(graph)
+                raise error
+
+
+def _where(graph: PrecisionGraph, node: fx.Node | None) -> str | None:
+    if node is None:
+        return None
+    note = node_metadata.NOTE.get(node)
+    return f"node %{node.name}" + (f", {Operator(graph, node).where}" if note else "")

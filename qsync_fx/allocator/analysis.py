@@ -1,0 +1,446 @@
+"""Tables of what is asked of an answer: allocators side by side, an operator's formats, a plan beside another one, a front.
+
+Invariant: every number is one that the values hold; differences have a sign.
+
+Which operators are meant where an answer is asked about: one by its id, or several by a pattern, as in plans.
+
+Allocators side by side: what each makes of one problem.
+
+Invariant: each is asked the same, and what one cannot answer is told beside what others can.
+
+Why an operator has its format: what each other one would cost in time, memory and variance, all else as it is.
+
+Invariant: the plan of the answer stays as it is.
+
+What more time would buy: the least variance at each of several times of a step, `pareto`.
+
+Invariant: no point of a front is both slower and of more variance than another, nor as good in one and worse in the other.
+
+What if operators had other formats: `what_if`.
+
+What to ask of an answer: how others would have chosen, why an operator has its format, what if it had another, what more time would buy.
+
+Invariant: every number is the judge's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from qsync_fx.allocator.api import allocators
+from qsync_fx.allocator.baselines import Uniform
+from qsync_fx.allocator.evaluator import TOLERANCE, Judge, Judged, judged
+from qsync_fx.allocator.plan_result import Allocator, Answer, Note, NoteKind
+from qsync_fx.allocator.problem import Problem, uniforms, width
+from qsync_fx.errors import PlanError, nearest
+from qsync_fx.formatting import duration, short
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.text_tables import Fitted, table_of
+
+__all__ = ["Compared", "Front", "OneStep", "compare", "one_step", "pareto", "selected", "what_if"]
+
+
+def open_class(answer: Answer, device: str | None) -> str:
+    """Returns the class of devices that is meant; raises `PlanError` where that cannot be told."""
+    known = answer.problem.open
+    if device is None and len(known) == 1:
+        return known[0]
+    if device is None:
+        what = f"plans of {len(known)} classes of devices were chosen"
+        raise PlanError(what, where="device", do=f"name one: {', '.join(known)}")
+    if device not in known:
+        raise PlanError(f"no plan was chosen for devices {device!r}", where="device", do=nearest(device, known))
+    return device
+
+
+def selected(answer: Answer, which: str, device: str | None = None) -> list[str]:
+    """Returns the ids of the operators that are meant, those that a plan decides on.
+
+    Args:
+        answer: what was found.
+        which: an id, or a pattern of modules or operators.
+        device: the class of devices; may be left out where one is open to choice.
+
+    Raises:
+        PlanError: no plan decides on the operator, or nothing is meant.
+    """
+    part = answer.problem.classes[open_class(answer, device)]
+    if which in part.choices:
+        return [which]
+    if which in part.graph.places:
+        kind = part.graph.operator(which).kind
+        do = "ask for one of kind adjustable, such as those that it reads; qsync inspect lists them"
+        raise PlanError(f"no plan decides on this operator, which is {kind}", where=f"operator {which}", do=do)
+    found = [operator for operator in part.choices if OpId.parse(operator).matches(which)]
+    if not found:
+        what = f"the model has no operator {which!r} that a plan decides on, and none that this selects"
+        raise PlanError(what, do=nearest(which, part.choices))
+    return found
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What an allocator made of a problem.
+
+    Attributes:
+        allocator: its name.
+        answer: None where it found no plan.
+        error: why it did not.
+        bound: that no plan is below, as far as any allocator knows; None where none does.
+    """
+
+    allocator: str
+    answer: Answer | None
+    error: PlanError | None
+    bound: float | None
+
+    @property
+    def gap(self) -> float | None:
+        """How far, of what it is, the value may be above the best; None where that is not known, or limits are exceeded."""
+        if self.answer is None or self.bound is None or not self.answer.fits:
+            return None
+        value = self.answer.value
+        return max(0.0, value - self.bound) / value if value > 0 else 0.0
+
+
+def side_by_side(problem: Problem, more: Sequence[Allocator] = ()) -> list[Allocator]:
+    """Returns the allocators that take any problem, with each uniform plan by itself, and more."""
+    known = allocators()
+    formats = [Uniform(fmt) for fmt in uniforms(problem)]
+    return [*(known[name] for name in known if name != Uniform().name), *formats, *more]
+
+
+def compare(problem: Problem, asked: Sequence[Allocator], say: Say = lambda name: None) -> list[Compared]:
+    """Returns what the allocators asked make of a problem, in order; `say` is called with the name of each that is done."""
+    found = list(_each(problem, asked, say))
+    bounds = [answer.bound for _, answer, _ in found if answer is not None and answer.bound is not None]
+    bound = max(bounds, default=None)
+    return [Compared(name, answer, error, bound) for name, answer, error in found]
+
+
+def _each(
+    problem: Problem, asked: Sequence[Allocator], say: Say
+) -> Iterator[tuple[str, Answer | None, PlanError | None]]:
+    for allocator in asked:
+        try:
+            yield allocator.name, allocator.allocate(problem), None
+        except PlanError as error:
+            yield allocator.name, None, error
+        say(allocator.name)
+
+
+class Why(StrEnum):
+    """What speaks against a format."""
+
+    CHOSEN = "this is what it has"
+    BREAKS = "would exceed a limit"
+    WORSE = "would be worse"
+    NO_GAIN = "would win nothing"
+    BETTER = "would be better: the allocator did not find it"
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """An operator in a format.
+
+    Attributes:
+        device: the class.
+        operator: its id.
+        fmt: the format that is asked for.
+        judged: what the plan costs with it.
+        seconds, computing, peak_bytes, variance: what it changes: of the step, of the device, of its memory, of the mean gradient.
+        exceeds: by how much limits are exceeded.
+        why: what speaks against it.
+    """
+
+    device: str
+    operator: str
+    fmt: str
+    judged: Judged = field(repr=False)
+    seconds: float
+    computing: float
+    peak_bytes: int | None
+    variance: float
+    exceeds: Mapping[str, float]
+    why: Why
+
+
+def one_step(answer: Answer, operator: str, device: str | None = None) -> list[OneStep]:
+    """Returns the formats that an operator can have on a class of devices, from the narrowest up, the one that it has among them.
+
+    Args:
+        answer: what was found.
+        operator: its id, or a pattern that selects it alone. One that is tied changes together with those that it is tied to.
+        device: the class; may be left out where one is open to choice.
+
+    Raises:
+        PlanError: there is no such class or operator, or no plan decides on it.
+    """
+    problem = answer.problem
+    name = open_class(answer, device)
+    part = problem.classes[name]
+    (operator,) = _one(answer, operator, name)
+    together = next((list(group) for group in problem.tied if operator in group), [operator])
+    judge = Judge(problem, answer.plans, answer.judged.codecs)
+    now = judge.judged()
+    found = []
+    for fmt in sorted(part.choices[operator], key=width):
+        changed = [op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]]
+        for op in changed:
+            judge.set(name, op, fmt)
+        then = judge.judged()
+        for _ in changed:
+            judge.undo()
+        found.append(_step(answer, name, operator, fmt, now, then))
+    return found
+
+
+def _one(answer: Answer, operator: str, name: str) -> list[str]:
+    """Returns the one operator that is meant; raises `PlanError` where a pattern selects several."""
+    found = selected(answer, operator, name)
+    if len(found) > 1:
+        what = f"{operator!r} selects {len(found)} operators, and one is explained at a time"
+        raise PlanError(what, where="operator", do=f"name one: {', '.join(found[:5])}")
+    return found
+
+
+def _step(answer: Answer, name: str, operator: str, fmt: str, now: Judged, then: Judged) -> OneStep:
+    before, after = now.classes[name], then.classes[name]
+    more = None if before.peak_bytes is None or after.peak_bytes is None else after.peak_bytes - before.peak_bytes
+    exceeds = then.exceeds(answer.problem)
+    return OneStep(
+        name,
+        operator,
+        fmt,
+        then,
+        then.seconds - now.seconds,
+        after.computing - before.computing,
+        more,
+        then.variance - now.variance,
+        exceeds,
+        _why(answer, answer.plans[name][operator] == fmt, now, then, exceeds),
+    )
+
+
+def _why(answer: Answer, chosen: bool, now: Judged, then: Judged, exceeds: Mapping[str, float]) -> Why:
+    if chosen:
+        return Why.CHOSEN
+    if exceeds:
+        return Why.BREAKS
+    before, after = now.value(answer.problem), then.value(answer.problem)
+    if after > before * (1 + TOLERANCE):
+        return Why.WORSE
+    return Why.BETTER if after < before * (1 - TOLERANCE) else Why.NO_GAIN
+
+
+@dataclass(frozen=True)
+class Front:
+    """
+    Attributes:
+        points: from the fastest to that of least variance.
+        uniform: plans of one format, by the format, for comparison; they may exceed memory.
+        chosen: the plan that was asked for, where one was; it need not be on the front.
+    """
+
+    points: tuple[Answer, ...]
+    uniform: Mapping[str, Answer]
+    chosen: Answer | None = None
+
+
+def check_points(points: int) -> None:
+    """Raise `PlanError` if a front cannot have this number of points."""
+    if points < 2:
+        raise PlanError(f"a front of {points} points is none", where="points", do="ask for 2 at least")
+
+
+def pareto(
+    problem: Problem, allocator: Allocator, points: int = 9, chosen: Answer | None = None, say: Say = lambda name: None
+) -> Front:
+    """Returns the front of plans between the fastest one and one of least variance, within the problem's memory.
+
+    Args:
+        problem: what is asked; what it limits of seconds and variance does not matter here.
+        allocator: what finds the plans.
+        points: how many times of a step are tried, both ends included.
+        chosen: a plan to be shown beside it.
+        say: called with each point that is done.
+
+    Raises:
+        PlanError: no plan fits into memory.
+    """
+    check_points(points)
+    free = replace(problem, seconds=None, variance=None)
+    fastest = allocator.allocate(replace(free, least="seconds", variance=float("inf")))
+    say("the fastest")
+    calmest = allocator.allocate(replace(free, least="variance"))
+    say("that of least variance")
+    found = [fastest, calmest]
+    first, last = fastest.judged.seconds, calmest.judged.seconds
+    for at in range(1, points - 1):
+        seconds = first + (last - first) * at / (points - 1)
+        # Between the two ends there are plans; that an allocator misses one takes nothing from the others.
+        with contextlib.suppress(PlanError):
+            found.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
+        say(f"{at} of {points - 2}")
+    uniform = {fmt: Uniform(fmt).allocate(free) for fmt in uniforms(free)}
+    return Front(tuple(_undominated(found)), uniform, chosen)
+
+
+def _undominated(found: list[Answer]) -> list[Answer]:
+    ordered = sorted(found, key=lambda answer: (answer.judged.seconds, answer.judged.variance))
+    kept: list[Answer] = []
+    for answer in ordered:
+        if not kept or answer.judged.variance < kept[-1].judged.variance:
+            kept.append(answer)
+    return kept
+
+
+def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = None) -> Answer:
+    """Returns the answer with other formats for some operators, which may exceed limits, and says so.
+
+    Args:
+        answer: what was found.
+        changes: formats by the ids of operators, or by patterns, as in plans; what is said last wins.
+        device: the class of devices; may be left out where one is open to choice.
+
+    Raises:
+        PlanError: no plan decides on an operator, or it cannot have the format.
+    """
+    problem, name = answer.problem, open_class(answer, device)
+    part = problem.classes[name]
+    asked = dict(answer.plans[name])
+    for which, fmt in changes.items():
+        operators = selected(answer, which, name)
+        if fmt not in part.formats:
+            do = f"ask for one of {', '.join(part.choices[operators[0]])}"
+            raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
+        asked |= {operator: part.called(operator, fmt) for operator in operators}
+    plans = {**answer.plans, name: asked}
+    found = judged(problem, plans, answer.judged.codecs)
+    over = found.exceeds(problem)
+    notes = (Note(NoteKind.UNFIT, numbers=over),) if over else ()
+    return replace(
+        answer, plans=plans, judged=found, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
+    )
+
+
+def comparison_table(compared: Sequence[Compared]) -> RenderableType:
+    """Returns allocators side by side, in the order in which they were asked; those that exceed limits say which."""
+    answers = [one.answer for one in compared if one.answer is not None]
+    classes = list(answers[0].judged.classes) if answers else []
+    of_classes = [f"{what} {name}" for name in classes for what in ("waiting", "memory")]
+    columns = ["allocator", "a step", "samples/s", *of_classes, "variance", "gap", "found in", "limits"]
+    table = table_of(columns, right=columns[1:-1])
+    for one in compared:
+        if one.answer is None:
+            found = one.error.what if one.error is not None else ""
+            table.add_row(Text(one.allocator), *[""] * (len(columns) - 2), Text(f"none: {found}"))
+        else:
+            table.add_row(Text(one.allocator), *map(Text, _compared(one, one.answer)))
+    return Fitted(table)
+
+
+def _compared(one: Compared, answer: Answer) -> list[str]:
+    judged = answer.judged
+    cells = [duration(judged.seconds), _samples(answer)]
+    for figures in judged.classes.values():
+        cells += [duration(figures.waiting), _bytes(figures.peak_bytes)]
+    gap = "" if one.gap is None else f"{one.gap:.2%}"
+    return [*cells, f"{judged.variance:.4g}", gap, f"{answer.took:.2f} s", _limits(judged.exceeds(answer.problem))]
+
+
+def steps_table(steps: Sequence[OneStep]) -> RenderableType:
+    """Returns the formats of an operator on a class of devices, and why it has the one that it has."""
+    columns = ["format", "a step", "computing", "memory", "variance", "why not"]
+    table = table_of(columns, right=columns[1:-1])
+    for step in steps:
+        numbers = (_more(step.seconds, duration), _more(step.computing, duration), _more(step.peak_bytes, _size))
+        why = str(step.why) + (f": {_limits(step.exceeds)}" if step.exceeds else "")
+        table.add_row(Text(step.fmt), *numbers, _more(step.variance, "{:.4g}".format), Text(why))
+    return Group(Text(f"{steps[0].operator} on {steps[0].device}; what other formats would change:"), table)
+
+
+def changes_table(before: Answer, after: Answer) -> RenderableType:
+    """Returns what a plan costs beside another one, and what changes from the first to the second."""
+    table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
+    for name, (first, second, shown) in _figures(before.judged, after.judged).items():
+        change = _more(None if first is None or second is None else second - first, shown)
+        table.add_row(Text(name), *("?" if value is None else shown(value) for value in (first, second)), change)
+    over = after.judged.exceeds(after.problem)
+    return Group(table, Text(f"exceeds limits: {_limits(over)}" if over else "all limits are kept"))
+
+
+def front_table(front: Front) -> RenderableType:
+    """Returns the points of a front from the fastest on, then uniform plans, then the one that was chosen."""
+    judged = front.points[0].judged
+    columns = ["plan", "a step", "variance", *(f"memory {name}" for name in judged.classes), "limits"]
+    table = table_of(columns, right=columns[1:-1])
+    named = [(f"{at + 1}", answer) for at, answer in enumerate(front.points)]
+    named += [(f"uniform {fmt}", answer) for fmt, answer in front.uniform.items()]
+    named += [("chosen", front.chosen)] if front.chosen is not None else []
+    for name, answer in named:
+        peaks = (_bytes(figures.peak_bytes) for figures in answer.judged.classes.values())
+        limits = _limits(answer.judged.exceeds(answer.problem))
+        table.add_row(
+            Text(name), duration(answer.judged.seconds), f"{answer.judged.variance:.4g}", *peaks, Text(limits)
+        )
+    return Fitted(table)
+
+
+Shown = Callable[[float], str]
+
+
+def _figures(before: Judged, after: Judged) -> Mapping[str, tuple[float | None, float | None, Shown]]:
+    found: dict[str, tuple[float | None, float | None, Shown]] = {
+        "a step": (before.seconds, after.seconds, duration),
+        "variance": (before.variance, after.variance, "{:.4g}".format),
+    }
+    for name, first in before.classes.items():
+        second = after.classes[name]
+        found[f"computing {name}"] = (first.computing, second.computing, duration)
+        found[f"waiting {name}"] = (first.waiting, second.waiting, duration)
+        found[f"memory {name}"] = (first.peak_bytes, second.peak_bytes, _size)
+    return found
+
+
+def _limits(over: Mapping[str, float]) -> str:
+    """Returns by how much limits are exceeded; "" where none is."""
+    return ", ".join(f"{what} +{_over(what, by)}" for what, by in over.items())
+
+
+def _over(what: str, by: float) -> str:
+    if what == "variance":
+        return f"{by:.4g}"
+    return duration(by) if what == "seconds" else _size(by)
+
+
+def _more(value: float | None, shown: Shown) -> str:
+    if value is None:
+        return "?"
+    text = shown(abs(value)) if value else "-"
+    return text if text == "-" else f"{'+' if value > 0 else '-'}{text}"
+
+
+def _size(nbytes: float) -> str:
+    return short(nbytes, "B")
+
+
+def _bytes(peak: int | None) -> str:
+    return "?" if peak is None else _size(peak)
+
+
+def _samples(answer: Answer) -> str:
+    devices = answer.problem.cluster.devices.values()
+    batches = [device.batch * device.count for device in devices if device.batch is not None]
+    if len(batches) < len(devices) or not answer.judged.seconds:
+        return "?"
+    return f"{sum(batches) / answer.judged.seconds:.4g}"

@@ -1,1 +1,0 @@
-"""What plans cost, whoever found them: `judge`, and what it asks for."""

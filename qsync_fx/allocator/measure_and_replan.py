@@ -1,0 +1,190 @@
+"""The plan that was found, run where its device is at hand: what it takes corrects the profile, and the plan is looked for again.
+
+Invariant: it ends after so many rounds, or once what is foreseen and what is measured agree: of the plan's seconds, or of which plan it is.
+Where they never do, the best of the plans that ran is taken, as they ran.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import nn
+
+from qsync_fx.allocator.evaluator import Judge, judged
+from qsync_fx.allocator.plan_result import Answer, Note, NoteKind, Trial
+from qsync_fx.allocator.problem import Plans
+from qsync_fx.devices.machine import here_for
+from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.profiler.measurement import GivenOptimizer, measure
+from qsync_fx.profiler.profile import Profile, anchors
+from qsync_fx.profiler.timing.step_timers import StepFunction
+from qsync_fx.timeline.device_profiles import Known
+
+CORRECTIONS: Final = 3
+TURNS: Final = 3
+
+Solve = Callable[[Mapping[str, Known]], Answer]
+"""From what is known of each class of devices to the plan that is best for them."""
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """A model as it trains here: what a plan is run with.
+
+    Attributes:
+        model, step, optimizer, options: as `qsync_fx.measure` takes them, and as the profile was taken.
+        batch: that every step gets.
+        turns: how many turns a plan has.
+        progress: whether to show it.
+    """
+
+    model: nn.Module
+    step: StepFunction
+    batch: Any
+    optimizer: GivenOptimizer | None = None
+    options: Mapping[str, object] | None = None
+    turns: int = TURNS
+    progress: bool = True
+
+    def corrected(self, profile: Profile, answer: Answer, name: str) -> Profile:
+        """Returns a profile of a class, corrected by a run of its part of an answer."""
+        return measure(
+            self.model,
+            self.step,
+            [self.batch],
+            optimizer=self.optimizer,
+            plan=answer.plan(name),
+            profile=profile,
+            rounds=self.turns,
+            options=self.options,
+            progress=self.progress,
+        )
+
+
+def check_corrections(limit: int) -> None:
+    """Raises `OptionError` where that is no number of rounds."""
+    if limit < 0:
+        raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
+
+
+class Rounds:
+    """
+    Attributes:
+        answer: the plan to run next, or, where no more is to run, the one to take.
+        more: whether it is to run.
+    """
+
+    def __init__(self, answer: Answer, solve: Solve, limit: int) -> None:
+        check_corrections(limit)
+        self.answer, self.more = answer, limit > 0
+        self._solve, self._limit = solve, limit
+        self._tried: list[Plans] = []
+        self._ran: list[Mapping[str, Profile]] = []
+        self._trials: list[tuple[Trial, ...]] = []
+
+    def learn(self, known: Mapping[str, Known], before: Mapping[str, Profile], after: Mapping[str, Profile]) -> None:
+        """Takes what was measured of the answer's plan.
+
+        Args:
+            known: of all classes, corrected.
+            before, after: the profiles of the classes that ran, before and since.
+        """
+        ran = _as_it_ran(self.answer, self.answer.plans, after)
+        trials = tuple(_trial(self.answer, name, before[name], after[name], ran) for name in after)
+        self._trials.append(trials)
+        self._tried.append(self.answer.plans)
+        self._ran.append({name: _alone(profile) for name, profile in after.items()})
+        if all(trial.agrees for trial in trials) and not _held_too_much(ran, after):
+            self._take(self.answer, after)
+            return
+        again = self._solve(known)
+        if again.plans in self._tried:
+            self._take(again, after)
+        elif len(self._trials) == self._limit:
+            self._take(self._best(again), after, (Note(NoteKind.UNSETTLED),))
+        else:
+            self.answer = again
+
+    def _best(self, again: Answer) -> Answer:
+        """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
+        ran = [_as_it_ran(again, plans, profiles) for plans, profiles in zip(self._tried, self._ran, strict=True)]
+        return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
+
+    def _take(self, answer: Answer, profiles: Mapping[str, Profile], notes: tuple[Note, ...] = ()) -> None:
+        self.more = False
+        self.answer = replace(
+            answer,
+            trials=tuple(self._trials),
+            ran=self._tried.index(answer.plans) + 1 if answer.plans in self._tried else None,
+            profiles=dict(profiles),
+            notes=(*answer.notes, *notes),
+        )
+
+
+def settled(
+    answer: Answer, known: Mapping[str, Known], solve: Solve, at_hand: AtHand, limit: int = CORRECTIONS
+) -> Answer:
+    """Returns the answer that holds once its plans have run on the devices at hand.
+
+    Raises:
+        ProfileError: no profile is of this machine, or one is of another model, or was taken under other conditions.
+        PlanError: as corrected, no plan keeps the limits.
+    """
+    rounds = Rounds(answer, solve, limit)
+    mine: dict[str, Profile] = {
+        name: found
+        for name, found in known.items()
+        if isinstance(found, Profile) and found.machine == here_for(found.machine)
+    }
+    if not mine:
+        what = f"no profile is of this machine, on which the plan is to run: {', '.join(known)}"
+        raise ProfileError(what, where="profiles", do="leave the model out, or measure it here")
+    while rounds.more:
+        after = {name: at_hand.corrected(profile, rounds.answer, name) for name, profile in mine.items()}
+        known = {**known, **after}
+        rounds.learn(known, mine, after)
+        mine = after
+    return rounds.answer
+
+
+def _held_too_much(ran: Answer, names: Iterable[str]) -> bool:
+    """Whether a plan held more than it may when it ran on these classes, whatever time it took."""
+    exceeded = ran.judged.exceeds(ran.problem)
+    return any(f"memory {name}" in exceeded for name in names)
+
+
+def _trial(answer: Answer, name: str, before: Profile, after: Profile, ran: Answer) -> Trial:
+    """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
+    run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
+    optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
+    foreseen, held = (one.judged.classes[name].peak_bytes for one in (answer, ran))
+    return Trial(
+        name,
+        Judge(answer.problem, answer.plans).computing(name) / slowdown,
+        run.passes + optimizer,
+        run.spread,
+        len(before.interpolated(answer.plan(name))),
+        0 if foreseen is None or held is None else held - foreseen,
+    )
+
+
+def _alone(profile: Profile) -> Profile:
+    """Returns a profile whose last run is the only one of the user's plans, which is foreseen from it just as it ran."""
+    return replace(profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:])
+
+
+def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
+    """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
+    too, where it is not itself below that: it may have run faster than others were foreseen."""
+    own = {
+        name: replace(again.problem.classes[name], times=profile.times(), anchors=tuple(anchors(profile, planned=True)))
+        for name, profile in ran.items()
+    }
+    problem = replace(again.problem, classes={**again.problem.classes, **own})
+    found = judged(problem, plans, again.judged.codecs)
+    known = again.bound if problem.least == "variance" else None
+    bound = known if known is not None and known <= found.variance else None
+    return replace(again, problem=problem, plans=plans, judged=found, bound=bound, rounds=())

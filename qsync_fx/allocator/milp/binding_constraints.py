@@ -1,0 +1,102 @@
+"""Why there is no plan within the limits: which of them, by how much, and what would do.
+
+Invariant: what is named as possible is what the judge says of a plan that was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qsync_fx.allocator.evaluator import Judged, beyond
+from qsync_fx.allocator.feasibility import megabytes, milliseconds
+from qsync_fx.allocator.milp.build_and_solve import Limits, find
+from qsync_fx.errors import PlanError, shown
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.milp.search import Search
+
+
+def why_not(search: Search) -> PlanError:
+    """Returns the error that says why a search found no plan."""
+    problem, free = search.problem, Limits()
+    for name in problem.open:
+        limit = problem.classes[name].memory
+        if limit is None:
+            continue
+        _judged(search, free, "memory", name)
+        peak = search.smallest[name]
+        if beyond(peak, limit):
+            do = f"allow {megabytes(peak)}, or give it a smaller batch"
+            what = (
+                f"a step on {shown(name)} takes {megabytes(peak)} at least, {megabytes(peak - limit)} more than allowed"
+            )
+            return PlanError(what, where=f"memory of {shown(name)}, {megabytes(limit)}", do=do)
+    if problem.variance is not None:
+        calmest = _judged(search, free, "variance")
+        if beyond(calmest.variance, problem.variance):
+            what = f"the variance is {calmest.variance:.4g} at least, {calmest.variance - problem.variance:.4g} more than allowed"
+            return PlanError(what, where=f"variance, {problem.variance:.4g}", do="allow more, or wider formats")
+    fastest = _judged(search, free, "seconds")
+    where = f"seconds of a step, {milliseconds(problem.seconds or 0.0)}"
+    if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
+        slowest = [name for name in _kept(search) if beyond(_alone(search, name), problem.seconds)]
+        who = (
+            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(_alone(search, slowest[0]))}"
+            if slowest
+            else ""
+        )
+        more = milliseconds(fastest.seconds - problem.seconds)
+        what = f"a step takes {milliseconds(fastest.seconds)} at least, {more} more than allowed{who}"
+        return PlanError(what, where=where, do=f"allow {milliseconds(fastest.seconds)} a step")
+    held = replace(search.limits, seconds=None)
+    within = _judged(search, held, "seconds")
+    parts = [f"{milliseconds(within.seconds)} a step"]
+    for name in problem.open:
+        if problem.classes[name].memory is not None:
+            parts.append(
+                f"{megabytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
+            )
+    limits = [where] if problem.seconds is not None else []
+    limits += [f"memory of {shown(name)}" for name in problem.open if problem.classes[name].memory is not None]
+    limits += ["variance"] if problem.variance is not None else []
+    what = "no plan was found that keeps all limits at once, though one keeps each"
+    return PlanError(what, where=" and ".join(limits), do=f"allow {', or '.join(parts)}")
+
+
+def _judged(search: Search, limits: Limits, least: str, name: str | None = None) -> Judged:
+    """Returns what the judge says of the plans that have least of something, others as they are."""
+    names = [name] if name is not None else list(search.problem.open)
+    found = find(
+        search.problem,
+        search.judge,
+        search.prices,
+        search.held,
+        limits,
+        least,
+        names,
+        search.judge.plans,
+        search.gap,
+        search.seconds,
+    )
+    return search.look({**search.judge.plans, **(found.plans or {})}, found.codecs)
+
+
+def _kept(search: Search) -> list[str]:
+    """Returns the classes that are not open to choice."""
+    return [name for name, part in search.problem.classes.items() if part.kept is not None]
+
+
+def _alone(search: Search, name: str) -> float:
+    """Returns the seconds of a step if all other classes were as quick as can be."""
+    played, transfer = search.judge.timeline.played, search.judge.transfer
+    device, rest = played.devices[name], sum(transfer)
+    arrived = [0.0]
+    for ready, travels in zip(device.ready.tolist(), transfer, strict=True):
+        arrived.append(ready + rest)
+        rest -= travels
+    return max(device.computed, *arrived) + played.after(name)
+
+
+def _peak(judged: Judged, name: str) -> int:
+    return judged.classes[name].peak_bytes or 0

@@ -1,0 +1,303 @@
+"""One program of one or several classes of devices, within limits: built, solved, and read as plans.
+
+Of thousands of operators the relaxed program is solved first: `linear.relaxing`.
+
+Invariant: no plan of the program is below the bound.
+
+How long buckets of gradients travel in a program, where their codecs are chosen with the formats of operators.
+
+A bucket has one codec. Where one of them is coded all go through our exchange, which costs those in FP32 a copy: one variable says whether.
+
+Invariant: with codecs given, seconds and variance are those of `coding.Options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from qsync_fx.allocator.codec_choice import Codecs, Options
+from qsync_fx.allocator.evaluator import TOLERANCE, Judge
+from qsync_fx.allocator.milp import lagrangian_relaxation
+from qsync_fx.allocator.milp.device_program import THOUSANDTHS, DeviceProgram, device_program
+from qsync_fx.allocator.milp.format_variables import Priced
+from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, Relaxing
+from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, Program, total
+from qsync_fx.allocator.milp.memory_bound.lower_bound import Holds
+from qsync_fx.allocator.problem import Asked, Plans, Problem
+from qsync_fx.communication.codecs import PLAIN
+
+
+@dataclass(frozen=True)
+class Sending:
+    """
+    Attributes:
+        travel: by bucket, seconds in thousandths of the unit.
+        beside: the same of what devices, as fast as their profiles say, compute later for it.
+        variance: that codecs add to that of the mean gradient.
+        choices: by bucket, the variable of each codec; empty where there is nothing to choose.
+        coded: the variable that says whether any bucket is coded; None where there is nothing to choose.
+    """
+
+    travel: Sequence[Expression]
+    beside: Sequence[Expression]
+    variance: Expression
+    choices: Sequence[Mapping[str, int]] = ()
+    coded: int | None = None
+
+    def start(self, codecs: Codecs) -> dict[int, float]:
+        """Returns values of whole variables under a choice."""
+        found = {
+            variable: float(name == codec)
+            for by, codec in zip(self.choices, codecs, strict=True)
+            for name, variable in by.items()
+        }
+        if self.coded is not None:
+            found[self.coded] = float(any(codec != PLAIN.name for codec in codecs))
+        return found
+
+    def chosen(self, values: Sequence[float]) -> Codecs:
+        """Returns the codec of each bucket in a solution."""
+        return tuple(max(by, key=lambda name: values[by[name]]) for by in self.choices)
+
+
+def sending(program: Program, options: Options, unit: float) -> Sending:
+    """Adds what there is to choose of codecs to a program."""
+    scale = THOUSANDTHS / unit
+    if not options.open:
+        known = [[{CONSTANT: scale * seconds} for seconds in one] for one in (options.alone, options.alone_beside)]
+        return Sending(known[0], known[1], {})
+    any_coded = program.variable(whole=True)
+    choices: list[dict[str, int]] = []
+    travel: list[Expression] = []
+    beside: list[Expression] = []
+    variance: dict[int, float] = {}
+    each = zip(options.alone, options.alone_beside, options.seconds, options.beside, options.variance, strict=True)
+    for alone, alone_beside, seconds, later, adds in each:
+        by = {codec: program.variable(whole=True) for codec in seconds}
+        program.row(dict.fromkeys(by.values(), 1.0), least=1.0, most=1.0)
+        narrow = {codec: variable for codec, variable in by.items() if codec != PLAIN.name}
+        program.row({**dict.fromkeys(narrow.values(), 1.0), any_coded: -1.0}, most=0.0)
+        for into, plain, coded in ((travel, alone, seconds), (beside, alone_beside, later)):
+            exchanged = coded[PLAIN.name]
+            terms = {variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()}
+            into.append({CONSTANT: scale * plain, any_coded: scale * (exchanged - plain), **terms})
+        variance |= {variable: adds[codec] for codec, variable in narrow.items()}
+        choices.append(by)
+    program.row({**dict.fromkeys(variance, -1.0), any_coded: 1.0}, most=0.0)
+    return Sending(travel, beside, variance, choices, any_coded)
+
+
+def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterator[Expression]:
+    """Yields what steps take by each bucket of the classes that are not open to choice, in thousandths of the unit."""
+    scale = THOUSANDTHS / unit
+    for name, part in problem.classes.items():
+        if part.kept is None:
+            continue
+        fleet = judge.timeline.played
+        device = fleet.devices[name]
+        slowdown = problem.cluster.devices[name].slowdown
+        # What the device does beside buckets that travel follows their codecs; all else is the same under all of them.
+        known = slowdown * np.cumsum([0.0, *judge.computed_later])
+        ends = np.append(device.ready, device.computed) - known + fleet.after(name)
+        for at, end in enumerate(ends.tolist()):
+            sent = [(slowdown, one) for one in found.beside[:at]]
+            yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, one) for one in found.travel[at:]))
+
+
+LARGE: Final = 4000
+"""Choices from which on the relaxed program is solved first."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program is held to, as the judge's limits are in its terms.
+
+    Attributes:
+        seconds: of a step; None for any.
+        memory: by class, bytes that a step may hold.
+        variance: of the mean gradient; None for any.
+        without: by class, plans that it is known not to have room for, though a program may not tell.
+    """
+
+    seconds: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)
+    variance: float | None = None
+    without: Mapping[str, Sequence[Asked]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    Attributes:
+        plans: of the classes; None where there are none.
+        codecs: of buckets, where they were chosen too.
+        value: what was to be small, of these.
+        bound: that what was to be small is not below.
+        infeasible: whether no plan keeps the limits.
+        stopped: whether time ran out.
+    """
+
+    plans: Plans | None
+    value: float
+    bound: float
+    infeasible: bool
+    stopped: bool
+    codecs: Codecs | None = None
+
+
+def find(
+    problem: Problem,
+    judge: Judge,
+    prices: Mapping[str, Priced],
+    held: Mapping[str, Holds],
+    limits: Limits,
+    least: str,
+    names: Sequence[str],
+    start: Plans,
+    gap: float,
+    seconds: float,
+) -> Found:
+    """Returns the plans of some classes for which something is least: "variance", "seconds", or the "memory" of the one class.
+
+    Args:
+        start: plans that the search starts from where they keep the limits, with the codecs that the judge has.
+        gap: that may be left, of what is least.
+        seconds: after which the search is given up.
+    """
+    unit = max(judge.seconds, 1e-12)
+    program = Program()
+    memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
+    sends = sending(program, judge.options, unit)
+    devices = [
+        device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel, sends.beside)
+        for name in names
+    ]
+    others = list(kept(problem, judge, sends, unit))
+    if limits.seconds is not None and judge.options.open:
+        for other in others:
+            program.row(other, most=_most_seconds(limits.seconds, unit))
+    scale = _minimised(program, devices, sends, others, least, unit)
+    for device in devices:
+        for asked in limits.without.get(device.name, ()):
+            _excluded(program, device, asked)
+    found = None
+    if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
+        groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
+        every = [*groups.values(), *(list(by.values()) for by in sends.choices)]
+        found = Relaxing(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
+    if found is None:
+        _limited(program, devices, sends, limits, unit)
+        first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
+        found = lagrangian_relaxation.solve(program, gap, seconds, first | sends.start(judge.codecs))
+    if found.values is None:
+        return Found(None, INFINITY, INFINITY, found.infeasible, found.stopped)
+    values = found.values.tolist()
+    plans = {device.name: device.formats.asked(values) for device in devices}
+    codecs = sends.chosen(values) if judge.options.open else None
+    return Found(plans, found.objective / scale, found.bound / scale, False, found.stopped, codecs)
+
+
+def _coupling(devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> Iterator[Coupling]:
+    """Yields the limits of seconds and memory as rows of all that they couple."""
+    for device in devices:
+        if limits.seconds is not None:
+            most = _most_seconds(limits.seconds, unit) - device.after
+            yield Coupling(device.stretches, [most] * len(device.stretches), running=True)
+        if (limit := limits.memory.get(device.name)) is not None:
+            held = [total((THOUSANDTHS / limit, one)) for one in device.held]
+            yield Coupling(held, [_most_held()] * len(held), running=False)
+
+
+def _most_seconds(seconds: float, unit: float) -> float:
+    return THOUSANDTHS * seconds / unit * (1 + TOLERANCE / 2)
+
+
+def _most_held() -> float:
+    return THOUSANDTHS * (1 + TOLERANCE / 2)
+
+
+def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending, limits: Limits, unit: float) -> None:
+    for device in devices:
+        if limits.seconds is not None:
+            most = _most_seconds(limits.seconds, unit) - device.after
+            for variable in device.ready(program):
+                program.row({variable: 1.0}, most=most)
+        if (limit := limits.memory.get(device.name)) is not None:
+            for held in device.held:
+                program.row(total((THOUSANDTHS / limit, held)), most=_most_held())
+    if limits.variance is not None and limits.variance < INFINITY:
+        variance = _variance(devices, sends)
+        size = max([limits.variance, *variance.values()])
+        if size > 0:
+            most = limits.variance / size * (1 + TOLERANCE / 2)
+            program.row(total((THOUSANDTHS / size, variance)), most=THOUSANDTHS * most)
+
+
+def _excluded(program: Program, device: DeviceProgram, asked: Asked) -> None:
+    """Rules one plan out: not all of its choices may be made at once."""
+    choices = [{known[asked[operator]]: 1.0} for operator, known in device.formats.choices.items()]
+    program.row(total(*((1.0, choice) for choice in choices)), most=len(choices) - 1.0)
+
+
+def _variance(devices: Sequence[DeviceProgram], sends: Sending) -> dict[int, float]:
+    return total(*((1.0, device.variance) for device in devices), (1.0, sends.variance))
+
+
+def _minimised(
+    program: Program,
+    devices: Sequence[DeviceProgram],
+    sends: Sending,
+    others: Sequence[Expression],
+    least: str,
+    unit: float,
+) -> float:
+    """Says what is least; returns what the objective is in its own unit."""
+    if least == "seconds":
+        step = program.variable(1.0, INFINITY)
+        for device in devices:
+            for variable in device.ready(program):
+                program.row({variable: 1.0, step: -1.0}, most=-device.after)
+        for other in others:
+            program.row(total((1.0, other), (-1.0, {step: 1.0})), most=0.0)
+        return THOUSANDTHS / unit
+    if least == "memory":
+        peak = program.variable(1.0, INFINITY)
+        known = [held for device in devices for held in device.held]
+        size = max((sum(map(abs, held.values())) for held in known), default=1.0) or 1.0
+        for held in known:
+            program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
+        return THOUSANDTHS / size
+    costs = _variance(devices, sends)
+    size = max(costs.values(), default=0.0) or 1.0
+    scale = THOUSANDTHS / size
+    for variable, factor in costs.items():
+        if variable >= 0:
+            program.costs[variable] += scale * factor
+    return scale
+
+
+def _chosen(device: DeviceProgram, asked: Asked) -> dict[int, float]:
+    return {
+        variable: float(fmt == asked[operator])
+        for operator, known in device.formats.choices.items()
+        for fmt, variable in known.items()
+    }
+
+
+def together(found: Sequence[Found], more: float) -> Found:
+    """Returns what programs that nothing couples say as one; `more` is beside them."""
+    plans: dict[str, Asked] | None = {}
+    for one in found:
+        plans = None if one.plans is None or plans is None else {**plans, **one.plans}
+    return Found(
+        plans,
+        sum(one.value for one in found) + more,
+        sum(one.bound for one in found) + more,
+        any(one.infeasible for one in found),
+        any(one.stopped for one in found),
+        next((one.codecs for one in found if one.codecs is not None), None),
+    )

@@ -1,0 +1,254 @@
+"""What conversions and quantizers take, as linear expressions: one for all that read a value in one format, as the mapper has them.
+
+Most values are read in most formats by one operator alone. What its casts take follows from two choices, its own and that of the value's
+format: `_edge`. Where several read a value in one format, whose the cast is, the first of them, decides in which stretch of the backward
+pass it is differentiated, and may decide what it takes. So these are gone through in order, in groups that are alike in that, and it counts
+for each group whether it or one before needs the cast: `_first`.
+
+Invariant: at whole choices the casts are those of `mapper.states`, with the same owners but for those that take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from qsync_fx.allocator.milp.format_variables import Charge, Formats, Spread, renamed
+from qsync_fx.allocator.milp.linear_program import ONE, Expression, Program, constant, total
+from qsync_fx.predictor.cost_mapper.cost_cache import cast_seconds
+from qsync_fx.predictor.cost_mapper.indexed_model import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Reader
+from qsync_fx.predictor.model.model_graph import Follows, Name, followed, widest
+from qsync_fx.predictor.times import Seconds, Times
+
+ZERO = Seconds(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class _Want:
+    """A reader that wants a value in a format; `reader` is its place among those of the value."""
+
+    reader: int
+    owner: int
+    where: Expression
+
+
+class Casting:
+    """
+    Args:
+        program: what gets variables and rows.
+        formats: of the operators.
+        times: of the device.
+        stretch: of the backward pass that each operator is in.
+    """
+
+    def __init__(self, program: Program, formats: Formats, times: Times, stretch: Sequence[int]) -> None:
+        self.program, self.formats, self.times, self.stretch = program, formats, times, stretch
+        self.graph = formats.graph
+        self.tables = formats.part.tables
+
+    def charges(self) -> Iterator[Charge]:
+        """Yields what all casts take."""
+        for point in self.tables.points:
+            if isinstance(point, Change):
+                yield from self._change(point)
+            else:
+                yield from self._point(point)
+
+    def _change(self, change: Change) -> Iterator[Charge]:
+        before, after = self._held(change.held), self.formats.outputs[change.operator]
+        for source, there in before.items():
+            for target, here in after.items():
+                first, second = NUMBERS[source], NUMBERS[target]
+                same = source == target if change.wanted else not NEEDED[first][second]
+                if source is None or target is None or same:
+                    continue
+                if (both := self._both(there, here)) is not None:
+                    taken = self._taken(change.operator, change.value, source, target)
+                    yield Charge.of(change.operator, both, taken)
+
+    def _point(self, point: Point) -> Iterator[Charge]:
+        before = self._held(point.held)
+        wants: dict[int, list[_Want]] = {}
+        kept: dict[tuple[int, int], list[_Want]] = {}
+        behind: set[int] = set()
+        partly: set[int] = set()
+        for place, reader in enumerate(point.readers):
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            spread: Spread = self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
+            found: dict[int, Expression] = {}
+            for name, where in spread.items():
+                number = NUMBERS[name]
+                after = reader.wanted[number]
+                if after and self._may_convert(point.held, before, reader, name):
+                    found[after] = total((1.0, found[after]), (1.0, where)) if after in found else where
+                else:
+                    partly.add(place)
+                if reader.kept[number]:
+                    kept.setdefault((after, reader.kept[number]), []).append(_Want(place, owner, where))
+            for after, where in found.items():
+                used = self._held(reader.used) if reader.used is not None and PLAIN[after] else {}
+                already = used.get(NAMES[after])
+                if already is None or constant(already) != 1:
+                    if already is not None:
+                        where = self.program.any_of([where], already)
+                        behind.add(after)
+                    wants.setdefault(after, []).append(_Want(place, owner, where))
+        edges: dict[int, dict[int, Expression]] = {}
+        for after, readers in wants.items():
+            if len(readers) == 1 and after not in behind:
+                edges.setdefault(readers[0].reader, {})[after] = readers[0].where
+            else:
+                yield from self._converted(point.value, before, after, readers)
+        for place, edge in edges.items():
+            reader = point.readers[place]
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            names = self.formats.precisions[reader.operator] if reader.operator >= 0 else (None,)
+            whole = place not in partly and all(reader.wanted[NUMBERS[name]] in edge for name in names)
+            yield from self._edge(owner, point.value, before, edge, whole)
+        for (fmt, plain), readers in kept.items():
+            # Backward the last of the readers comes first, and there the conversion is.
+            taken = {
+                want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False) for want in readers
+            }
+            costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in taken.items()}
+            yield from self._first(readers[::-1], costs, None)
+
+    def _may_convert(self, held: Held, before: Spread, reader: Reader, name: Name) -> bool:
+        """Whether a reader that computes in a format may find the value in one that has to be converted."""
+        after = reader.wanted[NUMBERS[name]]
+        sources = [source for source in before if source is not None and NEEDED[NUMBERS[source]][after]]
+        decided = self.graph.operators[reader.operator].decided if reader.operator >= 0 else None
+        if isinstance(decided, Follows) and held.operator in decided.operators and followed(decided, name) == name:
+            # What follows the value is as wide as it is.
+            return any(widest(source, name) == name for source in sources)
+        return bool(sources)
+
+    def _edge(
+        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], whole: bool
+    ) -> Iterator[Charge]:
+        """Yields what the casts of one reader take that share nothing with others.
+
+        Of two sources of the value the one takes longer than the other by what follows from the format that is read. In the order of these
+        differences it counts where the value has the one source and is read in a format from a place in the order on: as exact as if there
+        were a variable for each pair of formats.
+
+        Args:
+            wants: by format, where the reader wants the value in it.
+            whole: whether it always wants one of these.
+        """
+        sources = [name for name in before if name is not None]
+        costs = {
+            name: {
+                after: self._taken(owner, value, name, NAMES[after]) if NEEDED[NUMBERS[name]][after] else ZERO
+                for after in wants
+            }
+            for name in sources
+        }
+        if not sources:
+            return
+        base = costs[sources[0]]
+        for after, where in wants.items():
+            yield Charge.of(owner, where, base[after])
+        rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
+        for name in sources[1:]:
+            levels: dict[tuple[float, float], list[Expression]] = {}
+            if not whole:
+                levels[0.0, 0.0] = [rest]
+            for after, where in wants.items():
+                one, other = costs[name][after], base[after]
+                levels.setdefault((one.forward - other.forward, one.backward - other.backward), []).append(where)
+            ahead, back = 0.0, 0.0
+            below: list[Expression] = []
+            for (forward, backward), there in sorted(levels.items(), key=lambda level: (sum(level[0]), level[0])):
+                if below:
+                    now = self.program.any_of([before[name]], total(*((1.0, where) for where in below)))
+                    if (forward < ahead or backward < back) and constant(now) is None:
+                        self._no_more_than(now, [before[name]], total(*((1.0, where) for where in below)))
+                else:
+                    now = before[name]
+                yield Charge(owner, now, forward - ahead, backward - back)
+                ahead, back = forward, backward
+                below += there
+
+    def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[Charge]:
+        sources = {name: where for name, where in before.items() if name is not None and NEEDED[NUMBERS[name]][after]}
+        if not sources:
+            return
+        rest = [where for name, where in before.items() if name not in sources]
+        already = total(*((1.0, where) for where in rest)) if rest else None
+        target = NAMES[after]
+        costs = {
+            name: {want.owner: self._taken(want.owner, value, name, target) for want in readers} for name in sources
+        }
+        least = min(costs, key=lambda name: sum(one.forward + one.backward for one in costs[name].values()))
+        if len(self._groups(readers, costs[least])) > 1 and any(costs[name] != costs[least] for name in costs):
+            for name, where in sources.items():
+                yield from self._first(readers, costs[name], total((1.0, ONE), (-1.0, where)))
+            return
+        yield from self._first(readers, costs[least], already)
+        for name, where in sources.items():
+            if costs[name] != costs[least]:
+                more = {
+                    owner: Seconds(
+                        one.forward - costs[least][owner].forward, one.backward - costs[least][owner].backward
+                    )
+                    for owner, one in costs[name].items()
+                }
+                yield from self._first(readers, more, total((1.0, ONE), (-1.0, where)))
+
+    def _first(
+        self, readers: Sequence[_Want], costs: dict[int, Seconds], unless: Expression | None
+    ) -> Iterator[Charge]:
+        """Yields what a cast takes that the first of its readers pays for."""
+        known = constant(unless) if unless is not None else 0.0
+        if known == 1:
+            return
+        unless = None if known == 0 else unless
+        groups = self._groups(readers, costs)
+        before: Expression | None = None
+        wants: list[Expression] = []
+        for number, group in enumerate(groups):
+            wants += [want.where for want in group]
+            now = self.program.any_of(wants, unless)
+            last = number + 1 == len(groups)
+            if not last and constant(now) is None:
+                self._no_more_than(now, wants, unless)
+            if before is not None and constant(now) is None:
+                self.program.row(total((1.0, before), (-1.0, now)), most=0.0)
+            where = now if before is None else total((1.0, now), (-1.0, before))
+            cost = costs[group[0].owner]
+            yield Charge.of(group[0].owner, where, cost)
+            before = now
+
+    def _no_more_than(self, found: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:
+        """What is not wanted is not there, where its being there could win time later."""
+        self.program.row(total((1.0, found), *((-1.0, want) for want in wants)), most=0.0)
+        if unless is not None:
+            self.program.row(total((1.0, found), (1.0, unless)), most=1.0)
+
+    def _groups(self, readers: Sequence[_Want], costs: dict[int, Seconds]) -> list[list[_Want]]:
+        def alike(want: _Want) -> tuple[int, Seconds]:
+            return self.stretch[want.owner], costs[want.owner]
+
+        return [list(group) for _, group in groupby(readers, key=alike)]
+
+    def _both(self, first: Expression, second: Expression) -> Expression | None:
+        """Returns what is 1 where both are; None for nowhere."""
+        one, other = constant(first), constant(second)
+        if 0 in (one, other):
+            return None
+        if one is not None:
+            return second
+        return first if other is not None else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
+
+    def _held(self, held: Held) -> Spread:
+        """The formats of a value: what its operator gives out, or its own."""
+        own = NAMES[held.own]
+        if held.operator < 0:
+            return {own: ONE}
+        given = self.formats.outputs[held.operator]
+        return renamed(given, {name: name or own for name in given})
+
+    def _taken(self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True) -> Seconds:
+        return cast_seconds(self.graph, self.times, owner, value, before or "", after or "", differentiated)

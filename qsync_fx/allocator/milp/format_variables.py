@@ -1,0 +1,299 @@
+"""What operators compute in and give out, as linear expressions of what is chosen.
+
+For each operator and each format that it can have there is an expression that is 1 where it has it and 0 elsewhere. Of an adjustable
+operator they are its choices, of one that follows a single operator those of that one. Where several decide, the format is at most f where
+all of theirs are: an AND a format of the lattice that promotion makes of formats, BF16 and FP16 side by side included. A scaled operator
+gives out what is wide where all of its readers compute wide: another AND.
+
+Invariant: at whole choices these are the formats that `mapper.states` finds.
+
+`Charge`: what something takes, and where.
+
+Invariant: at whole choices the expression is 0 or 1.
+
+What each state of each operator takes, as one number: a linear program has no neighbours.
+
+A time may depend on the states of an operator's neighbours. Taken is that with neighbours as they are under the uniform plan that has the
+operator in the state. Of plans that were judged, what their states took there is known better, and counts from then on. What no plan is
+below is reckoned with what operators take beside their neighbours: `beside`.
+
+Invariant: at the plan that was learned last, the prices are the judge's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qsync_fx.allocator.milp.linear_program import CONSTANT, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.problem import DeviceClass
+from qsync_fx.formats import FORMATS
+from qsync_fx.graph.cascade_rules import wants_wide
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.ops.spec import Kind
+from qsync_fx.predictor.cost_mapper.plan_states import state_names
+from qsync_fx.predictor.model.model_graph import (
+    Choices,
+    Follows,
+    Name,
+    Operator,
+    StateNames,
+    followed,
+    format_named,
+    reachable,
+    state_named,
+    widest,
+)
+from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Time that is taken where an expression is 1.
+
+    Attributes:
+        owner: the place of the operator in whose stretch of the backward pass it is.
+        where: the expression.
+        forward, backward: seconds.
+    """
+
+    owner: int
+    where: Expression
+    forward: float
+    backward: float
+
+    @classmethod
+    def of(cls, owner: int, where: Expression, taken: Seconds) -> Charge:
+        return cls(owner, where, taken.forward, taken.backward)
+
+
+Spread = Mapping[Name, Expression]
+"""By format, where something has it."""
+
+
+class Formats:
+    """
+    Args:
+        program: what gets the variables and rows.
+        part: the class of devices.
+        tied: groups of operators that get one format.
+
+    Attributes:
+        choices: by adjustable operator's id, the variable of each format that may be asked for.
+        precisions: by operator, what it computes in.
+        outputs: by operator, what it gives out.
+        states: by operator, both at once.
+    """
+
+    def __init__(self, program: Program, part: DeviceClass, tied: Sequence[Sequence[str]] = ()) -> None:
+        self.program, self.part, self.graph = program, part, part.graph
+        self.choices: dict[str, dict[str, int]] = {}
+        self.precisions: list[Spread] = []
+        self._narrow: list[Spread] = []
+        self._distinct: dict[object, tuple[Spread, list[Spread]]] = {}
+        shared = {operator: group[0] for group in tied for operator in group}
+        for operator in self.graph.operators:
+            decided = operator.decided
+            if isinstance(decided, Choices):
+                found: Spread = self._chosen(operator, shared.get(operator.id, operator.id))
+                given = renamed(found, {name: decided.outputs.get(name or "") for name in found})
+            else:
+                promotion = self._promoted([{decided.given: ONE}, *(self._narrow[at] for at in decided.operators)])
+                found = renamed(promotion, {name: followed(decided, name) for name in promotion})
+                given = {decided.named: ONE} if decided.named else found
+            self.precisions.append(found)
+            self._narrow.append(given)
+        self.outputs: list[Spread] = list(self._narrow)
+        self.states: list[Mapping[StateNames, Expression]] = []
+        for at, operator in enumerate(self.graph.operators):
+            self.states.append(self._states(at, operator))
+
+    def asked(self, values: Sequence[float]) -> dict[str, str]:
+        """Returns the plan that values of the variables make."""
+        return {operator: max(known, key=lambda fmt: values[known[fmt]]) for operator, known in self.choices.items()}
+
+    def _chosen(self, operator: Operator, like: str) -> Spread:
+        """Gives an operator its choices: those of the one that it is tied to, where it can take the same."""
+        known = self.part.choices[operator.id]
+        if like not in self.choices or set(self.choices[like]) != set(known):
+            self.choices[operator.id] = {fmt: self.program.variable(whole=True) for fmt in known}
+            self.program.row(dict.fromkeys(self.choices[operator.id].values(), 1.0), 1.0, 1.0)
+        else:
+            self.choices[operator.id] = self.choices[like]
+        return {self.part.runs(operator.id, fmt): {at: 1.0} for fmt, at in self.choices[operator.id].items()}
+
+    def _promoted(self, inputs: Iterable[Spread]) -> Spread:
+        """Returns the promotion of several formats."""
+        floor: Name = None
+        several: dict[int, Spread] = {}
+        for spread in inputs:
+            if len(spread) == 1:
+                floor = widest(floor, next(iter(spread)))
+            else:
+                several[id(spread)] = spread
+        above = [spread for spread in several.values() if any(widest(name, floor) != floor for name in spread)]
+        if not above:
+            return {floor: ONE}
+        if len(above) == 1:
+            return renamed(above[0], {name: widest(name, floor) for name in above[0]})
+        key = floor, tuple(sorted(id(spread) for spread in above))
+        if key not in self._distinct:
+            joined = self._joined([renamed(s, {name: widest(name, floor) for name in s}) for s in above])
+            # Held with what it is of: the place of one that were gone would be another's, and so its number.
+            self._distinct[key] = joined, above
+        return self._distinct[key][0]
+
+    def _joined(self, inputs: Sequence[Spread]) -> Spread:
+        """Returns the promotion of several that are free."""
+        names: set[Name] = set(inputs[0])
+        for spread in inputs[1:]:
+            names = {widest(first, second) for first in names for second in spread}
+        top = next(name for name in names if all(_within(other, name) for other in names))
+        found: dict[Name, Expression] = {}
+        for name in sorted(names - {top}, key=_rank):
+            found[name] = {self.program.variable(): 1.0}
+            below = total(*((1.0, found[other]) for other in found if _within(other, name)))
+            each = [
+                total(*((1.0, expression) for other, expression in spread.items() if _within(other, name)))
+                for spread in inputs
+            ]
+            for one in each:
+                self.program.row(total((1.0, below), (-1.0, one)), most=0.0)
+            self.program.row(total((1.0, below), *((-1.0, one) for one in each)), least=1.0 - len(each))
+        found[top] = total((1.0, ONE), *((-1.0, expression) for expression in found.values()))
+        return found
+
+    def _states(self, at: int, operator: Operator) -> Mapping[StateNames, Expression]:
+        decided, precisions = operator.decided, self.precisions[at]
+        if isinstance(decided, Follows):
+            return {(name, decided.named or name): expression for name, expression in precisions.items()}
+        found: dict[StateNames, Expression] = {}
+        given: dict[Name, Expression] = dict(self._narrow[at])
+        for name, chosen in precisions.items():
+            narrow = decided.outputs.get(name or "")
+            wide = self._wide(at, decided, chosen) if name is not None and FORMATS[name].scaled else None
+            if wide is None:
+                found[name, narrow] = chosen
+                continue
+            found[name, decided.wide] = wide
+            found[name, narrow] = total((1.0, chosen), (-1.0, wide))
+            given[decided.wide] = total((1.0, given.get(decided.wide, {})), (1.0, wide))
+            given[narrow] = total((1.0, given[narrow]), (-1.0, wide))
+        if given != self._narrow[at]:
+            self.outputs[at] = given
+        return found
+
+    def _wide(self, at: int, decided: Choices, chosen: Expression) -> Expression | None:
+        """Returns where a scaled operator gives out what is wide; None for nowhere."""
+        if decided.wide is None:
+            return None
+        own = {variable for expression in self.precisions[at].values() for variable in expression}
+        wants: list[Expression] = []
+        for reader in dict.fromkeys(decided.readers):
+            kind = Kind(self.graph.operators[reader].kind)
+            parts = [e for name, e in self.precisions[reader].items() if wants_wide(kind, format_named(name))]
+            want = total(*((1.0, part) for part in parts))
+            known = constant(want)
+            if known == 0 or (known is None and {v for v in want if v != CONSTANT} <= own - chosen.keys()):
+                return None
+            if known is None:
+                wants.append(want)
+        return self.program.all_of([chosen, *wants])
+
+
+def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:
+    """Returns a spread under other names, the same where none is another."""
+    if all(before == after for before, after in names.items()):
+        return spread
+    found: dict[Name, Expression] = {}
+    for before, after in names.items():
+        found[after] = total((1.0, found.get(after, {})), (1.0, spread[before])) if after in found else spread[before]
+    return {next(iter(found)): ONE} if len(found) == 1 else found
+
+
+def _within(narrow: Name, wide: Name) -> bool:
+    return widest(narrow, wide) == wide
+
+
+def _rank(name: Name) -> tuple[int, str]:
+    """Narrow ones first, in an order that is the same in each run."""
+    return (FORMATS[name].bits, name) if name is not None else (0, "")
+
+
+class Priced(Protocol):
+    """What a program takes states to take.
+
+    Attributes:
+        times: what casts are asked of.
+    """
+
+    @property
+    def times(self) -> Times: ...
+
+    def charges(self, program: Program, formats: Formats) -> Iterable[Charge]:
+        """Returns what operators take, without their casts; may give the program variables and rows."""
+
+
+class Prices:
+    """
+    Args:
+        part: the class of devices.
+
+    Attributes:
+        differ: whether a state may take other times beside other neighbours.
+    """
+
+    def __init__(self, part: DeviceClass) -> None:
+        self.part = part
+        self._references = [state_names(part.graph, part.uniform(fmt)) for fmt in part.formats]
+        self.differ = self._told_apart()
+        self._learned: dict[tuple[int, StateNames], Seconds] = {}
+        self._named: dict[StateNames, State] = {}
+
+    @property
+    def times(self) -> Times:
+        return self.part.times
+
+    def charges(self, program: Program, formats: Formats) -> Iterator[Charge]:
+        """Yields what operators take in each state, whatever their neighbours."""
+        for at, spread in enumerate(formats.states):
+            for state, where in spread.items():
+                yield Charge.of(at, where, self.operator(at, state))
+
+    def operator(self, at: int, state: StateNames) -> Seconds:
+        """Returns the time of an operator in a state."""
+        key = at, state
+        if key not in self._learned:
+            # A state that no uniform plan has is like those that compute the same.
+            best = max(self._references, key=lambda names: (names[at] == state, names[at][0] == state[0]))
+            self._learned[key] = self._ask(at, state, best)
+        return self._learned[key]
+
+    def learn(self, names: Sequence[StateNames]) -> bool:
+        """Takes from a plan what its states take there; returns whether anything is new."""
+        found = {(at, state): self._ask(at, state, names) for at, state in enumerate(names)}
+        new = any(self.operator(*key) != seconds for key, seconds in found.items())
+        self._learned |= found
+        return new
+
+    def _told_apart(self) -> bool:
+        """Whether times of any operator follow its neighbours."""
+        graph = self.part.graph
+        return any(
+            known is None or len(known) > 0
+            for operator, reached in zip(graph.operators, reachable(graph.operators, self.part.formats), strict=True)
+            for names in reached
+            for known in self.times.told_apart(operator.id, state_named(names))
+        )
+
+    def _ask(self, at: int, state: StateNames, names: Sequence[StateNames]) -> Seconds:
+        near = (at + by for by in NEIGHBOURS)
+        around = [self._state(names[n]) if 0 <= n < len(names) else None for n in near]
+        return self.times.operator(self.part.graph.operators[at].id, self._state(state), around)
+
+    def _state(self, names: StateNames) -> State:
+        """Returns a state by its names: there are few, of thousands of operators."""
+        if names not in self._named:
+            self._named[names] = state_named(names)
+        return self._named[names]

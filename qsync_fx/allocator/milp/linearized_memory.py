@@ -1,0 +1,143 @@
+"""What a step holds at the moments at which it may hold most, as linear expressions of states.
+
+Of plans that were looked at it is known what every operator wrote of what is held at each moment. Of another plan each operator is taken to
+hold what it did in the plans that had it in the same state. Moments are those of the peaks of these plans.
+
+Invariant: of the plan that was learned last, the expressions give what the judge says that is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qsync_fx.allocator.milp.format_variables import Formats
+from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression
+from qsync_fx.predictor.cost_mapper import States
+from qsync_fx.predictor.memory.buffers import Buffer, Task, lives
+from qsync_fx.predictor.memory.peak_memory import step_tasks
+from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
+
+Moment = int
+"""Where a step is: at the operators of the forward pass in order, then at those of the backward pass from the last to the first."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A plan that was looked at.
+
+    Attributes:
+        names: the state of each operator.
+        held: by moment, the bytes that each operator wrote of what is held; what none wrote counts for the place -1.
+    """
+
+    names: tuple[StateNames, ...]
+    held: Mapping[Moment, Mapping[int, int]]
+    _known: dict[Moment, Mapping[int, int]] = field(default_factory=dict)
+
+    def at(self, moment: Moment) -> Mapping[int, int]:
+        """Returns what is held at a moment: by the kernel that the operator is part of, which ends at it or behind it."""
+        if moment not in self._known:
+            self._known[moment] = self.held[min((m for m in self.held if m >= moment), default=max(self.held))]
+        return self._known[moment]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.held, key=lambda moment: sum(self.held[moment].values()))
+
+
+class Held:
+    """What is held at peaks, learned from plans.
+
+    Attributes:
+        moments: those of the peaks of all plans that were learned.
+    """
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+        self._references: list[_Reference] = []
+        self._more: dict[Moment, float] = {}
+
+    def learn(self, states: States, passes: float, tasks: Sequence[Task] | None = None) -> float:
+        """Learns a plan; returns how far off the expressions were, of the most that is held.
+
+        Args:
+            passes: the most that the judge says both passes hold.
+            tasks: of its step, where they are known.
+        """
+        reference = _Reference(states.names, _held(states, step_tasks(states) if tasks is None else tasks))
+        before = max((self._value(moment, states.names) for moment in self.moments), default=0.0)
+        if all(known.names != reference.names for known in self._references):
+            self._references.append(reference)
+        if reference.peak not in self.moments:
+            self.moments.append(reference.peak)
+        beside = passes - sum(reference.at(reference.peak).values())
+        for moment in self.moments:
+            self._more[moment] = 0.0
+            self._more[moment] = beside + sum(reference.at(moment).values()) - self._value(moment, states.names)
+        return abs(before - passes) / max(passes, 1.0)
+
+    def places(self, graph: ModelGraph) -> Iterator[int]:
+        """Yields the places of the operators at whose gradients the moments are."""
+        count = len(graph.operators)
+        yield from (2 * count - moment for moment in self.moments if moment > count)
+
+    def expressions(self, formats: Formats) -> Iterator[Expression]:
+        """Yields what is held at each of the moments, in bytes."""
+        for moment in self.moments:
+            found: dict[int, float] = {CONSTANT: self._more[moment]}
+            for at, states in enumerate(formats.states):
+                for names, where in states.items():
+                    if size := self._wrote(moment, at, names):
+                        for variable, factor in where.items():
+                            found[variable] = found.get(variable, 0.0) + factor * size
+            yield found
+
+    def _value(self, moment: Moment, names: tuple[StateNames, ...]) -> float:
+        return self._more.get(moment, 0.0) + sum(self._wrote(moment, at, state) for at, state in enumerate(names))
+
+    def _wrote(self, moment: Moment, at: int, state: StateNames) -> float:
+        """Returns what an operator in a state wrote of what is held, a mean over the plans that are most alike in that."""
+        likeness = [_alike(reference.names[at], state) for reference in self._references]
+        best = max(likeness)
+        sizes = [
+            reference.at(moment).get(at, 0)
+            for reference, like in zip(self._references, likeness, strict=True)
+            if like == best
+        ]
+        return sum(sizes) / len(sizes)
+
+
+def _alike(one: StateNames, other: StateNames) -> tuple[bool, bool]:
+    return one == other, one[0] == other[0]
+
+
+def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int, int]]:
+    graph = states.graph
+    wrote: dict[Buffer, int] = {}
+    for task in tasks:
+        for buffer in task.writes:
+            wrote.setdefault(buffer, graph.places.get(task.operator, -1))
+    found: dict[Moment, Mapping[int, int]] = {}
+    most: dict[Moment, int] = {}
+    for live in lives(tasks, True, wrote.__getitem__, _WORKSPACE):
+        at = graph.places.get(live.operator, -1)
+        moment = _moment(graph, at, live.backward)
+        size = live.bytes
+        if size > most.get(moment, -1):
+            most[moment] = size
+            held = dict(live.kinds)
+            if working := held.pop(_WORKSPACE, 0):
+                held[at] = held.get(at, 0) + working
+            found[moment] = held
+    return found
+
+
+_WORKSPACE = -2
+
+
+def _moment(graph: ModelGraph, at: int, backward: bool) -> Moment:
+    count = len(graph.operators)
+    if at < 0:
+        return count
+    return 2 * count - at if backward else at

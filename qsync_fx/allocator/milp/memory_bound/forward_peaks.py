@@ -1,0 +1,317 @@
+"""What a step certainly holds while it computes what the model returns, or what its last product reads, as a linear expression of states.
+
+Results of products that this is computed from without lying in memory in between, as along residuals, are there till then, and so are other
+values that lie in memory, as for products that read them quantized. What the last
+product ran behind is kept by then, too: a kernel of a library ends what compilers make one kernel. What is written behind that may be
+written over what is read there, where it is as large; of that masks alone are counted, which are not, and the numbers that the last of them
+is made from.
+
+Invariant: `of` and `expression` count the same.
+
+What is written for a product in the kernel that computes what it reads: that, and copies of its parameters in its format.
+
+That a product quantizes lies in memory as it is before, for a kernel of its own behind that, and so do parameters that it quantizes.
+
+Invariant: `of` and `expression` count the same, and nothing that is written over what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from qsync_fx.allocator.milp.format_variables import Formats
+from qsync_fx.allocator.milp.linear_program import ONE, Expression, total
+from qsync_fx.allocator.milp.memory_bound.relu_masks import Lying, scaled
+from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, Passes, Readers, add, norms
+from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pools, whole
+from qsync_fx.predictor.model.model_graph import Name, Operator, Read, StateNames
+
+_ITEMS = (1, 2, 4, 8)
+"""Bytes that an element may take."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """
+    Attributes:
+        at, maker: the places of the product and of what makes what it reads.
+        written: by the product's state, the bytes that are written; nothing of states in which it reads the result as it is held.
+        held: by the maker's state, those in these.
+    """
+
+    at: int
+    maker: int
+    written: Mapping[StateNames, int]
+    held: Mapping[StateNames, int]
+
+    @classmethod
+    def of_product(cls, kept: Kept, product: Operator) -> Fed | None:
+        """Returns what is written for a product that reads what elementwise operators compute for it alone; None for another."""
+        forward, at = kept.passes[0].forward, kept.graph.places[product.id]
+        if attends(product) or at in forward.matrices or forward.multiplied(product) != (0, 1):
+            return None
+        data, *given = product.reads
+        maker, root = forward.made_by(data.value), forward.root(data.value)
+        if (
+            maker is None
+            or forward.multiplies(maker)
+            or pools(maker)
+            or not all(forward.given(read.value) for read in given)
+        ):
+            return None
+        if not {root, *(forward.root(read.value) for read in given)}.isdisjoint(_elsewhere(kept, product)):
+            return None
+        over, written = _over(kept, maker), dict[StateNames, int]()
+        for state in product.costs:
+            wanted = [_wanted(read, state) for read in product.reads]
+            if wanted[0] is None or scaled(wanted[0]):
+                continue
+            written[state] = 0
+            if all(fmt is not None and not scaled(fmt) for fmt in wanted):
+                size = forward.bytes(root, wanted[0])
+                copies = zip(given, wanted[1:], strict=True)
+                written[state] = size if size not in over else 0
+                written[state] += sum(forward.bytes(r.value, fmt) for r, fmt in copies if fmt != _own(kept, r))
+        held = {state: size if (size := forward.bytes(root, state[1])) not in over else 0 for state in maker.costs}
+        return cls(at, kept.graph.places[maker.id], written, held)
+
+    def of(self, names: Sequence[StateNames]) -> int:
+        """Returns the bytes under a plan, by the states that it puts operators into."""
+        state = names[self.at]
+        return self.written.get(state, self.held[names[self.maker]])
+
+    def expression(self, formats: Formats) -> Expression:
+        """Returns the bytes."""
+        found: dict[int, float] = {}
+        for state, there in formats.states[self.at].items():
+            add(found, there, self.written.get(state, 0))
+        as_held = total(*((1.0, e) for state, e in formats.states[self.at].items() if state not in self.written))
+        for state, there in formats.states[self.maker].items():
+            both = formats.program.at_least(total((1.0, as_held), (1.0, there), (-1.0, ONE)))
+            add(found, both, self.held[state])
+        return found
+
+
+def _wanted(read: Read, state: StateNames) -> Name:
+    return read.wanted.get(state[0] or "")
+
+
+def _own(kept: Kept, read: Read) -> Name:
+    return kept.graph.values[kept.passes[0].forward.root(read.value)].own
+
+
+def _elsewhere(kept: Kept, product: Operator) -> Set[int]:
+    """The values that lie in memory for other products or poolings, or are returned."""
+    forward = kept.passes[0].forward
+    others = (one for one in kept.graph.operators if one is not product and (forward.multiplies(one) or pools(one)))
+    found = {forward.root(read.value) for one in others for read in one.reads}
+    return found | {forward.root(read.value) for read in kept.graph.outputs}
+
+
+def _over(kept: Kept, maker: Operator) -> Set[int]:
+    """The bytes of all that what an operator makes may be written over."""
+    forward = kept.passes[0].forward
+    found, seen, left = set[int](), set[int](), [maker]
+    while left:
+        operator = left.pop()
+        for cost in operator.costs.values():
+            found |= {whole(size) for (_, how), size in cost.saved.items() if how.startswith("extra")}
+        computed = {forward.root(read.value) for read in operator.reads if not forward.given(read.value)}
+        for value in computed - seen:
+            seen.add(value)
+            found |= {size * whole(kept.graph.values[value].numel) for size in _ITEMS}
+            before = forward.made_by(value)
+            if before is not None and not forward.multiplies(before):
+                left.append(before)
+    return found
+
+
+class Returning:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        last: in place of what the model returns, what its last product reads.
+    """
+
+    def __init__(self, kept: Kept, last: bool = False) -> None:
+        self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+        self._product: Operator | None = None
+        read = [one.value for one in self.graph.outputs]
+        if last:
+            product = next((one for one in reversed(self.graph.operators) if self._forward.multiplies(one)), None)
+            read = [product.reads[0].value] if product is not None else []
+            self._product = product
+        self._given = {self._forward.root(value) for value in read}
+
+    def of(self, names: Sequence[StateNames]) -> float:
+        """Returns the bytes under a plan, by the states that it puts operators into."""
+        beside = (*self._results.items(), *self._masks.items(), *self._drawn.items())
+        found = self._kept.of(names, self._there, self.beside) + sum(sizes[names[at]] for at, sizes in beside)
+        return found + (self._fed.of(names) if self._fed is not None else 0)
+
+    def expression(self, formats: Formats) -> Expression:
+        """Returns the bytes."""
+        found = dict(self._kept.expression(formats, self._there, self.beside))
+        for at, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
+            for state, where in formats.states[at].items():
+                add(found, where, sizes[state])
+        if self._fed is not None:
+            add(found, self._fed.expression(formats), 1.0)
+        return found
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is there that is not kept."""
+        return bool(self._results or self.beside)
+
+    @cached_property
+    def _seen(self) -> Sequence[_Seen]:
+        if len({operator.graph for operator in self.graph.operators}) != 1:
+            return ()
+        return [_Seen(one, {self.graph.values[value].name for value in self._given}) for one in self._kept.passes]
+
+    @cached_property
+    def _names(self) -> Set[str]:
+        """The names of what it is computed from under all plans."""
+        return frozenset.intersection(*(frozenset(buffer.name for buffer in one.read) for one in self._seen))
+
+    @cached_property
+    def beside(self) -> Sequence[Lying]:
+        """The values that lie in memory and that it is computed from, but for results of products."""
+        if not self._seen:
+            return ()
+        makers, residing = (self._forward.made_by(value) for value in self._given), self._kept.residing
+        found = {one.value: one for maker in makers if maker is not None for one in residing.behind(maker)}
+        return [one for one in found.values() if self.graph.values[one.value].name in self._names]
+
+    @cached_property
+    def _results(self) -> Mapping[int, Mapping[StateNames, int]]:
+        """By product, the bytes of its result in each state, of those that what is returned is computed from under all plans."""
+        if not self._seen:
+            return {}
+        found: dict[int, Mapping[StateNames, int]] = {}
+        for at, operator in enumerate(self.graph.operators):
+            value = self.graph.values[operator.result]
+            if (
+                not self._forward.multiplies(operator)
+                or value.name not in self._names
+                or operator.result in self._lying
+            ):
+                continue
+            found[at] = {state: self._bytes(at, state) for state in operator.costs}
+        return found
+
+    @cached_property
+    def _fed(self) -> Fed | None:
+        """What is written for the last product."""
+        if self._product is None or not self.any:
+            return None
+        return Fed.of_product(self._kept, self._product)
+
+    @cached_property
+    def _lying(self) -> Set[int]:
+        """The values that something under some plan keeps, or has lie in memory beside what a product writes."""
+        found: set[int] = set()
+        for operator in self.graph.operators:
+            found.update(self._kept.saved(operator))
+            if self._forward.multiplies(operator) or pools(operator):
+                found.update(self._forward.root(read.value) for read in operator.reads)
+        return found
+
+    @cached_property
+    def _masks(self) -> Mapping[int, Mapping[StateNames, int]]:
+        """By operator, what else it keeps beside values that nothing of what is read can be written over by."""
+        found: dict[int, Mapping[StateNames, int]] = {}
+        for at, by in self._kept.extras.items():
+            buffers = [(one, buffer) for one in self._seen for buffer in one.extras(at)]
+            written = all(buffer in one.written and buffer.bytes not in self._sizes for one, buffer in buffers)
+            if buffers and written and at not in self._there.wholly:
+                found[at] = by
+        return found
+
+    @cached_property
+    def _drawn(self) -> Mapping[int, Mapping[StateNames, int]]:
+        """Of the last dropout the bytes of the numbers that are drawn for its mask, where no library's kernel runs behind it.
+
+        In the order in which the pass is written one kernel makes the mask then, and computes what is returned.
+        """
+        if not self._results or not self._given.isdisjoint(self._lying):
+            return {}
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            if self._forward.multiplies(operator):
+                break
+            if "dropout" in operator.row and any(one.extras(at) for one in self._seen):
+                if at not in self._masks or draws_alone(operator):
+                    break
+                numbers = {state: self._forward.bytes(operator.result, state[1]) for state in operator.costs}
+                # A mask that is as large may be written over them.
+                return {at: {state: size if size != self._masks[at][state] else 0 for state, size in numbers.items()}}
+        return {}
+
+    def _bytes(self, at: int, state: StateNames) -> int:
+        return self._forward.bytes(self.graph.operators[at].result, state[1])
+
+    @cached_property
+    def _there(self) -> Readers:
+        """The operators of which all that they keep is there, under all plans, and those of which it is but for statistics."""
+        if not self._seen:
+            return Readers(frozenset(), frozenset())
+        wholly, passed = set[int](), set[int]()
+        for at, operator in enumerate(self.graph.operators):
+            later = [set(one.kept(at)) - one.behind for one in self._seen]
+            if not any(later):
+                wholly.add(at)
+            elif norms(operator) and all(one.extras(at) >= rest for one, rest in zip(self._seen, later, strict=True)):
+                passed.add(at)
+        for gate in self._kept.gates:
+            masks = [(one, mask) for one in self._seen if (mask := one.passes.mask(gate.at)) is not None]
+            if masks and all(mask in one.written and mask.bytes not in self._sizes for one, mask in masks):
+                passed.add(gate.at)
+        return Readers(frozenset(wholly), frozenset(passed))
+
+    @cached_property
+    def _sizes(self) -> Set[int]:
+        """The bytes, in any format, of what is read and not kept: what is as large may be written over it."""
+        places = [self.graph.places[maker.id] for value in self.beside if (maker := self._forward.made_by(value.value))]
+        made = {self._bytes(at, state) for at in places for state in self.graph.operators[at].costs}
+        return made.union(*(sizes.values() for sizes in self._results.values()))
+
+
+class _Seen:
+    """What is there under a plan while what the model returns is computed, of the result that is computed from most.
+
+    Attributes:
+        passes: those under the plan.
+        read: what that is computed from.
+        behind: what was written before the last kernel of a library before it, or by that, in the order in which the pass is written.
+        written: what was written before it, or with it.
+    """
+
+    def __init__(self, passes: Passes, names: Set[str]) -> None:
+        self.passes, self._forward = passes, passes.forward
+        tasks = self._forward.tasks
+        last = [
+            at
+            for at, task in enumerate(tasks)
+            if not task.library and any(buffer.name in names for buffer in task.writes)
+        ]
+        end = max(last, key=lambda at: sum(buffer.bytes for buffer in tasks[at].reads), default=-1)
+        self.read: Set[Buffer] = tasks[end].reads if last else frozenset()
+        library = max((at for at in range(end) if tasks[at].library), default=-1)
+        self.behind = {buffer for task in tasks[: library + 1] for buffer in task.writes}
+        self.written = {buffer for task in tasks[: end + 1] for buffer in task.writes}
+
+    def extras(self, at: int) -> Set[Buffer]:
+        """Returns what the operator at a place keeps beside values."""
+        return self._forward.extras(at)
+
+    def kept(self, at: int) -> Iterator[Buffer]:
+        """Yields what the operator at a place keeps, but for what is there before the step."""
+        operator = self._forward.graph.operators[at]
+        product = self._forward.multiplies(operator) and not attends(operator)
+        for place in self._forward.multiplied(operator) if product else (0, 1):
+            if (buffer := self._forward.factors.get((at, place))) is not None:
+                yield buffer
+        yield from (buffer for buffer in self._forward.kept.get(at, ()) if buffer.bytes)

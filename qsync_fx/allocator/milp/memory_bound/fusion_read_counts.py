@@ -1,0 +1,406 @@
+"""From what the gradients behind norms are computed at least, under any plan that writes none of them down.
+
+Each product behind has written a gradient of its own, and each gate keeps something that no other does: its result, a mask, or in place of
+these what it is computed again from, the statistics of a norm among that, which is followed by it alone.
+
+Invariant: what is told apart is so under any plan.
+
+From how many buffers gradients are computed at most, under any plan, as linear expressions of states.
+
+What would be computed from more than `READS` a compiler writes down, and computes the rest from that. So of a gradient that may be one of
+these a whole variable says whether it is written down, which only a count that is high enough lets be 1.
+
+Invariant: with whole variables as a compiler decides, no gradient is computed from more than `sources` says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from qsync_fx.allocator.milp.linear_program import Expression, constant, total
+from qsync_fx.allocator.milp.memory_bound.recomputation import Again, Forced
+from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
+from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, factors, norms
+from qsync_fx.allocator.milp.memory_bound.unary_encoding import (
+    TOP,
+    Count,
+    added,
+    exactly,
+    least,
+    one_or_more,
+    where,
+    where_so,
+)
+from qsync_fx.allocator.milp.memory_bound.unread_values import Waiting, gradients
+from qsync_fx.formats import FP32
+from qsync_fx.predictor.memory.backward import READS, computed_in
+from qsync_fx.predictor.memory.buffers import GATES, HEAVY, attends, convolves, pools, whole
+from qsync_fx.predictor.model.model_graph import Operator, StateNames
+
+
+class Counts:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        waiting: what of it has yet to be read.
+        where: the states.
+
+    Attributes:
+        again: what is computed again.
+        arriving: by value, what its gradient is computed from at most by the operators that it comes from, in the order of the backward
+            pass; -1 is who reads results.
+        written: by value, whether its gradient is written down; nothing of those that never are.
+    """
+
+    def __init__(self, kept: Kept, waiting: Waiting, where: Where) -> None:
+        self.again = Again(kept, waiting, where)
+        self._waiting, self._where = waiting, where
+        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+        self.arriving: dict[int, dict[int, Count]] = {}
+        self.written: dict[int, Expression] = {}
+        self._written_of: dict[tuple[int, tuple[int, ...]], Expression] = {}
+        self._forced = Forced(kept, waiting, where, self.again)
+        self._arrive()
+
+    def sources(self, value: int) -> Count:
+        """Returns from how many buffers the gradient of a value is computed at most."""
+        arriving = list(self.arriving[value].values())
+        every = added(self.program, arriving)
+        written = self.written.get(value)
+        if written is None:
+            return every
+        rest = added(self.program, [exactly(1), *arriving[1:]])
+        return least(self.program, [every, exactly(READS), where_so(written, rest)])
+
+    def written_down(self, value: int, behind: Iterable[int]) -> Expression:
+        """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
+        key = value, tuple(behind)
+        if key not in self._written_of:
+            enough = added(self.program, [self.arriving[value][at] for at in key[1]]).reaches(TOP)
+            found: Expression = {}
+            if constant(enough) != 0:
+                found = {self.program.variable(whole=True): 1.0}
+                self.program.row(total((1.0, found), (-1.0, enough)), most=0.0)
+            self._written_of[key] = found
+        return self._written_of[key]
+
+    def _arrive(self) -> None:
+        waiting, forward = self._waiting, self._forward
+        for read in self.graph.outputs:
+            if waiting.differentiated(read.value):
+                self._add(forward.root(read.value), -1, exactly(1))
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            value = operator.result
+            if value not in self.arriving or forward.root(value) != value:
+                continue
+            if written := self.written_down(value, self.arriving[value]):
+                self.written[value] = written
+                self._forced.add(value, written, self.arriving, self.written)
+            leaving = added(self.program, [self.sources(value), self._keeps(at, operator)])
+            passed: set[int] = set()
+            for place, read in enumerate(operator.reads):
+                root = forward.root(read.value)
+                if not read.gradient or forward.given(read.value) or not waiting.differentiated(read.value):
+                    continue
+                if waiting.writes(operator) or waiting.summed(operator, read):
+                    self._add(root, at, self._product(at, operator, place))
+                elif root not in passed:
+                    passed.add(root)
+                    self._add(root, at, leaving)
+
+    def _add(self, value: int, at: int, many: Count) -> None:
+        into = self.arriving.setdefault(value, {})
+        into[at] = added(self.program, [into[at], many]) if at in into else many
+
+    def _product(self, at: int, operator: Operator, place: int) -> Count:
+        """The gradient that a product gives, and the scale of its other factor where it has one."""
+        if not self._forward.multiplies(operator):
+            return exactly(2)
+        wanted = [read.wanted for at, read in factors(operator, self._forward).items() if at != place]
+        also = [
+            there
+            for state, there in self._where.states[at].items()
+            if any(scaled(formats.get(state[0] or "")) for formats in wanted)
+        ]
+        return added(self.program, [exactly(1), where(total(*((1.0, one) for one in also)))])
+
+    def _keeps(self, at: int, operator: Operator) -> Count:
+        """What the gradients of an operator's operands are computed from beside its own."""
+        if self._waiting.writes(operator):
+            return exactly(0)
+        certain = self.again.result_kept(at)
+        if certain is None:
+            return exactly(self._waiting.added(operator))
+        there = total(*((1.0, where) for where in certain.values()))
+        several = [where_so(there, exactly(1)), one_or_more(self.again.many(operator.result))]
+        if (behind := self._gate_behind(operator.result)) is not None:
+            gate, passed = behind
+            later = self.again.result_kept(gate)
+            assert later is not None
+            # What this is computed again from, or it itself, that gate keeps, too, where it is computed again from this.
+            new = [*later.values(), self.again.lost_part(operator.result)]
+            new += [self.written[value] for value in (*passed, operator.result) if value in self.written]
+            # Unless that reads what a product keeps of it in a format that it has not itself.
+            first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
+            new.append(self._forced.lies(operator.result, first, but_as_held=True))
+            several.append(Count(0, [total(*((1.0, one) for one in new))] * TOP))
+        return least(self.program, several)
+
+    def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
+        """Returns the gate that is computed from a value by elementwise operators alone, and what is computed between."""
+        for at in self.again.readers(value):
+            passed: list[int] = []
+            now, place = value, at
+            while not self._waiting.writes(operator := self.graph.operators[place]) and not norms(operator):
+                flows = [read for read in operator.reads if self._forward.root(read.value) == now and read.gradient]
+                if not flows or any(self._waiting.summed(operator, read) for read in flows):
+                    break
+                if self.again.result_kept(place) is not None:
+                    return place, passed
+                now = operator.result
+                if self._forward.root(now) != now or len(self.again.readers(now)) != 1:
+                    break
+                passed.append(now)
+                (place,) = self.again.readers(now)
+        return None
+
+
+_ADDS = ("add", "sub", "rsub")
+"""What passes its gradient on to each operand as it is, and keeps nothing."""
+_OF_ROWS = ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the gradient of a value is computed from at least.
+
+    Attributes:
+        products: the places of products that have written some of it, each with that of the factor.
+        gates: the places of the gates that it has passed.
+        passed: the values whose gradients it is computed from, with itself.
+    """
+
+    products: Set[tuple[int, int]]
+    gates: Set[int]
+    passed: Set[int]
+
+    @property
+    def many(self) -> int:
+        return len(self.products) + len(self.gates)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a product's result.
+
+    Attributes:
+        at, product: their places.
+        origins: of the gradient that it is given.
+        extras: how many statistics it keeps at least.
+        behind: the place of the convolution the gradient of whose weight the same kernel converts; None where that is not known.
+        alike: by the place of an operator, the states in which something may be read of the size that is written.
+    """
+
+    at: int
+    product: int
+    origins: Origin
+    extras: int
+    behind: int | None
+    alike: Mapping[int, Sequence[StateNames]]
+
+
+class Origins:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+        waiting: what of it has yet to be read.
+    """
+
+    def __init__(self, kept: Kept, waiting: Waiting) -> None:
+        self._kept, self._waiting = kept, waiting
+        self.graph, self._forward = kept.graph, kept.passes[0].forward
+        self._known: dict[int, Origin | None] = {}
+
+    def norms(self) -> Iterator[Norm]:
+        """Yields those of which it is known, in a model of one graph of which nothing is repeated."""
+        kinds = {(operator.repeated, operator.graph) for operator in self.graph.operators}
+        if len(kinds) > 1 or any(repeated for repeated, _ in kinds):
+            return
+        for at, operator in enumerate(self.graph.operators):
+            if norms(operator) and not operator.row.startswith(_OF_ROWS) and self._waiting.arrives(operator.result):
+                found = self._norm(at, operator)
+                if found is not None:
+                    yield found
+
+    def alone(self, value: int) -> bool:
+        """Whether one product reads a value, once."""
+        root, products = self._forward.root(value), filter(self._forward.multiplies, self.graph.operators)
+        return sum(self._forward.root(read.value) == root for one in products for read in one.reads) == 1
+
+    def _norm(self, at: int, operator: Operator) -> Norm | None:
+        operand, *weights = (read.value for read in operator.reads)
+        value = self._forward.root(operand)
+        maker, only = self._forward.made_by(value), self._readers[value] == [at]
+        if maker is None or not (self._forward.multiplies(maker) and only and operator.reads[0].gradient):
+            return None
+        product = self.graph.places[maker.id]
+        if attends(maker) or product in self._forward.matrices or not gradients(maker, self._forward):
+            return None
+        if product != at - 1:
+            return None  # another kernel may be between what is to be done for both
+        keeps = any(result.at == at and result.value == value for result in self._kept.results)
+        origin, extras = self._origin(operator.result), _extras(operator)
+        if origin is None or not (keeps and extras and all(map(self._forward.given, weights))):
+            return None
+        origin = Origin(origin.products, frozenset(g for g in origin.gates if self._told(g, at)), origin.passed)
+        alike = self._alike(self._forward.bytes(value, FP32.name), origin, value)
+        return None if alike is None else Norm(at, product, origin, extras, self._behind(at), alike)
+
+    def _behind(self, norm: int) -> int | None:
+        """Returns the place of the convolution that is next behind a norm of what computes gradients, if its weight is its own."""
+        for at, operator in enumerate(self.graph.operators[norm + 1 :], norm + 1):
+            if not self._waiting.arrives(operator.result) or not self._waiting.writes(operator):
+                continue
+            read = operator.reads[1] if convolves(operator) else None
+            if read is None or not read.gradient or not self._forward.given(read.value):
+                return None
+            root = self._forward.root(read.value)
+            own = root == read.value and self._readers[root] == [at] and self.graph.values[root].own == FP32.name
+            return at if own and self.graph.values[root].source == "parameter" else None
+        return None
+
+    def _origin(self, value: int) -> Origin | None:
+        """Returns from what the gradient of a value is computed; None where something else may be done with it on the way."""
+        if value not in self._known:
+            self._known[value] = self._found(value)
+        return self._known[value]
+
+    def _found(self, value: int) -> Origin | None:
+        products, gates, passed = set[tuple[int, int]](), set[int](), {value}
+        if value in self._returned:
+            return None
+        for at in self._readers[value]:
+            operator = self.graph.operators[at]
+            reads = [read for read in operator.reads if self._forward.root(read.value) == value]
+            if not any(read.gradient for read in reads) or not self._waiting.arrives(operator.result):
+                continue
+            if self._forward.multiplies(operator):
+                places = gradients(operator, self._forward)
+                if attends(operator) or at in self._forward.matrices:
+                    return None
+                products |= {(at, p) for p in places if self._forward.root(operator.reads[p].value) == value}
+                continue
+            gate = self._gates_alone(operator)
+            if not gate and (operator.row not in _ADDS or any(self._waiting.summed(operator, read) for read in reads)):
+                return None
+            behind = self._origin(operator.result)
+            if behind is None or self._forward.root(operator.result) != operator.result:
+                return None
+            products |= behind.products
+            gates |= behind.gates | ({at} if gate else set())
+            passed |= behind.passed
+        return Origin(products, gates, passed)
+
+    def _gates_alone(self, operator: Operator) -> bool:
+        """Whether an operator is a gate that keeps its result, or something in its place."""
+        gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
+        return gate and self._kept.formats_of(self.graph.places[operator.id], operator.result) is not None
+
+    def _told(self, gate: int, but: int) -> bool:
+        """Whether what a gate keeps is told apart from what all others on the way keep, and from what a norm does."""
+        before = self._norms_before(gate)
+        if before != {but}:
+            return bool(before)
+        maker = self._forward.made_by(self.graph.operators[gate].reads[0].value)
+        if maker is None or maker.row not in _ADDS:
+            return False
+        # What it is computed again from beside that norm: a gate's result, or what that is computed again from.
+        others = (self._forward.made_by(read.value) for read in maker.reads)
+        return any(
+            other is not None and self._gates_alone(other) and self._norms_before(self.graph.places[other.id])
+            for other in others
+        )
+
+    def _norms_before(self, gate: int) -> Set[int]:
+        """Returns the norms whose statistics a gate's result is computed again from, and that of no other gate."""
+        found: set[int] = set()
+        left = [read.value for read in self.graph.operators[gate].reads]
+        while left:
+            value = self._forward.root(left.pop())
+            maker = self._forward.made_by(value)
+            if maker is None or len(self._readers[value]) != 1 or value in self._returned:
+                continue
+            if norms(maker) and _extras(maker):
+                found.add(self.graph.places[maker.id])
+            elif maker.row in _ADDS:
+                left += [read.value for read in maker.reads]
+        return found
+
+    def _alike(self, size: int, origin: Origin, operand: int) -> Mapping[int, Sequence[StateNames]] | None:
+        """Returns where something of a size may be read: something in whose place what is written may be; None where that is not known."""
+        found: defaultdict[int, list[StateNames]] = defaultdict(list)
+        for at, place in sorted(origin.products):
+            product = self.graph.operators[at]
+            value = product.reads[place].value
+            found[at] += [
+                state for state in product.costs if self._forward.bytes(value, computed_in(state[0])[1]) == size
+            ]
+        values, left = set[int](), [operand, *origin.passed]
+        while left:
+            value = self._forward.root(left.pop())
+            maker = self._forward.made_by(value)
+            if value in values or maker is None:
+                continue
+            values.add(value)
+            at = self.graph.places[maker.id]
+            sizes = {*_extra_bytes(maker), whole(self.graph.values[value].numel)}
+            if maker.row in HEAVY or size in sizes:
+                return None
+            found[at] += [state for state in maker.costs if self._forward.bytes(value, state[1]) == size]
+            for reader in (at, *self._readers[value]):
+                found[reader] += self._reads_of(reader, value, size)
+            if not self._forward.multiplies(maker) and not pools(maker):
+                left += [read.value for read in maker.reads]
+        return {at: list(dict.fromkeys(states)) for at, states in sorted(found.items()) if states}
+
+    def _reads_of(self, at: int, value: int, size: int) -> Iterator[StateNames]:
+        """Yields the states in which an operator has a value lie, or keeps it, in that many bytes."""
+        operator = self.graph.operators[at]
+        name = self.graph.values[value].name
+        maker = self._forward.made_by(value)
+        # Others keep a product's result as it is at widest.
+        own = maker is not None and self._forward.multiplies(maker)
+        for state, cost in operator.costs.items():
+            formats: set[str] = set()
+            if not own:
+                formats |= {how for known, how in cost.saved if known == name and how and not how.startswith("extra")}
+            if self._forward.multiplies(operator):
+                reads = [read for read in operator.reads if self._forward.root(read.value) == value]
+                formats |= {fmt for read in reads if (fmt := read.wanted.get(state[0] or "")) is not None}
+            if any(self._forward.bytes(value, fmt) == size for fmt in formats):
+                yield state
+
+    @cached_property
+    def _readers(self) -> Mapping[int, Sequence[int]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for at, operator in enumerate(self.graph.operators):
+            for value in dict.fromkeys(self._forward.root(read.value) for read in operator.reads):
+                found[value].append(at)
+        return found
+
+    @cached_property
+    def _returned(self) -> Set[int]:
+        return {self._forward.root(read.value) for read in self.graph.outputs}
+
+
+def _extras(operator: Operator) -> int:
+    """How many statistics a norm keeps at least."""
+    return min((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)
+
+
+def _extra_bytes(operator: Operator) -> Set[int]:
+    costs = operator.costs.values()
+    return {whole(size) for cost in costs for (_, how), size in cost.saved.items() if how.startswith("extra")}

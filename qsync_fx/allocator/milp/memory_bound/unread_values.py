@@ -1,0 +1,184 @@
+"""What of the backward pass has yet to be read when a product's gradients are computed, in the order in which the pass is written.
+
+All operators before the product have yet to run. Those behind it have, but some of them have no kernel: the gradient of an elementwise
+operator is computed where it is read, and until then what it is computed from stays. Where what reads it waits, as behind the other side of
+a residual, what it keeps is there, too. A compiler that had too much to read there would write that gradient sooner. So what gradients are
+computed from is counted, at most, under any plan, and nothing is said of those that may be too much.
+
+Invariant: what is said to be there is so under all plans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Final
+
+from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, Readers, factors, norms
+from qsync_fx.predictor.memory.backward import READS, SPREADS
+from qsync_fx.predictor.memory.buffers import attends, convolves, pools, whole
+from qsync_fx.predictor.memory.forward import Forward
+from qsync_fx.predictor.model.model_graph import Operator, Read
+
+Moment = tuple[int, int]
+"""The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter
+is converted. Before the first, `PASSING`, a norm passes on the gradient that it is given."""
+PASSING: Final = -1
+
+
+def yet(moment: Moment) -> int:
+    """Returns the place before which all operators have yet to read what they keep."""
+    place, which = moment
+    return place + 1 if which == PASSING else place
+
+
+def gradients(product: Operator, forward: Forward) -> Sequence[int]:
+    """Returns the places of the factors of a product that have gradients, in the order in which these are computed."""
+    return [place for place, read in factors(product, forward).items() if read.gradient]
+
+
+def at_once(product: Operator) -> bool:
+    """Whether one kernel computes the gradients of all factors of a product."""
+    return convolves(product) or attends(product)
+
+
+class Waiting:
+    """
+    Args:
+        kept: what a class of devices keeps for the backward pass.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.graph, self._kept, self._forward = kept.graph, kept, kept.passes[0].forward
+        self._known: dict[Moment, Readers] = {}
+
+    def of(self, moment: Moment) -> Readers:
+        """Returns what has yet to be read."""
+        if moment not in self._known:
+            self._known[moment] = self._of(moment)
+        return self._known[moment]
+
+    def _of(self, moment: Moment) -> Readers:
+        place, which = moment
+        passed: set[int] = set()
+        for at in range(place + 1, len(self.graph.operators)):
+            operator = self.graph.operators[at]
+            if any(self._passes(operator, read, moment, passed) for read in operator.reads):
+                passed.add(at)
+        own = self.graph.operators[place]
+        before, rest = frozenset(range(yet(moment))), frozenset(passed)
+        if which == PASSING:
+            return Readers(before, rest)
+        if pools(own) or (not at_once(own) and which == len(gradients(own, self._forward))):
+            return Readers(before, rest)  # it has read what it keeps
+        if at_once(own):
+            return Readers(before, rest, unscaled=frozenset((place, one) for one in factors(own, self._forward)))
+        # A gradient is computed with the other factor.
+        now, *then = ((place, self._forward.other(own, one)) for one in gradients(own, self._forward)[which:])
+        return Readers(before, rest, frozenset(then), frozenset({now}))
+
+    def arrives(self, value: int) -> bool:
+        """Whether a gradient of a value is computed at all."""
+        return bool(self._arriving.get(self._forward.root(value)))
+
+    def uses(self, value: int) -> bool:
+        """Whether some kernel reads the gradient of a value."""
+        maker = self._forward.made_by(value)
+        return maker is not None and self.used[self.graph.places[maker.id]]
+
+    def _passes(self, operator: Operator, read: Read, moment: Moment, passed: set[int]) -> bool:
+        """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
+        maker = self._forward.made_by(read.value)
+        if not read.gradient or maker is None or self.writes(operator) or self.summed(operator, read):
+            return False
+        if self._leaving[self.graph.places[operator.id]] > READS:
+            return False
+        arriving = self._arriving.get(self._forward.root(read.value), {}).items()
+        if sum(many for at, many in arriving if not 0 <= at <= moment[0]) > READS:
+            return False
+        place = self.graph.places[maker.id]
+        # What the product itself is given has been computed.
+        return self.used[place] if place < yet(moment) else place in passed
+
+    @cached_property
+    def used(self) -> Sequence[bool]:
+        """Whether some kernel reads the gradient of each operator."""
+        found: list[bool] = []
+        for operator in self.graph.operators:
+            makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
+            on = any(maker is not None and found[self.graph.places[maker.id]] for maker in makers)
+            found.append(on or self.writes(operator) or norms(operator))
+        return found
+
+    @cached_property
+    def _arriving(self) -> Mapping[int, Mapping[int, int]]:
+        """By value, from how much its gradient is computed at most, by the operators that it comes from; -1 is who reads results."""
+        return self._counted[0]
+
+    @cached_property
+    def _leaving(self) -> Sequence[int]:
+        """By operator, from how much the gradients of its operands are computed at most."""
+        return self._counted[1]
+
+    @cached_property
+    def _counted(self) -> tuple[Mapping[int, Mapping[int, int]], Sequence[int]]:
+        arriving: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        leaving = [0] * len(self.graph.operators)
+        for read in self.graph.outputs:
+            if self.differentiated(read.value):
+                into = arriving[self._forward.root(read.value)]
+                into[-1] = into.get(-1, 0) + 1
+        for at, operator in reversed(list(enumerate(self.graph.operators))):
+            if not arriving[operator.result] or self._forward.root(operator.result) != operator.result:
+                continue
+            leaving[at] = min(sum(arriving[operator.result].values()) + self.added(operator), READS + 1)
+            for read in (read for read in operator.reads if read.gradient and self.differentiated(read.value)):
+                into = arriving[self._forward.root(read.value)]
+                if self.writes(operator) or self.summed(operator, read):
+                    # A product gives the gradient, and the scale of its other factor.
+                    into[at] = into.get(at, 0) + 2
+                else:
+                    into[at] = max(into.get(at, 0), leaving[at])
+        return arriving, leaving
+
+    def differentiated(self, value: int) -> bool:
+        return all(self.graph.values[at].differentiated for at in (value, self._forward.root(value)))
+
+    def added(self, operator: Operator) -> int:
+        """Returns from how much more than its own gradient those of an operator's operands are computed."""
+        extras = beside(operator)
+        found = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
+        if norms(operator):
+            weights = [read.value for read in operator.reads if read.role == "weight"]
+            found += 2 * extras + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
+        return found
+
+    @cached_property
+    def again(self) -> Sequence[int]:
+        """From how much each value is computed again at most, where it is."""
+        found = [1] * len(self.graph.values)
+        for operator in self.graph.operators:
+            if self._forward.multiplies(operator) or operator.result in self._kept.lost:
+                continue
+            used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
+            parts = (max(2, found[value]) for value in self.computed(used - {operator.result}))
+            found[operator.result] = min(beside(operator) + sum(parts), READS + 1)
+        return found
+
+    def computed(self, values: Iterable[int]) -> Iterable[int]:
+        return (value for value in values if not self._forward.given(value))
+
+    def writes(self, operator: Operator) -> bool:
+        """Whether gradients of its operands are written when they are computed."""
+        return self._forward.multiplies(operator) or pools(operator)
+
+    def summed(self, operator: Operator, read: Read) -> bool:
+        """Whether the gradient of an operand that was spread is summed up, and written."""
+        values = self.graph.values
+        return operator.row in SPREADS and whole(values[read.value].numel) < whole(values[operator.result].numel)
+
+
+def beside(operator: Operator) -> int:
+    """How many masks and statistics an operator keeps at most."""
+    return max((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)

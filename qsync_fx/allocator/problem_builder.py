@@ -1,0 +1,315 @@
+"""From what is known of devices, and what the user wants, to a problem.
+
+Invariant: nothing is assumed in silence: formats that are left out, and classes that keep their precision, are notes of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from qsync_fx.allocator.codec_choice import Coding
+from qsync_fx.allocator.evaluator import Judge, beyond
+from qsync_fx.allocator.feasibility import check_margin
+from qsync_fx.allocator.plan_result import Note, NoteKind
+from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
+from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
+from qsync_fx.formats import FORMATS, precision
+from qsync_fx.plan.cluster_plan import CODECS, PLAIN
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.predictor.model.model_graph import Choices, ModelGraph
+from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
+from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
+from qsync_fx.profiler.profile import Profile, anchors
+from qsync_fx.timeline.codec_costs import rates
+from qsync_fx.timeline.device_profiles import Known, conditions, graph_of, training_of
+
+Objective = Literal["hybrid", "fastest", "recover"]
+OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
+_MIXED: Final = 16
+"""Bits of the formats of mixed precision."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user wants; see `find_plan`."""
+
+    objective: str = "hybrid"
+    budget: str | float | None = None
+    memory: Mapping[str, Memory] | Memory | None = None
+    target: str | float | None = None
+    precisions: Sequence[str] | None = None
+    sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None
+    tie_blocks: bool = False
+    codecs: Sequence[str] = ()
+    margin: float | None = None
+
+    def check(self) -> None:
+        """Check everything that does not depend on profiles, so that callers can do so before they measure.
+
+        Raises:
+            PlanError: the objective or a memory is invalid, or a budget does not fit the objective.
+            OptionError: the objective ignores the target or the budget, or a codec or the margin is invalid.
+            PrecisionError: a format does not exist.
+        """
+        if self.objective not in OBJECTIVES:
+            what = f"there is no objective {shown(str(self.objective))}"
+            raise PlanError(what, do=nearest(str(self.objective), OBJECTIVES))
+        if self.objective == "fastest" and self.target is not None:
+            do = "leave it out, or take the objective hybrid: the least variance within a time"
+            raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
+        if self.objective == "hybrid" and self.budget is not None:
+            do = "leave it out, or take the objective fastest: the least seconds within a variance"
+            raise OptionError("the plan of least variance has no variance to keep to", where="budget", do=do)
+        if self.objective == "recover" and self.budget is not None and self.target is not None:
+            do = "give the format of mixed precision as the budget, or what a step may take as the target"
+            raise OptionError("a budget and a target both say what a step may take", where="target", do=do)
+        if self.objective == "recover" and self.target is None:
+            _check_recovered(self.budget)
+        for limit in (self.budget, self.target):
+            if isinstance(limit, str):
+                precision(limit)
+        for fmt in self.precisions or ():
+            precision(fmt)
+        codec_names(self.codecs)
+        check_margin(self.margin)
+        _check_memory(self.memory)
+
+
+def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
+    """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
+    wishes.check()
+    if wishes.precisions is not None:
+        check_precisions(known, wishes.precisions)
+    notes: list[Note] = []
+    limits = _limits(fleet, wishes.memory)
+    classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
+    graph = next(iter(classes.values())).graph
+    tied = _tied(graph) if wishes.tie_blocks else ()
+    problem = Problem(classes, fleet, tied=tied, coding=_coding(fleet, known, wishes.codecs, notes))
+    if wishes.objective == "fastest":
+        budget = wishes.budget
+        allowed = budget if isinstance(budget, int | float) else problem.variance_of(_uniform(problem, budget))
+        return replace(problem, least="seconds", variance=float(allowed)), notes
+    if wishes.objective == "hybrid":
+        problem = _kept(problem, notes)
+    return replace(problem, seconds=target_of(problem, wishes)), notes
+
+
+def codec_names(names: Sequence[str]) -> list[str]:
+    """Return the names of codecs as a list; raise `OptionError` if there is no such codec."""
+    codecs = [names] if isinstance(names, str) else list(names)
+    for name in codecs:
+        if name not in CODECS:
+            raise OptionError(f"a plan has no codec {shown(str(name))}", where="codecs", do=nearest(str(name), CODECS))
+    return codecs
+
+
+def _check_recovered(budget: str | float | None) -> None:
+    if isinstance(budget, int | float):
+        do = "name the format of mixed precision, or give the seconds as the target"
+        raise PlanError("what is recovered from is a format", where="budget", do=do)
+
+
+def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
+    """Raise `PlanError` for a memory that is neither a number of bytes nor a share."""
+    sizes = memory if isinstance(memory, Mapping) else {"": memory}
+    for name, size in sizes.items():
+        if size is not None and memory_size(size) is None:
+            where = f"memory of {shown(name)}" if name else "memory"
+            raise PlanError(f"{shown(str(size))} is no memory", where=where, do=WAYS)
+
+
+def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
+    codecs = codec_names(names)
+    if not codecs:
+        return None
+    if fleet.compression is not None:
+        do = "leave [compression] out of the cluster's file, or codecs out"
+        raise ProfileError("the cluster says already what is done to gradients", where="compression", do=do)
+    if fleet.ranks == 1:
+        notes.append(Note(NoteKind.NOT_SENT))
+        return None
+    if fleet.ranks == fleet.nodes.ranks:
+        notes.append(Note(NoteKind.ONE_NODE))
+        return None
+    for name, profile in known.items():
+        if graph_of(name, profile).device != "cpu":
+            notes.append(Note(NoteKind.BY_HOST, name))
+    return Coding(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
+
+
+def _class(
+    name: str, known: Mapping[str, Known], wishes: Wishes, memory: float | None, sends: bool, notes: list[Note]
+) -> DeviceClass:
+    profile = known[name]
+    graph, found = graph_of(name, profile), _sensitivity(name, known, wishes.sensitivity)
+    formats, lacking = _asked(name, profile, graph, wishes.precisions)
+    if lacking:
+        notes.append(Note(NoteKind.HAS_NOT, name, formats=tuple(lacking)))
+    unknown = [fmt for fmt in formats if _unknown(graph, found, fmt)]
+    if unknown and (wishes.precisions or len(unknown) == len(formats)):
+        what = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, found, unknown[0]))}"
+        do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(found.precisions)}"
+        raise ProfileError(what, where=f"the sensitivity for {shown(name)}", do=do)
+    if unknown:
+        notes.append(Note(NoteKind.LEFT_OUT, name, formats=tuple(unknown)))
+    return DeviceClass(
+        graph,
+        profile if isinstance(profile, DeviceTimes) else profile.times(),
+        found,
+        tuple(fmt for fmt in formats if fmt not in unknown),
+        training=training_of(profile, sends),
+        memory=memory,
+        conditions=conditions(known).get(name, ""),
+        anchors=tuple(anchors(profile, planned=True)) if isinstance(profile, Profile) else (),
+    )
+
+
+def _sensitivity(
+    name: str, known: Mapping[str, Known], given: Sensitivity | Mapping[str, Sensitivity] | None
+) -> Sensitivity:
+    """What was given for a class, what its profile holds, or that of another class: it is the same model."""
+    if isinstance(given, Sensitivity):
+        return given
+    if given is not None:
+        if name not in given:
+            what = f"there is no sensitivity for the devices {shown(name)}"
+            raise ProfileError(what, where="sensitivity", do="give one for each class, or one for all")
+        return given[name]
+    for profile in (known[name], *known.values()):
+        found = getattr(profile, "sensitivity", None)
+        if isinstance(found, Sensitivity):
+            return found
+    raise ProfileError(
+        "no profile says how much an operator in a narrow format disturbs gradients",
+        where="sensitivity",
+        do="measure with sensitivity (the default of qsync_fx.measure), or give one: find_plan(..., sensitivity=qsync_fx.sensitivity(...))",
+    )
+
+
+def _asked(
+    name: str, profile: Known, graph: ModelGraph, precisions: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    """Returns the formats that plans of a class may ask for, and those that the user allows and it has not."""
+    own = _formats(profile, graph)
+    if precisions is None:
+        return own, []
+    asked = [precision(fmt).name for fmt in precisions]
+    # A profile's graph may be made for more formats than its runs were in.
+    known = set(own) if isinstance(profile, DeviceTimes) else set(graph.formats)
+    if not (found := [fmt for fmt in asked if fmt in known]):
+        what = f"none of {', '.join(asked)} is a format that {shown(name)} has" if asked else "no format is allowed"
+        raise PlanError(what, where="precisions", do=f"allow one of {', '.join(own)}, or measure in others")
+    return found, [fmt for fmt in asked if fmt not in known]
+
+
+def check_precisions(known: Mapping[str, Known], precisions: Sequence[str]) -> None:
+    """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
+    lacking = [set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in known.items()]
+    for fmt in (precision(one).name for one in precisions):
+        if all(fmt in one for one in lacking):
+            have = dict.fromkeys(own for n, profile in known.items() for own in _formats(profile, graph_of(n, profile)))
+            who = "of none of the devices " + ", ".join(known) if len(known) > 1 else "that the device does not have"
+            what = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
+            raise PlanError(what, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
+
+
+def _formats(profile: Known, graph: ModelGraph) -> list[str]:
+    measured = getattr(profile, "precisions", None)
+    if measured is None and isinstance(profile, DeviceTimes):
+        measured = [fmt for fmt in graph.formats if fmt in profile.device.units]
+    found = [fmt for fmt in measured or graph.formats if FORMATS[fmt].bits <= 32]
+    return found or list(graph.formats)
+
+
+def _unknown(graph: ModelGraph, known: Sensitivity, fmt: str) -> str:
+    """Returns an operator of which a plan with a format makes something whose sensitivity is not known; "" for none."""
+    for operator in graph.operators:
+        if isinstance(operator.decided, Choices):
+            runs = operator.decided.runs[fmt] if operator.decided.pinned is None else operator.decided.pinned
+            if FORMATS[runs].bits < 32 and runs not in known.variance.get(operator.id, {}):
+                return operator.id
+    return ""
+
+
+def _kept(problem: Problem, notes: list[Note]) -> Problem:
+    """Returns the problem with the quickest of several classes in its widest format, where it trains in that alone and has the memory."""
+    if len(problem.classes) == 1:
+        return problem
+    widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
+    judge = Judge(problem, widest)
+    quickest = min(problem.classes, key=judge.computing)
+    part = problem.classes[quickest]
+    if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
+        return problem
+    notes.append(Note(NoteKind.KEEPS, quickest, formats=(part.widest,)))
+    return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
+
+
+def target_of(problem: Problem, wishes: Wishes) -> float:
+    """Returns the seconds that a step may take: what was asked for, or those of uniform plans."""
+    target = wishes.target
+    if isinstance(target, int | float):
+        return float(target)
+    if target is None and wishes.objective == "hybrid":
+        return Judge(problem, problem.uniform()).seconds
+    if target is None:
+        _check_recovered(wishes.budget)
+    fmt = target or wishes.budget
+    assert fmt is None or isinstance(fmt, str)
+    return Judge(problem, _uniform(problem, fmt)).seconds
+
+
+def _uniform(problem: Problem, fmt: str | None) -> Plans:
+    """Returns plans of one format on all open classes, or on one that has it not, of another that is as narrow.
+
+    Where none is named, it is what models train in that have no plan: of each class the widest of its formats that are narrow.
+    """
+    if fmt is None:
+        parts = {name: problem.classes[name] for name in problem.open}
+        mixed = {
+            name: max((f for f in part.formats if FORMATS[f].bits <= _MIXED), key=width, default=part.lowest)
+            for name, part in parts.items()
+        }
+        return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
+    asked = precision(fmt)
+    found = {}
+    for name in problem.open:
+        part = problem.classes[name]
+        alike = [other for other in part.formats if FORMATS[other].bits == asked.bits]
+        own = asked.name if asked.name in part.formats else next(iter(alike), None)
+        if own is None:
+            what = f"plans for {shown(name)} have neither {asked} nor a format as narrow"
+            raise PlanError(what, do=f"name one of {', '.join(part.formats)}, or allow {asked}")
+        found[name] = part.uniform(own)
+    return problem.completed(found)
+
+
+def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
+    adjustable = {operator.id for operator in graph.operators if isinstance(operator.decided, Choices)}
+    groups = (group for blocks in isomorphic_blocks(graph) for group in blocks.tied)
+    return tuple(group for group in groups if adjustable.issuperset(group))
+
+
+def _limits(fleet: Cluster, given: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
+    """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
+    named = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
+    asked = dict.fromkeys(fleet.devices, given) if not isinstance(given, Mapping) else given
+    for name, size in asked.items():
+        if name not in fleet.devices:
+            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, fleet.devices))
+        if size is not None:
+            named[name] = size
+    return {name: _bytes(fleet, name, size) for name, size in named.items()}
+
+
+def _bytes(fleet: Cluster, name: str, memory: Memory) -> float:
+    if (found := fleet.bytes_of(name, memory)) is not None:
+        return found
+    if memory_size(memory) is None:
+        raise PlanError(f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS)
+    what = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
+    raise PlanError(what, where="memory", do="give bytes, or say in the cluster's file what memory it has")

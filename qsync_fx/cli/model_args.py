@@ -1,0 +1,339 @@
+"""What commands that take a model have in common: the arguments that name it, and the options of the backend.
+
+Invariant: every such command takes the same ones. An option is an argument because `qsync_fx.option_help.DOCUMENTED` has it, in its words;
+those that say how a model runs are left out, for no command trains one, and the target where a command has a device by other arguments.
+
+Arguments of classes of devices: NAME=VALUE for one of them, VALUE for all.
+
+Invariant: either there is one value without a name, or each has a name of its own.
+
+A model named on a command line: "package.module:function".
+
+Invariant: a reference that cannot be followed raises `OptionError` saying which part of it is wrong. What the user's module or function
+raises itself goes through untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from qsync_fx.cli.command import literal
+from qsync_fx.errors import OptionError, nearest, shown
+from qsync_fx.option_help import DOCUMENTED, LISTS, SWITCHES
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsync_fx.diagnostics.explanation import Explanation
+    from qsync_fx.options import Options
+
+
+def named(given: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
+    """Returns values by the names before them; those without by `unnamed` and their number."""
+    found: dict[str, str] = {}
+    for at, text in enumerate(given):
+        name, equals, path = text.partition("=")
+        # A path may hold the sign, too: then what stands before it is no plain name.
+        name, path = (name, path) if equals and "/" not in name else (unnamed.format(at), text)
+        if name in found:
+            what = f"{shown(name)} is given twice" if name else "there are several without a name"
+            raise OptionError(what, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
+        found[name] = path
+    if "" in found and len(found) > 1:
+        raise OptionError("some have a name and one has none", where=where, do="name all of them, or give one for all")
+    return found
+
+
+_HOW_TO_WRITE_IT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
+_WHAT_TO_RETURN = "return (model, args) or (model, args, kwargs), args a tuple and kwargs a dictionary"
+
+Referred = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def findable(reference: str) -> str:
+    """Returns a reference whose module may be there; made for `add_argument(type=...)`, so that it is known before torch is imported.
+
+    Raises:
+        OptionError: it names no module and callable, or one that is nowhere.
+    """
+    module, _ = _parts(reference)
+    top = module.partition(".")[0]
+    _look_here_first()
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise _missing(top, reference)
+    return reference
+
+
+def load(reference: str) -> Referred:
+    """Returns what the function at `reference` returns, a model and what to call it with.
+
+    Args:
+        reference: "MODULE:CALLABLE"; the module is looked for in the current folder first, as by "python -m".
+
+    Raises:
+        OptionError: there is no such module or callable, it takes arguments, or returns something else.
+    """
+    module, name = _parts(reference)
+    factory = _attribute(_module(module, reference), name, reference)
+    _check_call(factory, reference)
+    return _checked(factory(), reference)
+
+
+def _parts(reference: str) -> tuple[str, str]:
+    module, colon, name = reference.partition(":")
+    if "/" in module or module.endswith(".py"):
+        dotted = module.removesuffix(".py").replace("/", ".").strip(".")
+        raise OptionError(f"{shown(module)} is a path, not a module", do=f'write "{dotted}:{name or "CALLABLE"}"')
+    if not colon or "" in (*module.split("."), *name.split(".")):
+        raise OptionError(f"{shown(reference)} does not name a model", do=_HOW_TO_WRITE_IT)
+    return module, name
+
+
+def _module(name: str, reference: str) -> Any:
+    _look_here_first()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that exists and imports one that does not is the user's to see in full.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise _missing(error.name, reference) from None
+
+
+def _look_here_first() -> None:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _missing(module: str, reference: str) -> OptionError:
+    return OptionError(
+        f"there is no module {shown(module)}",
+        where=reference,
+        do=f"run qsync in the folder that holds it (this is {os.getcwd()}), or install its package",
+    )
+
+
+def _attribute(value: Any, path: str, reference: str) -> Any:
+    for name in path.split("."):
+        if not hasattr(value, name):
+            known = [key for key in vars(value) if not key.startswith("_") and callable(getattr(value, key, None))]
+            owner = getattr(value, "__name__", type(value).__name__)
+            raise OptionError(f"{owner} has no {shown(name)}", where=reference, do=nearest(name, known))
+        value = getattr(value, name)
+    return value
+
+
+def _check_call(factory: Any, reference: str) -> None:
+    if not callable(factory):
+        raise OptionError(
+            f"it is a value of type {type(factory).__name__}, which cannot be called",
+            where=reference,
+            do=f"name a function; {_WHAT_TO_RETURN}",
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise OptionError(
+            f"the function cannot be called without arguments: {error}",
+            where=reference,
+            do="give its parameters defaults, or name a function that calls it",
+        ) from None
+    except ValueError:
+        # Some callables written in C do not tell their parameters; calling will show.
+        return
+
+
+def _checked(result: Any, reference: str) -> Referred:
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a value of type {type(result).__name__}"
+        raise OptionError(f"the function returned {what}", where=reference, do=_WHAT_TO_RETURN)
+    model, args, kwargs = (*result, {})[:3]
+    if not callable(model):
+        raise OptionError(
+            f"the model is of type {type(model).__name__}", where=reference, do="return a module or function"
+        )
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise OptionError(
+            f"args is of type {type(args).__name__}, not a tuple",
+            where=reference,
+            do="for one input write (model, (x,)), with a comma; for none (model, (), kwargs)",
+        )
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise OptionError("kwargs is not a dictionary of names", where=reference, do=_WHAT_TO_RETURN)
+    return model, tuple(args), dict(kwargs)
+
+
+_REFERENCE = """\
+MODULE:CALLABLE names a function without arguments that returns (model, args)
+or (model, args, kwargs), as you would call model(*args, **kwargs). MODULE is
+found as by "python -m": in the current folder, or installed. As in bert.py:
+
+    def small():
+        config = transformers.BertConfig(num_hidden_layers=2)
+        inputs = {"input_ids": torch.randint(0, 1000, (8, 128))}
+        return transformers.BertModel(config), (), inputs
+
+The model runs once on these inputs, so that graph breaks are found. Nothing is
+trained, and the model is left as it was."""
+
+_OF_RUNS = ("inner", "cached_plan", "strict")
+_OF_LOOKS = ("target",)
+_SAID = {
+    "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",
+    "passes": "also run this pass of an installed package; repeatable",
+}
+"""What a command line can give of an option that Python can give more of."""
+_EITHER = ("fast_dropout",)
+"""What is on or off, and by default neither."""
+_FLAGS = {"passes": "--pass"}
+_METAVARS = {
+    "precision": "NAME",
+    "plan": "FILE",
+    "device_class": "NAME",
+    "root": "PATH",
+    "target": "GPU",
+    "passes": "NAME",
+    "scaling": "WHAT",
+}
+
+
+def add(
+    parser: argparse.ArgumentParser,
+    name: str = "model",
+    *,
+    looks: bool = False,
+    needed: bool = True,
+    refused: Mapping[str, OptionError] = MappingProxyType({}),
+) -> None:
+    """Add the arguments.
+
+    Args:
+        parser: of a command.
+        name: of the argument that names the model; with "--model" it may be left out.
+        looks: also adds --train, --eval and --target, for commands that only look at a model.
+        needed: whether there has to be a model.
+        refused: errors for the options that make no sense for this command. They are raised while
+            arguments are parsed, and --help does not list these options.
+    """
+    reference = parser.add_argument_group("the model", _REFERENCE)
+    how: dict[str, Any] = {} if needed else {"nargs": "?"}
+    text = "what returns (model, args) or (model, args, kwargs)"
+    reference.add_argument(name, metavar="MODULE:CALLABLE", type=findable, help=text, **how)
+    parser.set_defaults(mode=None)
+    if looks:
+        mode = reference.add_mutually_exclusive_group()
+        says = {"train": "call model.train() before", "eval": "call model.eval() before, and record no gradients"}
+        for value, text in says.items():
+            mode.add_argument(f"--{value}", dest="mode", action="store_const", const=value, help=text)
+    options = parser.add_argument_group("options of the backend")
+    for option, settings in _arguments(looks).items():
+        if option in refused:
+            settings = {"type": _refusing(refused[option]), "metavar": "", "help": argparse.SUPPRESS}
+        options.add_argument(flag(option), dest=option, **settings)
+
+
+def _refusing(error: OptionError) -> Callable[[str], NoReturn]:
+    def refuse(_: str) -> NoReturn:
+        raise error
+
+    return refuse
+
+
+def flag(option: str) -> str:
+    """Returns the argument that an option of the backend is."""
+    return _FLAGS.get(option, f"--{option.replace('_', '-')}")
+
+
+def given(arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns the options that a command line gives, by name."""
+    values = {name: getattr(arguments, name, None) for name in _arguments(looks=True)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
+    """Returns what argparse has to know of each option."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in DOCUMENTED.items():
+        if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
+            continue
+        help_text = literal(_SAID.get(name, text).removeprefix("True: "))
+        metavar = {"metavar": _METAVARS.get(name, "HOW")}
+        if name in _EITHER:
+            found[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
+        elif name in SWITCHES:
+            found[name] = {"action": "store_true", "default": None, "help": help_text}
+        elif name in LISTS:
+            found[name] = {"action": "append", "help": help_text} | metavar
+        else:
+            found[name] = {"help": help_text} | metavar
+    return found
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model that a command line names, and what it says of it."""
+
+    reference: str
+    options: Options
+    mode: str | None
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        import torch
+
+        parameters = self.model.parameters() if isinstance(self.model, torch.nn.Module) else iter(())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def on(self, device: torch.device) -> Given:
+        """Returns the same with its tensors on a device; a module moves there."""
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        if not isinstance(self.model, torch.nn.Module):
+            return self
+        self.model.to(device)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (self.args, self.kwargs))
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+    def explain(self) -> Explanation:
+        """Returns what the backend does to it; raises `QSyncError` where that is nothing."""
+        import torch
+
+        from qsync_fx.diagnostics.explain_model import explain
+        from qsync_fx.errors import QSyncError
+
+        if self.mode is not None and isinstance(self.model, torch.nn.Module):
+            self.model.train(self.mode == "train")
+        with torch.set_grad_enabled(self.mode != "eval" and torch.is_grad_enabled()):
+            explanation = explain(self.model, *self.args, options=self.options, **self.kwargs)
+        if not explanation.graphs:
+            do = "return a model that computes something with tensors"
+            raise QSyncError("the model made no graph", where=self.reference, do=do)
+        return explanation
+
+
+def read(arguments: argparse.Namespace) -> Given:
+    """Returns what a command line says of a model. Options come first: a wrong one is told before the model is made.
+
+    Raises:
+        QSyncError: an option or the reference is wrong.
+    """
+    from qsync_fx.options import Options
+
+    options = Options.parse(given(arguments))
+    return Given(arguments.model, options, arguments.mode, *load(arguments.model))

@@ -1,0 +1,327 @@
+"""What `qsync plan` knows of devices and of the model: from files, reckoned by the catalog, or measured here.
+
+Invariant: what files say is not found out again, and what takes long is told while it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import model_args, training_args
+from qsync_fx.cli.model_args import named
+from qsync_fx.errors import OptionError, nearest, shown
+from qsync_fx.profiler.progress import progress
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.problem import DeviceClass, Problem
+    from qsync_fx.cli.training_args import Trained
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+    from qsync_fx.predictor.model import ModelGraph
+    from qsync_fx.predictor.replayer.cluster import Cluster
+
+STEPS = 8
+"""Steps that sensitivities are a mean over, where they are found here."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """
+    Attributes:
+        profiles: by class of devices; "" for all.
+        cluster: None for one device.
+        sensitivity: of the model, or of each class; None where profiles hold it.
+        trained: the model; None where there are files alone.
+    """
+
+    profiles: Mapping[str, Any]
+    cluster: Cluster | None
+    sensitivity: Sensitivity | Mapping[str, Sensitivity] | None
+    trained: Trained | None
+
+
+def read(arguments: argparse.Namespace, cluster: Cluster | None) -> Known:
+    """Return the profiles and sensitivities that a command line names, and measure those that are missing.
+
+    Raises:
+        QSyncError: an argument or a file is wrong, which is checked before anything is measured.
+    """
+    from qsync_fx.allocator.problem_builder import check_precisions
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+    from qsync_fx.profiler.profile import Profile
+
+    paths = named(arguments.profile, "--profile")
+    profiles: dict[str, Any] = {name: Profile.load(path, any_machine=True) for name, path in paths.items()}
+    given = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
+    if arguments.model is None:
+        if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
+            do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
+            raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
+        from_files = Known(profiles, cluster, given, None)
+        _check(arguments, from_files)
+        return from_files
+    trained = training_args.read(arguments)
+    _check(arguments, Known(profiles, cluster, given, trained))
+    profiles = {**_files(cluster, profiles), **profiles}
+    profiles.update(_of_catalog(cluster, profiles, trained, arguments))
+    found = Known(profiles, cluster, given, trained)
+    if trained.precisions is not None and profiles:
+        check_precisions(profiles, trained.precisions)
+    if not profiles:
+        found = replace(found, profiles={"": _measured(trained, arguments, given is None)})
+    if given is None and any(profile.sensitivity is None for profile in found.profiles.values()):
+        _fits(found, arguments)
+        return replace(found, sensitivity=sensitivities(found, arguments.method))
+    return found
+
+
+def _check(arguments: argparse.Namespace, inputs: Known) -> None:
+    """Raise `QSyncError` for arguments that are wrong with any profile."""
+    from qsync_fx.allocator.api import allocator_of
+    from qsync_fx.allocator.measure_and_replan import check_corrections
+    from qsync_fx.allocator.problem_builder import Wishes
+    from qsync_fx.formats import precision
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+
+    wishes = Wishes(
+        objective(arguments, inputs),
+        budget=limit(arguments.budget),
+        memory=memory(arguments),
+        target=limit(arguments.target),
+        precisions=None if arguments.precisions is None else arguments.precisions.split(","),
+        codecs=() if arguments.codecs is None else arguments.codecs.split(","),
+        margin=arguments.margin,
+    )
+    wishes.check()
+    for change in arguments.set:
+        precision(change.rpartition("=")[2])
+    if arguments.corrections is not None:
+        check_corrections(arguments.corrections)
+        if arguments.corrections > 0 and inputs.trained is None:
+            raise OptionError(
+                "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
+            )
+    if arguments.allocator != "hessian":
+        allocator_of(arguments.allocator)
+    if arguments.hessian:
+        Sensitivity.load(arguments.hessian)
+    elif (arguments.hessian == "" or arguments.allocator == "hessian") and inputs.trained is None:
+        raise _without_model()
+    if inputs.trained is not None:
+        training_args.optimizer(arguments.optimizer, inputs.trained.module)
+    if inputs.cluster is not None:
+        _check_names(arguments, inputs.cluster)
+    if arguments.pareto is not None:
+        from qsync_fx.allocator.analysis import check_points
+
+        check_points(arguments.points)
+
+
+def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
+    """Raise `OptionError` for the name of a class of devices that the cluster does not have."""
+    names = {
+        "--device": [] if arguments.device is None else [arguments.device],
+        "--memory": [name for name in named(arguments.memory, "--memory") if name],
+        "--profile": [name for name in named(arguments.profile, "--profile") if name],
+    }
+    for option, classes in names.items():
+        for name in classes:
+            if name not in cluster.devices:
+                do = nearest(name[:40], cluster.devices)
+                raise OptionError(f"the cluster has no devices {shown(name)}", where=option, do=do)
+
+
+def _without_model() -> OptionError:
+    return OptionError(
+        "sensitivities are found by running the model", where="MODULE:CALLABLE", do="name it, or give a file"
+    )
+
+
+def _fits(known: Known, arguments: argparse.Namespace) -> None:
+    """Raises `PlanError` where no plan fits into the memory that there is, whatever the sensitivities are, which take minutes to find."""
+    from qsync_fx.allocator.api import find_plan
+    from qsync_fx.errors import PlanError
+    from qsync_fx.formats import FORMATS
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+
+    def alike(profile: Any) -> Sensitivity:
+        narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
+        return Sensitivity("exact", "", {one.id: dict(narrow) for one in profile.graph.operators}, steps=1)
+
+    devices = () if known.cluster is None else known.cluster.devices.values()
+    if not arguments.memory and all(device.memory is None for device in devices):
+        return
+    given = {name: alike(profile) for name, profile in known.profiles.items()}
+    try:
+        find_plan(
+            known.profiles.get("", known.profiles),
+            known.cluster,
+            objective=objective(arguments, known),  # type: ignore[arg-type]
+            memory=memory(arguments),
+            sensitivity=given.get("", given),
+        )
+    except PlanError as error:
+        if error.where is not None and error.where.startswith("memory of"):
+            raise
+
+
+def sensitivities(known: Known, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
+    """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
+    from qsync_fx.formats import FORMATS
+    from qsync_fx.profiler.sensitivity.estimate import sensitivity
+
+    trained = known.trained
+    if trained is None:
+        raise _without_model()
+    found: dict[str, Sensitivity] = {}
+    for name, profile in known.profiles.items():
+        if not anew and profile.sensitivity is not None:
+            found[name] = profile.sensitivity
+            continue
+        narrow = [fmt for fmt in profile.precisions if FORMATS[fmt].bits < 32]
+        found[name] = sensitivity(
+            trained.module,
+            trained.step,
+            trained.batches,
+            method,
+            narrow,
+            STEPS,
+            options=replace(trained.given.options, target=_target(profile.graph.device)),
+        )
+    return found.get("", found)
+
+
+def _target(device: str) -> str | None:
+    """Returns the GPU that a profile is of, where it is one of the catalog."""
+    from qsync_fx.devices import TARGETS
+
+    return device if device in TARGETS else None
+
+
+def resizer(known: Known, problem: Problem) -> Callable[[str, int], DeviceClass]:
+    """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
+    from qsync_fx.allocator.evaluator import resized
+
+    trained = known.trained
+    if trained is None:
+        do = "name MODULE:CALLABLE"
+        raise OptionError("a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do)
+
+    @functools.cache
+    def symbolic(device: str, formats: tuple[str, ...]) -> ModelGraph:
+        return _of_any_batch(trained, device, formats)
+
+    def other(name: str, batch: int) -> DeviceClass:
+        part = problem.classes[name]
+        return resized(part, symbolic(part.graph.device, part.graph.formats), batch)
+
+    return other
+
+
+def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> ModelGraph:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from qsync_fx.diagnostics import explain
+    from qsync_fx.predictor.model import build_model_graph
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    for tensor in tensors:
+        if tensor.shape[0] == tensors[0].shape[0]:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    torch._dynamo.reset()
+    options = {"target": _target(device)}
+    return build_model_graph(explain(trained.module, *args, options=options, **kwargs), formats)
+
+
+def _files(cluster: Cluster | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    from qsync_fx.timeline.device_profiles import of_files
+
+    return {} if cluster is None or "" in given else dict(of_files(cluster, given))
+
+
+def _of_catalog(
+    cluster: Cluster | None, profiles: Mapping[str, Any], trained: Trained, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from qsync_fx.devices import get
+
+    devices = {} if cluster is None or "" in profiles else cluster.devices
+    missing = {name: one.device for name, one in devices.items() if name not in profiles and one.device is not None}
+    found = {}
+    with progress("profiles from the catalog", len(missing)) as done:
+        for name, called in missing.items():
+            device = get(called)
+            formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
+            optimizer = training_args.optimizer(arguments.optimizer, trained.module)
+            found[name] = device.profile(
+                trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
+            )
+            done(name)
+    return found
+
+
+def _at_most_32(formats: list[str]) -> list[str]:
+    from qsync_fx.formats import FORMATS
+
+    return [name for name in formats if FORMATS[name].bits <= 32]
+
+
+def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool) -> Any:
+    from qsync_fx.profiler.measurement import measure
+
+    return measure(
+        trained.module,
+        trained.step,
+        trained.batches,
+        trained.precisions,
+        optimizer=training_args.optimizer(arguments.optimizer, trained.module),
+        sensitivity="exact" if sensitivity else None,
+        options=model_args.given(arguments),
+    )
+
+
+def at_hand(arguments: argparse.Namespace, known: Known) -> dict[str, Any]:
+    """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
+    from qsync_fx.allocator.measure_and_replan import CORRECTIONS
+    from qsync_fx.devices.machine import here_for
+
+    here = any(profile.machine == here_for(profile.machine) for profile in known.profiles.values())
+    trained, limit = known.trained, arguments.corrections
+    if trained is None or limit == 0 or (limit is None and not here):
+        return {}
+    return {
+        "model": trained.module,
+        "step": trained.step,
+        "batches": trained.batches,
+        "optimizer": training_args.optimizer(arguments.optimizer, trained.module),
+        "options": model_args.given(arguments),
+        "corrections": CORRECTIONS if limit is None else limit,
+    }
+
+
+def memory(arguments: argparse.Namespace) -> Any:
+    """Returns the memory that --memory allows, as `find_plan` takes it."""
+    found = named(arguments.memory, "--memory")
+    if not found:
+        return None
+    return found.get("", found)
+
+
+def objective(arguments: argparse.Namespace, known: Known) -> str:
+    """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
+    if arguments.objective is not None:
+        return str(arguments.objective)
+    several = len(known.profiles) > 1 or (known.cluster is not None and len(known.cluster.devices) > 1)
+    return "hybrid" if several else "fastest"
+
+
+def limit(text: str | None) -> str | float | None:
+    """Returns a limit that is a number, or the name of a format."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

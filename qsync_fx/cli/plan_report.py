@@ -1,0 +1,219 @@
+"""What is asked of a plan that was found: shown as tables, or as JSON.
+
+Invariant: the plan that is written is the one that was shown last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qsync_fx.cli import output, plan_inputs as knowing
+from qsync_fx.errors import OptionError, QSyncError, shown
+from qsync_fx.profiler.progress import progress
+
+if TYPE_CHECKING:
+    from qsync_fx.allocator.analysis import Compared, Front, OneStep
+    from qsync_fx.allocator.plan_result import Allocator, Answer, Trial
+    from qsync_fx.cli.plan_inputs import Known
+
+
+def changes(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns formats by operator, or by pattern, of --set."""
+    found: dict[str, str] = {}
+    for text in arguments.set:
+        operator, equals, fmt = text.rpartition("=")
+        if not equals or not operator:
+            raise OptionError(f"{shown(text)} says no format", where="--set", do="write OP=fp32")
+        found[operator] = fmt
+    return found
+
+
+def allocator(arguments: argparse.Namespace, known: Known) -> Allocator | str:
+    """Returns the allocator that --allocator names."""
+    if arguments.allocator == "hessian":
+        return _hessian(arguments.hessian or "", known)
+    return str(arguments.allocator)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    Attributes:
+        arguments: the command line.
+        known: of devices and the model.
+        answer: that was found.
+        changes: formats by operator or pattern, to be tried.
+    """
+
+    arguments: argparse.Namespace
+    known: Known
+    answer: Answer
+    changes: Mapping[str, str]
+
+    def show(self) -> None:
+        """Shows and writes what the command line asks for."""
+        from qsync_fx.allocator.analysis import one_step, selected, what_if
+
+        answer, arguments = self.answer, self.arguments
+        meant = [one for which in arguments.explain for one in selected(answer, which, arguments.device)]
+        steps = [one_step(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
+        changed = what_if(answer, self.changes, arguments.device) if self.changes else None
+        compared = self._compared() if arguments.compare or arguments.hessian is not None else []
+        front = self._front() if arguments.pareto is not None else None
+        if arguments.json:
+            output.as_json(as_json(answer, steps, changed, compared, front))
+        else:
+            self._tables(steps, changed, compared, front)
+        if front is not None and arguments.pareto:
+            from qsync_fx.allocator.pareto_svg import save_front
+
+            save_front(front, arguments.pareto)
+            output.wrote(arguments.pareto)
+        if arguments.output is not None:
+            (changed or answer).save(arguments.output)
+            output.wrote(arguments.output)
+
+    def _tables(
+        self,
+        steps: Sequence[Sequence[OneStep]],
+        changed: Answer | None,
+        compared: Sequence[Compared],
+        front: Front | None,
+    ) -> None:
+        from qsync_fx.allocator.analysis import changes_table, comparison_table, front_table, steps_table
+        from qsync_fx.allocator.plan_result import answer_table
+
+        output.show(answer_table(self.answer))
+        for one in steps:
+            output.show(steps_table(one))
+        if changed is not None:
+            output.show(changes_table(self.answer, changed))
+        if compared:
+            output.show(comparison_table(compared))
+        if front is not None:
+            output.show(front_table(front))
+
+    def _compared(self) -> list[Compared]:
+        from qsync_fx.allocator.analysis import compare, side_by_side
+
+        problem = self.answer.problem
+        more: list[Allocator] = []
+        try:
+            from qsync_fx.allocator.baselines import DynamicBatches
+
+            more.append(DynamicBatches(knowing.resizer(self.known, problem)))
+        except QSyncError as error:
+            output.note(f"without dynamic batches: {error.what}")
+        if self.arguments.hessian is not None:
+            more.append(_hessian(self.arguments.hessian, self.known))
+        allocators = side_by_side(problem, more)
+        with progress("allocators", len(allocators)) as done:
+            return compare(problem, allocators, done)
+
+    def _front(self) -> Front:
+        from qsync_fx.allocator.analysis import pareto
+        from qsync_fx.allocator.api import allocator_of
+
+        with progress("points", self.arguments.points) as done:
+            which = allocator_of(allocator(self.arguments, self.known))
+            return pareto(self.answer.problem, which, self.arguments.points, self.answer, done)
+
+
+def _hessian(path: str, known: Known) -> Allocator:
+    from qsync_fx.allocator.baselines import Hessian
+    from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+
+    if path:
+        return Hessian(Sensitivity.load(path))
+    return Hessian(knowing.sensitivities(known, "hessian", anew=True))
+
+
+def as_json(
+    answer: Answer,
+    steps: Sequence[Sequence[OneStep]] = (),
+    changed: Answer | None = None,
+    compared: Sequence[Compared] = (),
+    front: Front | None = None,
+) -> dict[str, Any]:
+    """Returns what the tables say, and more, as JSON takes it."""
+    found: dict[str, Any] = _answer(answer) | {
+        "plans": {name: dict(plan) for name, plan in answer.plans.items()},
+        "notes": [
+            {
+                "kind": note.kind.name.lower(),
+                "device": note.device,
+                "operator": note.operator,
+                "formats": list(note.formats),
+                "numbers": dict(note.numbers),
+            }
+            for note in answer.notes
+        ],
+    }
+    if steps:
+        found["explain"] = [[_step(step) for step in one] for one in steps]
+    if changed is not None:
+        found["changed"] = _answer(changed)
+    if compared:
+        found["compared"] = [_compared(one) for one in compared]
+    if front is not None:
+        uniform = {fmt: _answer(one) for fmt, one in front.uniform.items()}
+        found["pareto"] = {"points": [_answer(one) for one in front.points], "uniform": uniform}
+    return found
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    classes = {
+        name: {
+            "computing": figures.computing,
+            "waiting": figures.waiting,
+            "sending": figures.sending,
+            "peak_bytes": figures.peak_bytes,
+            "memory": answer.problem.classes[name].memory,
+            "variance": figures.variance,
+        }
+        for name, figures in answer.judged.classes.items()
+    }
+    return {
+        "allocator": answer.allocator,
+        "seconds": answer.judged.seconds,
+        "variance": answer.judged.variance,
+        "least": answer.problem.least,
+        "bound": answer.bound,
+        "gap": answer.gap,
+        "took": answer.took,
+        "fits": answer.fits,
+        "trials": [[_trial(trial) for trial in trials] for trials in answer.trials],
+        "ran": answer.ran,
+        "exceeds": answer.judged.exceeds(answer.problem),
+        "codecs": dict(answer.codecs),
+        "coding": answer.judged.coding,
+        "classes": classes,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {**dataclasses.asdict(trial), "agrees": trial.agrees}
+
+
+def _step(step: OneStep) -> dict[str, Any]:
+    return {
+        "device": step.device,
+        "operator": step.operator,
+        "format": step.fmt,
+        "seconds": step.seconds,
+        "computing": step.computing,
+        "peak_bytes": step.peak_bytes,
+        "variance": step.variance,
+        "exceeds": dict(step.exceeds),
+        "why": step.why.name.lower(),
+    }
+
+
+def _compared(one: Compared) -> dict[str, Any]:
+    if one.answer is None:
+        return {"allocator": one.allocator, "error": "" if one.error is None else one.error.what}
+    return _answer(one.answer) | {"gap": one.gap}

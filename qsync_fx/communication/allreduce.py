@@ -1,0 +1,266 @@
+"""The mean of a bucket over ranks, by reduce and broadcast: every rank sends each other its part, sums its own, and sends that to all.
+
+With two ranks one exchange does: both decode both. So do more of them with a codec that is gathered. Sums are taken in the order of ranks,
+and whoever sends bytes decodes its own. Either half is had alone, too, where each rank keeps its own part. Large messages go in stretches:
+while one is under way the next is encoded, and as they come they are decoded, so that the link does not wait for codecs.
+
+Invariant: all ranks end with the same bits. What is decoded into the gradients of a rank are bytes that every rank has.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication import point_to_point
+from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
+from qsync_fx.communication.codecs import buffers
+from qsync_fx.communication.compressor_state import State
+from qsync_fx.communication.point_to_point import HEADER, Flight, Given, Head, Taken, stretches
+from qsync_fx.communication.statistics import Tally
+
+
+@dataclass
+class Reducer:
+    """Reduces buckets one after the other.
+
+    Attributes:
+        group: a process group that nobody else uses.
+        state: what codecs remember.
+        members: the ranks that it averages over, in their order; by default all.
+        faults: what was wrong with messages since they were asked for last.
+        digest: a hash of what was made of the buckets that were measured.
+        finite: whether all that was made in this step is, where that is looked at.
+        used: whether that of the last step was on all ranks.
+    """
+
+    group: Any
+    state: State
+    members: tuple[int, ...] = ()
+    tally: Tally = field(default_factory=Tally)
+    faults: list[str] = field(default_factory=list)
+    digest: int = 0
+    finite: bool = True
+    used: bool = True
+    _memory: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.members = self.members or tuple(range(self.state.world))
+        self._own = self.members.index(self.state.rank)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Puts the mean over ranks in the place of a bucket's values.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        flats = self.flats(bucket)
+        self.mean(bucket, flats)
+        self.put_back(bucket, flats)
+        self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
+
+    def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        """Puts the mean over its members in the place of these values, one tensor for each piece of a bucket."""
+        if len(self.members) == 1:
+            return
+        for piece, flat in zip(bucket.pieces, flats, strict=True):
+            self.state.spend(piece, flat)
+        whole = gathered([piece.codec for piece in bucket.pieces], len(self.members))
+        for is_whole, exchanged in ((True, self._one_exchange), (False, self._two_exchanges)):
+            own = [at for at, found in enumerate(whole) if found == is_whole]
+            if own:
+                exchanged(replace(bucket, pieces=[bucket.pieces[at] for at in own]), [flats[at] for at in own])
+
+    def scatter(self, bucket: Bucket) -> None:
+        """Puts the mean over ranks in the place of this rank's part of each parameter, and zeros in that of the others'.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        flats = self.flats(bucket)
+        self._sum(bucket, flats)
+        for piece, flat in zip(bucket.pieces, flats, strict=True):
+            own = piece.part(self._own)
+            flat[: own.start].zero_()
+            flat[own.stop :].zero_()
+        self.put_back(bucket, flats)
+        self._count(*scattering(bucket.pieces, self._own))
+
+    def give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
+        """Writes what each rank has of its own part of each parameter to its place, or adds it to what is there.
+
+        Args:
+            own: this rank's, FP32, through the codec of the piece; it decodes its own bytes, too.
+            flats: what is written to, FP32.
+            onto: of each parameter, whether it is added.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        self._give(bucket, own, flats, onto)
+        self._count(*giving(bucket.pieces, self._own, len(self.members)))
+
+    def end(self, bucket: Bucket, raw: int, theory: float) -> None:
+        """Counts a bucket that is reduced."""
+        self._count(raw, theory)
+        if bucket.measured:
+            # What a NaN carries differs between instruction sets.
+            made = torch.where(bucket.values.isnan(), torch.nan, bucket.values)
+            self.digest = zlib.crc32(made.cpu().numpy().tobytes(), self.digest)
+
+    def _count(self, raw: int, theory: float) -> None:
+        self.tally.buckets += 1
+        self.tally.raw += raw
+        self.tally.theory += theory
+
+    def fault(self, bucket: Bucket, sender: int, what: str) -> None:
+        """Remembers that a message of a member, by its place, could not be read; all ranks are told at the end of the step."""
+        self.faults.append(point_to_point.unread(self.state.rank, self.members[sender], bucket.about, what))
+
+    def settle(self, step: int, compared: bool = False, told: str = point_to_point.GRADIENTS) -> None:
+        """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared, and `told`
+        what is said where it differs.
+
+        Raises:
+            RankError: on all ranks, if one could not read a message, or has made something else.
+        """
+        self.tally.steps += 1
+        if self.state.world == 1:
+            return
+        faults, digest, finite = self.faults, self.digest, self.finite
+        self.faults, self.digest, self.finite = [], 0, True
+        rank, world = self.state.rank, self.state.world
+        self.used = point_to_point.settle(self.group, rank, world, step, faults, digest, finite, told)
+        self.state.settle(self.used)
+        self.tally.checks += compared
+
+    def flats(self, bucket: Bucket) -> list[Tensor]:
+        """Returns a bucket's values in the order they are coded in; what is copied for that is coding."""
+        begin = time.perf_counter()
+        room = self._order(bucket, size) if (size := bucket.reordered) else None
+        flats = bucket.flats(room)
+        self.tally.encode += time.perf_counter() - begin
+        return flats
+
+    def put_back(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        """Writes what `flats` returned back to where it is from."""
+        begin = time.perf_counter()
+        bucket.put_back(flats)
+        self.tally.decode += time.perf_counter() - begin
+
+    def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        parts = [slice(0, piece.size) for piece in bucket.pieces]
+        mine = self._given(bucket, flats, parts, "mine")
+        self._pass(bucket, [(mine, self._others)], [self._mean_of_all(bucket, mine, "all of", flats)])
+        for piece, flat in zip(bucket.pieces, flats, strict=True):
+            piece.codec.settle(flat)
+
+    def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        self._sum(bucket, flats)
+        own = [flat[piece.part(self._own)] for piece, flat in zip(bucket.pieces, flats, strict=True)]
+        self._give(bucket, own, flats, [False] * len(flats))
+
+    def _sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
+        """Puts the mean in the place of this rank's part."""
+        given = []
+        for owner in range(len(self.members)):
+            parts = [piece.part(owner) for piece in bucket.pieces]
+            made = self._given(bucket, _cut(flats, parts), parts, f"to {owner}")
+            given.append((made, [owner] if owner != self._own else []))
+        mine, _ = given[self._own]
+        self._pass(bucket, given, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))])
+
+    def _give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
+        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
+        mine = self._given(bucket, own, parts[self._own], "mean", summed=True)
+        taken = []
+        for owner, found in parts.items():
+            cuts, memory = mine.stretches, mine.memory
+            if owner != self._own:
+                cuts = stretches(bucket.pieces, found)
+                memory = self._memory_for(bucket, f"mean of {owner}", cuts[-1].wire.stop)
+            taken.append(Taken(cuts, {owner: memory}, _cut(flats, found), summed=True, onto=onto))
+        self._pass(bucket, [(mine, self._others)], taken)
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(len(self.members)) if peer != self._own]
+
+    def _mean_of_all(self, bucket: Bucket, mine: Given, name: str, values: Sequence[Tensor]) -> Taken:
+        """Returns the messages of all members with the parts that `mine` holds, whose mean, summed in the order of members, is to be put
+        into `values`."""
+        theirs = {peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel()) for peer in self._others}
+        messages = {**theirs, self._own: mine.memory}
+        ranked = {member: messages[member] for member in sorted(messages)}
+        return Taken(mine.stretches, ranked, values, over=len(self.members))
+
+    def _given(
+        self, bucket: Bucket, values: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool = False
+    ) -> Given:
+        """Returns a message that is to hold the values of these parts of a bucket."""
+        cuts = stretches(bucket.pieces, parts)
+        message = self._memory_for(bucket, name, cuts[-1].wire.stop)
+        self._head(bucket, self._own, message, summed).write(message)
+        residuals = [
+            None if part.start == part.stop else self.state.residual(piece, part, summed)
+            for piece, part in zip(bucket.pieces, parts, strict=True)
+        ]
+        return Given(message, cuts, parts, values, residuals, summed)
+
+    def _pass(self, bucket: Bucket, given: Sequence[tuple[Given, Sequence[int]]], taken: Sequence[Taken]) -> None:
+        """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
+        begin, coding = time.perf_counter(), self.tally.coding
+        flight = Flight(self.group, bucket.about)
+        for found in taken:
+            for sender, message in found.messages.items():
+                for number, stretch in enumerate(found.stretches):
+                    if sender != self._own:
+                        flight.expect(self.members[sender], message[stretch.wire], number)
+        for number in range(max(len(made.stretches) for made, _ in given)):
+            for made, peers in given:
+                if number < len(made.stretches):
+                    made.encode(bucket, number, self.state, self.tally)
+                    for peer in peers:
+                        flight.send(self.members[peer], made.memory[made.stretches[number].wire], number)
+        for number in range(max(len(found.stretches) for found in taken)):
+            for found in taken:
+                if number < len(found.stretches):
+                    for sender in found.messages:
+                        if sender != self._own:
+                            flight.arrived(self.members[sender], number)
+                    if number == 0:
+                        found.look(lambda *which: self._head(bucket, *which), lambda *what: self.fault(bucket, *what))
+                    found.decode(bucket, number, self.tally, lambda *what: self.fault(bucket, *what))
+        flight.end()
+        self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
+        self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in given)
+
+    def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> Head:
+        what = point_to_point.hash_of(self.state.codec)
+        return Head(what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
+
+    def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
+        """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""
+        key = (bucket.index, name)
+        found = self._memory.get(key)
+        if found is None or found.numel() != nbytes:
+            found = self._memory[key] = buffers.host(nbytes, self.state.device)
+        return found
+
+    def _order(self, bucket: Bucket, size: int) -> Tensor:
+        """Returns memory for so many values beside those of a bucket, that stays, too."""
+        key = (bucket.index, "order")
+        found = self._memory.get(key)
+        if found is None or found.numel() != size:
+            found = self._memory[key] = torch.zeros(size, dtype=torch.float32, device=bucket.values.device)
+        return found
+
+
+def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:
+    return [flat[part] for flat, part in zip(flats, parts, strict=True)]

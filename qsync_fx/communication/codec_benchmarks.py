@@ -1,0 +1,250 @@
+"""How long ranks take to average gradients, in each codec and by torch's own hooks, over the process group at hand.
+
+Invariant: the ways take turns, so that whatever else the machine and the link do falls on all of them; a ratio is the median of the ratios
+within a turn. What counts is the rank that takes longest.
+
+How fast codecs are on this processor, against a copy of the same memory; on a GPU with the way of their bytes to its host, and back.
+
+Invariant: encoding, decoding and the copy take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
+the ratios within a turn. Time is by default this process's own, all threads together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from qsync_fx.communication.codecs import buffers, codec_named
+from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
+from qsync_fx.communication.ddp_hook import Compression, to_all
+from qsync_fx.communication.hierarchical import Nodes
+
+Clock = Callable[[], float]
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One codec.
+
+    Attributes:
+        codec: its name.
+        bits: on the wire, for each value.
+        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+        read: bytes of FP32 a second that are decoded to where nothing is yet.
+        copy: bytes a second that memcpy copies meanwhile.
+        encode_to_copy, decode_to_copy, read_to_copy: how many times as fast as memcpy.
+    """
+
+    codec: str
+    bits: float
+    encode: float
+    decode: float
+    read: float
+    copy: float
+    encode_to_copy: float
+    decode_to_copy: float
+    read_to_copy: float
+
+
+def measured(
+    codecs: Sequence[Codec],
+    values: int = 26 * 2**18,
+    repeats: int = 15,
+    clock: Clock = time.process_time,
+    device: torch.device | str = "cpu",
+    stretch: int | None = None,
+) -> list[Speed]:
+    """Returns the speed of each codec on so many values, with as many threads as torch has; on a GPU the clock waits for it.
+
+    Args:
+        stretch: how many of them are coded at once, as messages are; all where None.
+    """
+    source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
+    target = torch.zeros_like(source)
+    most = values if stretch is None else stretch
+    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock, most) for codec in codecs]
+
+
+def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+    pieces = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
+    wires = [buffers.host(codec.nbytes(piece.numel()), source.device) for piece, _ in pieces]
+    residuals = torch.split(torch.zeros_like(source), most) if codec.residual else [None] * len(pieces)
+    size = source.numel() * source.element_size()
+
+    def copy() -> None:
+        if buffers.native(source):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+        else:
+            target.copy_(source)
+
+    def encode() -> None:
+        for (piece, _), wire, residual in zip(pieces, wires, residuals, strict=True):
+            near = buffers.beside(wire, piece)
+            codec.encode(piece, near, Draw(1, 2), residual)
+            if near is not wire:
+                wire.copy_(near)
+
+    def decode(**how: bool) -> None:
+        for (_, into), wire in zip(pieces, wires, strict=True):
+            codec.decode(buffers.taken_to(wire, into), into, **how)
+
+    calls: dict[str, Callable[[], object]] = {
+        "copy": copy,
+        "encode": encode,
+        "decode": lambda: decode(add=True),
+        "read": lambda: decode(last=True),
+    }
+    for call in calls.values():
+        call()
+    turns = [{kind: _seconds(call, clock) for kind, call in calls.items()} for _ in range(repeats)]
+
+    def speed(kind: str) -> float:
+        return size / statistics.median(turn[kind] for turn in turns)
+
+    def to_copy(kind: str) -> float:
+        return statistics.median(turn["copy"] / turn[kind] for turn in turns)
+
+    return Speed(
+        name,
+        8 * sum(wire.numel() for wire in wires) / source.numel(),
+        speed("encode"),
+        speed("decode"),
+        speed("read"),
+        speed("copy"),
+        to_copy("encode"),
+        to_copy("decode"),
+        to_copy("read"),
+    )
+
+
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
+    begin = clock()
+    call()
+    return max(clock() - begin, 1e-9)
+
+
+PLAIN: Final = "torch fp32"
+HALF: Final = "torch fp16"
+"""What torch offers: all-reduce, and its hook that converts."""
+_WIDTH: Final = 1024
+_WARMUP: Final = 3
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One way to average gradients.
+
+    Attributes:
+        way: a codec's name, or one of torch's hooks.
+        seconds: of one reduction.
+        to_plain, to_half: how many times as fast as torch in FP32, and as its FP16 hook.
+        coding: seconds of encoding and decoding among them; None for torch's hooks.
+        wire: bytes that a rank sends; None for torch's hooks.
+        theory: what the papers give for them.
+    """
+
+    way: str
+    seconds: float
+    to_plain: float
+    to_half: float
+    coding: float | None = None
+    wire: float | None = None
+    theory: float | None = None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All gradients as one bucket, with what hooks ask of one."""
+
+    parameter: nn.Parameter
+    values: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.values
+
+    def gradients(self) -> list[Tensor]:
+        return [self.values.view(self.parameter.shape)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.parameter]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def reductions(
+    codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: Nodes | None = None
+) -> list[Reduction]:
+    """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
+    rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
+    parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
+    source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
+    bucket = _Whole(parameter, torch.empty_like(source))
+    handles: dict[str, Compression] = {}
+    for name in codecs:
+        # A group of its own each, as `compress` has.
+        group = distributed.new_group(backend="gloo") if world > 1 else None
+        assigned = to_all(codec_named(name), [1], 0)
+        handles[name] = Compression(
+            group, rank, world, [("gradient", parameter)], assigned, seed=0, check_every=0, nodes=nodes
+        )
+    hooks: dict[str, Callable[[Any, Any], Any]] = {
+        PLAIN: default_hooks.allreduce_hook,
+        HALF: default_hooks.fp16_compress_hook,
+        **{name: handle.hook for name, handle in handles.items()},
+    }
+
+    def seconds(way: str) -> float:
+        bucket.values.copy_(source)
+        meet()
+        begin = time.perf_counter()
+        reduced = hooks[way](plain, bucket)
+        if way in handles:
+            handles[way].wait()
+        reduced.wait()
+        return time.perf_counter() - begin
+
+    for way in hooks:
+        for _ in range(_WARMUP):
+            seconds(way)
+    before = {name: handle.report().tally for name, handle in handles.items()}
+    ways = list(hooks)
+    turns: list[list[float]] = []
+    for turn in range(repeats):
+        shift = turn % len(ways)
+        found = {way: seconds(way) for way in ways[shift:] + ways[:shift]}
+        turns.append([found[way] for way in ways])
+    # Of every way's turns the slowest rank's, all of them at once.
+    told = slowest([taken for turn in turns for taken in turn])
+    times = {way: told[at :: len(ways)] for at, way in enumerate(ways)}
+
+    made = []
+    for way in ways:
+        own, done = times[way], {}
+        if way in handles:
+            now, then = handles[way].report().tally, before[way]
+            coding = now.encode + now.decode - then.encode - then.decode
+            done = {
+                "coding": coding / repeats,
+                "wire": (now.wire - then.wire) / repeats,
+                "theory": (now.theory - then.theory) / repeats,
+            }
+        to = {
+            "to_plain": statistics.median(a / b for a, b in zip(times[PLAIN], own, strict=True)),
+            "to_half": statistics.median(a / b for a, b in zip(times[HALF], own, strict=True)),
+        }
+        made.append(Reduction(way, statistics.median(own), **to, **done))
+    return made

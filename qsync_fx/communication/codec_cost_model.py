@@ -1,0 +1,251 @@
+"""What a bucket of gradients will cost in a codec: bytes on the wire, and seconds of coding.
+
+Invariant: bytes are those that `reduction` and `hierarchy` send, headers included, on average over the ranks; seconds are of as many
+values as they encode and decode. Both follow from sizes of parameters: nothing is coded.
+
+How fast codecs are: measured, or reckoned from how fast memory is copied.
+
+A codec reads or writes each FP32 value once and does little beside, so that its speed is a share of a copy's, and this share much the same
+from one processor to the next.
+
+Invariant: rates say where they are from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from qsync_fx.communication.bucket import gathered, threshold
+from qsync_fx.communication.codecs import NAMES, PLAIN, codec_named
+from qsync_fx.communication.codecs.codec import Codec
+from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.point_to_point import HEADER, VALUES
+from qsync_fx.errors import ProfileError, nearest, shown
+from qsync_fx.predictor.replayer.cluster import Cluster
+from qsync_fx.predictor.replayer.cluster_step import Coded, buckets_of
+from qsync_fx.predictor.times import Schedule
+
+
+class Timed(Protocol):
+    """What `speed.measured` and `qsync comm bench` say of a codec."""
+
+    @property
+    def codec(self) -> str: ...
+    @property
+    def encode(self) -> float: ...
+    @property
+    def decode(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes of FP32 a second that are encoded, and that are decoded and added to others."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """
+    Attributes:
+        source: where they are from, in words.
+        by_codec: by name.
+    """
+
+    source: str
+    by_codec: Mapping[str, Rate] = field(repr=False)
+
+    def of(self, codec: str) -> Rate:
+        """Returns the rate of a codec; raises `ProfileError` where it is not known."""
+        if codec not in self.by_codec:
+            raise ProfileError(
+                f"how fast {shown(codec)} codes is not known", where=self.source, do=nearest(codec, self.by_codec)
+            )
+        return self.by_codec[codec]
+
+
+COPY: Final = 12e9
+"""Bytes a second that memcpy copies on one core: 9 to 27 GB/s where it was measured, 12 where memory is slow (docs/communication.md)."""
+
+_TO_COPY: Final = {
+    PLAIN.name: (0.96, 1.09),
+    "1bit*": (1.06, 1.58),
+    "1bit": (0.55, 0.67),  # as 1bit*, with a copy in the order of columns
+    "qsgd2": (0.93, 1.50),
+    "qsgd4": (1.03, 1.47),
+    "qsgd8": (1.12, 1.43),
+    "qsgd16": (0.97, 1.28),
+    "aqgb12": (1.24, 1.30),
+    "aqgb16": (1.16, 1.41),
+    "aqgb20": (1.01, 1.15),
+    "aqgb24": (1.00, 1.05),
+    "aqgb28": (0.88, 0.87),
+    "aqgb32": (0.88, 0.96),
+    "aqgb": (0.88, 0.96),  # its highest level
+}
+"""How many times as fast as memcpy they encode and decode: benchmarks/results/gradient_codecs.json, AVX-512."""
+_CASTS: Final = (1.16, 0.50)
+"""The same of torch's own conversions to 16 bits and back, the mean of both."""
+_TO_COPY_OF_A_GPU: Final = {
+    PLAIN.name: (1.0, 1.0),
+    "1bit*": (0.063, 0.31),
+    "1bit": (0.026, 0.26),  # operator by operator
+    "qsgd2": (0.22, 0.39),
+    "qsgd4": (0.21, 0.44),
+    "qsgd8": (0.20, 0.53),
+    "qsgd16": (0.17, 0.34),
+    **dict.fromkeys((f"aqgb{bits}" for bits in (12, 16, 20, 24, 28, 32)), (0.057, 0.089)),
+    "aqgb": (0.057, 0.089),
+}
+"""The same beside a copy of a GPU's memory: an H200, 100 MB, fused by Inductor (benchmarks/results/gpu_codecs.json)."""
+_CASTS_OF_A_GPU: Final = (1.13, 0.73)
+_MANY: Final = 2**20
+
+
+def of_copy(copy: float, source: str) -> Rates:
+    """Returns what codecs make of a memory of which so many bytes a second are copied."""
+    shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
+    return Rates(source, {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()})
+
+
+def of_gpu(copy: float, host: float, source: str) -> Rates:
+    """Returns what codecs make of a GPU of whose memory so many bytes a second are copied, and so many go to its host, which sends them."""
+
+    def rate(coded: float, name: str) -> float:
+        return 1 / (1 / (copy * coded) + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host)
+
+    shares = {name: _TO_COPY_OF_A_GPU.get(name, _CASTS_OF_A_GPU) for name in NAMES}
+    return Rates(
+        source, {name: Rate(rate(encode, name), rate(decode, name)) for name, (encode, decode) in shares.items()}
+    )
+
+
+def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
+    """Returns rates that were measured."""
+    return Rates(source, {one.codec: Rate(one.encode, one.decode) for one in speeds})
+
+
+def slowed(rates: Rates, times: float) -> Rates:
+    """Returns the rates of a device that takes so many times as long as they say."""
+    if times == 1.0:
+        return rates
+    found = {name: Rate(one.encode / times, one.decode / times) for name, one in rates.by_codec.items()}
+    return Rates(rates.source, found)
+
+
+def slowest(several: Sequence[Rates]) -> Rates:
+    """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
+    known = [name for name in several[0].by_codec if all(name in one.by_codec for one in several)]
+    found = {
+        name: Rate(min(one.of(name).encode for one in several), min(one.of(name).decode for one in several))
+        for name in known
+    }
+    return Rates("; ".join(dict.fromkeys(one.source for one in several)), found)
+
+
+_WIDE = 4
+
+
+class Sized(Protocol):
+    """A parameter, as schedules have it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+
+
+def coded(
+    parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, rates: Rates, name: str = "", size: int = 1
+) -> Coded:
+    """Returns what a bucket of these parameters costs; those without a codec go in FP32.
+
+    Args:
+        name: of the bucket's codec, where it is not to be that of most values.
+        size: ranks of a node, inside of which all go in FP32; 1 for a codec between all ranks.
+
+    Raises:
+        ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
+    """
+    made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
+    # Between nodes each rank averages a part of all values.
+    nodes = ranks // size
+    ways = gathered(made, nodes)
+    values: dict[str, int] = {}
+    sent = seconds = 0.0
+    for parameter, codec, whole in zip(parameters, made, ways, strict=True):
+        encoded, decoded = volumes(nodes, whole)
+        rate, nbytes = rates.of(codec.name), _WIDE * parameter.numel
+        sent += _given(codec.nbytes(parameter.numel), nodes, whole)
+        seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
+        values[codec.name] = values.get(codec.name, 0) + parameter.numel
+    # Of each rank of a node, a message to every other node in each phase.
+    heads = size * sum(_given(HEADER, nodes, True) if whole else HEADER * nodes for whole in set(ways))
+    phases = sum(1 if whole else 2 for whole in set(ways))
+    inside = inside_seconds = 0.0
+    if size > 1:
+        rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
+        # A rank writes all of its gradients and its part's mean, and reads its part of all ranks and the means of the others.
+        inside_seconds = nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
+        inside = float(nbytes + HEADER * size)
+    named = name or max(values, key=values.__getitem__, default=PLAIN.name)
+    # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
+    cuts = math.ceil(sum(values.values()) / size / (1 if all(ways) else nodes) / VALUES)
+    return Coded(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
+
+
+def by_bucket(
+    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], rates: Rates
+) -> list[Coded] | None:
+    """Returns what is done to each bucket of a fleet where parameters have codecs; None where nothing is compressed."""
+    if all(codec == PLAIN.name for codec in codecs.values()):
+        return None
+    parameters = next(iter(schedules.values())).parameters
+    buckets = [[parameters[at] for at in which] for which in buckets_of(schedules, fleet)]
+    return [coded(bucket, codecs, fleet.ranks, rates, size=fleet.nodes.ranks) for bucket in buckets]
+
+
+def volumes(ranks: int, whole: bool) -> tuple[float, float]:
+    """Returns how many times a rank encodes, and decodes, as many values as there are; `whole` is where all ranks are sent all of them."""
+    if ranks == 1:
+        return 0.0, 0.0
+    # Else each decodes its part of all, codes the mean of that part, and decodes all means.
+    return (1.0, float(ranks)) if whole else (1 + 1 / ranks, 2.0)
+
+
+def _given(nbytes: float, ranks: int, whole: bool) -> float:
+    """Returns the bytes of which an all-reduce sends as many as an exchange of `nbytes` does."""
+    return nbytes * ranks / 2 if whole else nbytes
+
+
+def small(parameters: Sequence[Sized]) -> set[str]:
+    """Returns the parameters that go in FP32 whatever the codec, as `compress` leaves them out."""
+    least = threshold([parameter.numel for parameter in parameters])
+    return {parameter.path for parameter in parameters if parameter.numel < least}
+
+
+def uniform(parameters: Sequence[Sized], codec: str) -> dict[str, str]:
+    """Returns a codec for all parameters but small ones."""
+    out = small(parameters)
+    return {parameter.path: codec for parameter in parameters if parameter.path not in out}
+
+
+def _of_size(codec: Codec, parameter: Sized) -> Codec:
+    if isinstance(codec, Adaptive):
+        raise ProfileError(
+            f"how many bits {codec.name} sends follows from the link, while it trains",
+            where=parameter.path,
+            do="foresee one of its levels",
+        )
+    fitted = codec.fitted((parameter.numel,))
+    if fitted != codec:
+        raise ProfileError(
+            f"{codec.name} codes by the shapes of parameters, which a profile does not hold",
+            where=parameter.path,
+            do="choose another codec, such as 1bit*, which has the same rule over consecutive values",
+        )
+    return codec

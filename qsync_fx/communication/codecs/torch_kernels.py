@@ -1,0 +1,336 @@
+"""The codecs of gradients in torch operators, for devices that no kernel of ours is for: Inductor fuses them into kernels of the device.
+
+A tensor is coded as rows, one a unit, the last of which may be shorter: what is missing there is zeros that are not sent.
+
+Invariant: the same bytes as the kernels in cpp/codecs/kernels.cpp, and the same values of them, also where a compiler rounds a product and
+a sum at once, or divides FP32 in its own way. Shapes follow from the number of values alone, so that nothing waits for the device.
+
+Operators of codecs, fused by Inductor into kernels of a GPU, where it can.
+
+Functions of rows are compiled once for any number of rows. Where that fails, as without Triton, they run operator by operator with the same
+bytes, in several times as long, which is said once a process.
+
+Invariant: nothing is compiled for the CPU, whose values have kernels of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from qsync_fx.communication.codecs.codec import Draw
+
+_failed: Final[list[str]] = []
+
+
+def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Callable[..., Any]:
+    """Returns what computes as a function does, whose first tensors have as many rows as `rows`, on its device."""
+    # One row is little, and a compiler would take it for a case of its own.
+    if rows.device.type != "cuda" or not wanted or _failed or rows.shape[0] == 1 or torch.compiler.is_compiling():
+        return function
+    return functools.partial(run, function)
+
+
+def run(function: Callable[..., Any], *given: Any) -> Any:
+    """Returns what a function of tensors, and behind them other arguments, returns: fused, if that is possible."""
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    try:
+        return _compiled(function, given[len(tensors) :])(*tensors)
+    except Exception as error:  # noqa: BLE001  whatever a compiler ends with: the operators are there
+        if not _failed:
+            said = next(iter(str(error).splitlines()), "")
+            _failed.append(said)
+            warnings.warn(
+                "gradients on a GPU are coded operator by operator, with the same bytes, in several times as long, as Inductor could not "
+                f"fuse that ({type(error).__name__}: {said}): install the Triton that belongs to this torch",
+                stacklevel=2,
+            )
+        return function(*given)
+
+
+@functools.cache
+def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns a function of tensors that is compiled for any number of rows, and for these other arguments alone."""
+    # What Dynamo has seen of a code, by its name, makes numbers that differ between calls symbols, and there are too many soon.
+    name = f"{function.__name__} of {others}"
+    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    inner: Any = torch.compile(own, fullgraph=True)
+
+    def called(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            if tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return inner(*tensors, *others)
+
+    return called
+
+
+_LANES: Final = 16
+_FOLDED: Final = 128
+"""Values of a unit up to which the order of a sum is written out for a compiler."""
+_LOW: Final = 0xFFFFFFFF
+_LARGEST: Final = torch.finfo(torch.float32).max
+_QUIET: Final = 0x00400000
+_EXPONENT: Final = 0x7F800000
+
+
+def qsgd_encode(
+    values: Tensor, bits: int, size: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"], draw: Draw
+) -> Tensor:
+    """Returns the bytes of FP32 values, in units of `size`."""
+    if not (n := values.numel()):
+        return _bytes(values)
+    rows = _rows(values, size)
+    heads, packed = fused(qsgd_rows, rows)(rows, _start(draw, values.device), bits, norm, layout)
+    whole, rest = n // size, n % size
+    sent = (whole * _groups(size, bits) + _groups(rest, bits)) * bits // 8
+    return torch.cat([_bytes(heads), packed.reshape(-1)[:sent]])
+
+
+def qsgd_rows(
+    rows: Tensor, start: Tensor, bits: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"]
+) -> tuple[Tensor, Tensor]:
+    """Returns the scales of units, one a row, and the bytes of their values; `start` is [[key of random numbers, first index]]."""
+    scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
+    finite = scale.isfinite()
+    last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
+    before, _, moved = _moved(scale)
+    inverse = torch.where(moved > 0, _over(torch.full_like(moved, last), moved), 0.0)
+    if layout == "endpoints":
+        u = torch.where(finite[:, None], rows * before[:, None] * inverse[:, None] * 0.5 - 0.5, 0.0)
+        code = (_rounded(u, start) + (1 << (bits - 1))).clamp(0, last)
+    else:
+        u = torch.where(finite[:, None], rows.abs() * before[:, None] * inverse[:, None], 0.0)
+        code = _rounded(u, start).clamp(max=last) | rows.signbit().int() << (bits - 1)
+    code = torch.where(finite[:, None], code, 0)
+    return torch.where(finite, scale, torch.nan), _packed(code, bits)
+
+
+def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
+    """Returns n FP32 values."""
+    if not n:
+        return wire[:0].view(torch.float32)
+    units, wide = -(-n // size), _groups(size, bits) * bits // 8
+    scale, packed = wire[: 4 * units].view(torch.float32), wire[4 * units :]
+    if missing := units * wide - packed.numel():
+        packed = torch.nn.functional.pad(packed, (0, missing))
+    packed = packed.view(units, wide)
+    found: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
+    return found.reshape(-1)[:n]
+
+
+def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
+    """Returns the values of units, one a row, of these scales and bytes."""
+    code = _unpacked(packed, bits, size)
+    last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
+    _, after, moved = _moved(scale)
+    step = _over(moved, last)
+    # It was rounded up, and as many as there are would go beyond what FP32 holds.
+    beyond = (after > 1) & (last * step * after > _LARGEST)
+    step = torch.where(beyond, (step.view(torch.int32) - 1).view(torch.float32), step)[:, None]
+    if layout == "endpoints":
+        return (2 * code - last).float() * step * after[:, None]
+    found = (code & last).float() * step * after[:, None]
+    return torch.where(code >> (bits - 1) != 0, -found, found)
+
+
+def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the bytes of values + residual, and what they leave of it."""
+    if not (n := values.numel()):
+        return _bytes(values), residual
+    rows, old = _rows(values, size), _rows(residual, size)
+    means, packed, left = fused(onebit_rows, rows, size <= _FOLDED)(
+        rows, old, torch.full((1,), n, device=values.device)
+    )
+    sent = n // size * (-(-size // 32) * 4) + -(-(n % size) // 32) * 4
+    return torch.cat([_bytes(means.view(-1)), packed.reshape(-1)[:sent]]), left.reshape(-1)[:n]
+
+
+def onebit_rows(given: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns two means of each unit, one a row, the bytes of its signs, and what they leave of n values."""
+    rows = given + old
+    valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
+    up = (rows >= 0) & valid
+    count = up.sum(1)
+    others = valid.sum(1) - count
+    above = _folded(torch.where(up, rows, 0.0))
+    below = _folded(torch.where(valid & ~up, rows, 0.0))
+    high = torch.where(count > 0, _over(above, count), 0.0)
+    low = torch.where(others > 0, _over(below, others), 0.0)
+    finite = (high.isfinite() & low.isfinite())[:, None]
+    means = torch.where(finite, torch.stack([high, low], 1), torch.nan)
+    left = torch.where(finite, rows - torch.where(up, high[:, None], low[:, None]), old)
+    words = _fill(up.to(torch.uint8), 32).view(rows.shape[0], -1, 8)
+    return means, (words << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8), left
+
+
+def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
+    """Returns n FP32 values."""
+    if not n:
+        return wire[:0].view(torch.float32)
+    units, words = -(-n // size), -(-size // 32) * 4
+    means, packed = wire[: 8 * units].view(torch.float32).view(units, 2), wire[8 * units :]
+    if missing := units * words - packed.numel():
+        packed = torch.nn.functional.pad(packed, (0, missing))
+    packed = packed.view(units, words)
+    found: Tensor = fused(onebit_values, packed, size <= _FOLDED)(means, packed, size)
+    return found.reshape(-1)[:n]
+
+
+def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
+    """Returns the values of units, one a row, of these means and bytes of signs."""
+    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return torch.where(bits.view(packed.shape[0], -1)[:, :size] != 0, means[:, :1], means[:, 1:])
+
+
+def truncated(values: Tensor, bits: int) -> Tensor:
+    """Returns the highest bits of FP32 values as values: what `truncate_encode` sends of them."""
+    word = values.view(torch.int32)
+    kept = word & -(1 << (32 - bits))
+    return torch.where((word & 0x7FFFFFFF) > _EXPONENT, kept | _QUIET, kept).view(torch.float32)
+
+
+def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
+    """Returns the bytes of FP32 values at one level, in partitions of so many bytes."""
+    per = partition * 8 // bits
+    whole = values.numel() // per * per
+    parts = [values[:whole].view(-1, per)] if whole else []
+    parts += [values[whole:].view(1, -1)] if whole < values.numel() else []
+    return torch.cat([_planes(truncated(part, bits).view(torch.int32), bits) for part in parts] or [_bytes(values)])
+
+
+def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
+    """Returns n FP32 values that were all sent at one level."""
+    per, found = partition * 8 // bits, [wire.new_empty(0).view(torch.float32)]
+    at = n // per * _partition_bytes(per, bits)
+    if at:
+        found.append(_joined(wire[:at].view(n // per, -1), per, bits))
+    if n % per:
+        found.append(_joined(wire[at:].view(1, -1), n % per, bits))
+    return torch.cat(found)
+
+
+def _rows(values: Tensor, size: int) -> Tensor:
+    return _fill(values.view(1, -1), size).view(-1, size)
+
+
+def _fill(rows: Tensor, by: int) -> Tensor:
+    """Returns rows with zeros behind them, to a multiple of so many."""
+    return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _moved(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what values are multiplied by before and after, and the scale between: neither it nor its inverse is denormal."""
+    small, large = scale < 2.0**-64, scale > 2.0**64
+    before = torch.where(small, 2.0**64, torch.where(large, 2.0**-64, 1.0))
+    after = torch.where(small, 2.0**-64, torch.where(large, 2.0**64, 1.0))
+    return before, after, scale * before
+
+
+def _two_norm(rows: Tensor) -> Tensor:
+    return _folded(rows.double().square()).sqrt().clamp(max=_LARGEST).float().where(rows.isfinite().all(1), torch.nan)
+
+
+def _folded(rows: Tensor) -> Tensor:
+    """Returns sums of rows as sixteen lanes make them: each from its first value to its last, then halves onto halves."""
+    lanes = _fill(rows, _LANES).view(rows.shape[0], -1, _LANES)
+    total = torch.zeros_like(lanes[:, 0])
+    for at in range(lanes.shape[1]):
+        total = total + lanes[:, at]
+    while total.shape[1] > 1:
+        low, high = total.chunk(2, 1)
+        total = low + high
+    return total.squeeze(1)
+
+
+def _mix(word: Any) -> Any:
+    word = word ^ (word >> 16)
+    word = word * 0x7FEB352D & _LOW
+    word = word ^ (word >> 15)
+    word = word * 0x846CA68B & _LOW
+    return word ^ (word >> 16)
+
+
+def _start(draw: Draw, device: torch.device) -> Tensor:
+    """Returns, as one row, the key of random numbers and the index of the first of them."""
+    key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
+    return torch.tensor([[key, draw.first]], device=device)
+
+
+def _rounded(u: Tensor, start: Tensor) -> Tensor:
+    """Returns what stochastic rounding makes of u, by the random numbers of the places of its values: the same on all devices.
+
+    A value goes up if its random number, of 24 bits, is below what it has behind the point. Here the numbers are compared as integers: of a
+    difference of floats a compiler may round the product before it, or not.
+    """
+    index = torch.arange(u.numel(), device=u.device).view(u.shape) + start[0, 1]
+    word = _mix((index & _LOW) * 0x9E3779B1 + _mix(index >> 32 ^ start[0, 0]) & _LOW)
+    rounded: Tensor = (u * 2.0**24).ceil().long() + 0xFFFFFF - (word >> 8) >> 24
+    return rounded.int()
+
+
+def _over(x: Tensor, y: Tensor | float) -> Tensor:
+    """Returns FP32 quotients as IEEE rounds them: those of FP64, rounded once more, are, and compilers for GPUs divide FP32 otherwise."""
+    return (x.double() / y).float()
+
+
+def _groups(size: int, bits: int) -> int:
+    """Returns how many values a unit takes, filled up."""
+    group = max(128 // bits, _LANES)
+    return -(-size // group) * group
+
+
+def _packed(code: Tensor, bits: int) -> Tensor:
+    """Returns the bytes of codes, a unit a row."""
+    code = _fill(code, _groups(1, bits))
+    if bits == 16:
+        return _bytes(code.to(torch.int16))
+    shifts = torch.arange(8 // bits, device=code.device)[:, None] * bits
+    return (code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts).sum(2).to(torch.uint8).view(code.shape[0], -1)
+
+
+def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
+    if bits == 16:
+        return (packed.view(torch.int16).int() & 0xFFFF)[:, :size]
+    shifts = torch.arange(8 // bits, device=packed.device)[:, None] * bits
+    code = packed.view(packed.shape[0], -1, 1, _LANES).int() >> shifts & (1 << bits) - 1
+    return code.view(packed.shape[0], -1)[:, :size]
+
+
+def _partition_bytes(per: int, bits: int) -> int:
+    return 4 + -(-(per * (bits // 8) + (-(-per // 2) if bits % 8 else 0)) // 4) * 4
+
+
+def _planes(words: Tensor, bits: int) -> Tensor:
+    """Returns the bytes of partitions, one a row."""
+    rows, per = words.shape
+    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device).view(torch.uint8)
+    planes = [head.expand(rows, 4), *((words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8))]
+    if bits % 8:
+        half = words >> 28 - bits // 8 * 8 & 15
+        low, high = half[:, : -(-per // 2)], torch.nn.functional.pad(half[:, -(-per // 2) :], (0, per % 2))
+        planes.append((low | high << 4).to(torch.uint8))
+    return _fill(torch.cat(planes, 1), 4).view(-1)
+
+
+def _joined(rows: Tensor, per: int, bits: int) -> Tensor:
+    planes = rows[:, 4:].int()
+    word = torch.zeros_like(planes[:, :per])
+    for k in range(bits // 8):
+        word = word | planes[:, k * per : (k + 1) * per] << 24 - 8 * k
+    if bits % 8:
+        both = planes[:, bits // 8 * per :][:, : -(-per // 2)]
+        half = torch.cat([both & 15, both >> 4], 1)[:, :per]
+        word = word | half << 28 - bits // 8 * 8
+    return word.view(torch.float32).reshape(-1)

@@ -1,0 +1,265 @@
+"""A training with DUO: what the hook of DistributedDataParallel does, and what a user holds of it.
+
+Gradients are kept as they come, then reduced in few bits, and when the optimizer's step has looked ahead with that, once more in FP32,
+behind the next forward and backward pass. What the optimizer's calls do is in `steps`; what it steps, all parameters or a part of each, in
+`held`.
+
+Invariant: the model's parameters are one step ahead of those that are known in full, or, after a flush, the same. At most one slow
+reduction is under way, on the one thread that talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qsync_fx.communication import bucket as geometry
+from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.bucket import Bucket
+from qsync_fx.communication.codecs import PLAIN, Codec
+from qsync_fx.communication.compressor_state import State
+from qsync_fx.communication.ddp_hook import Assigned, Compression
+from qsync_fx.communication.duo import functional_optimizer, pending_step
+from qsync_fx.communication.duo.optimizer_steps import Outstanding, Steps
+from qsync_fx.communication.duo.pending_step import Kept, Replica, versions
+from qsync_fx.communication.duo.replicated_optimizer import Whole
+from qsync_fx.communication.duo.sharded_optimizer import Shards
+from qsync_fx.communication.statistics import DuoReport
+from qsync_fx.errors import OptionError
+
+_SAVED: Final = "duo"
+
+
+class LookingAhead(Compression):
+    """What `qsync_fx.distributed.compress` returns for DUO.
+
+    Args:
+        ahead: whether parameters take a step with the fast means.
+        optimizer: what the user steps.
+        scaler: the GradScaler, if there is one.
+        joins: whether the model trains under `join`.
+        weights: what differences of parameters are sent in, of each parameter, where the optimizer is sharded; None where it is not.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        world: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        assigned: Assigned,
+        seed: int,
+        check_every: int,
+        ahead: bool,
+        optimizer: Optimizer,
+        scaler: Any,
+        joins: Callable[[], bool],
+        weights: Sequence[Codec] | None = None,
+    ) -> None:
+        self._weights = None if weights is None else tuple(weights)
+        # All that travels of a parameter is cut alike where each rank keeps a part of it.
+        self._unit = 1 if weights is None else _unit(named, assigned, weights)
+        super().__init__(group, rank, world, named, assigned, seed, check_every)
+        self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
+        self._slow = Reducer(group, State(rank, world, f"in full: {assigned.text}", seed, self._state.device))
+        self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
+        self._held = self._holding(group, seed)
+        self._outstanding = Outstanding(self, rank)
+        self._steps = Steps(optimizer, self._held, ahead, self._outstanding, self.wait, self._looked)
+
+    def follow(self) -> None:
+        """Has the optimizer's steps committed and looked ahead; once, when all ranks agree.
+
+        Raises:
+            OptionError: the optimizer cannot be sharded.
+        """
+        if self._state.world > 1:
+            self._held.take(self._optimizer)
+            self._steps.follow()
+
+    def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Keeps a replica of a bucket, and gives it to the fast reduction."""
+        if self._state.world == 1:
+            return super().hook(state, bucket)
+        step, last = self._state.step, bool(bucket.is_last())
+        fresh = self._steps.fresh
+        if fresh is None or fresh.step != step:
+            fresh = self._begin(step)
+        self._keep(fresh, bucket)
+        reduced = super().hook(state, bucket)
+        if last:
+            self._worker.submit(lambda: self._close(fresh))
+        return reduced
+
+    # DistributedDataParallel compares annotations with classes, and these are texts.
+    hook.__annotations__.clear()
+
+    def flush(self) -> None:
+        """Brings parameters to where all gradients so far have been used in full: before evaluation, before parameters are saved for use
+        and at the end of training. Ranks need not do so together, unless the optimizer is sharded, and training goes on from there.
+
+        Raises:
+            OptionError: a backward pass waits for its step.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        self._steps.drop_unused()
+        if self._steps.commit(begun):
+            self._held.show_exactly(self._state.step)
+
+    def skip(self) -> None:
+        """Says that no step will use the gradients of the last backward pass; on all ranks. Those that are not finite go by themselves."""
+        self.wait()
+        if self._steps.fresh is not None:
+            self._steps.fresh.finite = False
+            self._steps.drop_unused()
+
+    def clip_grad_norm_(self, limit: float) -> Tensor:
+        """Scales the gradients of a step so that their 2-norm is at most `limit`, and returns what it was: for a hook of the optimizer,
+        which is called for both steps, on all ranks. Where the optimizer is sharded the norm is that over all of them."""
+        return self._held.clip(limit, self._state.step)
+
+    def whole_optimizer_state(self) -> dict[str, Any]:
+        """Flushes, and returns the state of the optimizer over all parameters, as one that is not sharded has it: to go on among more or
+        fewer ranks, an optimizer loads it before `compress`. Where the optimizer is sharded all ranks call it together."""
+        self.flush()
+        return self._held.whole_state(self._optimizer, self._state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what it takes to go on with the same bits, beside the states of the model and of the optimizer: parameters before the
+        look ahead, and the gradients that they have not had in full yet. Nothing changes by it; each rank saves its own."""
+        found = super().state_dict()
+        self._steps.drop_unused()
+        pending = self._steps.pending
+        if pending is None or pending.use is None:
+            return {**found, _SAVED: None}
+        self._outstanding.step = None
+        return {**found, _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned, after the model and the optimizer have loaded theirs.
+
+        Raises:
+            OptionError: it is of another codec or another model, or, where the optimizer is sharded, of another rank.
+        """
+        if self._held.sharded:
+            pending_step.check_rank(state, self._state.rank, self._state.world)
+        super().load_state_dict(state)
+        self._steps.fresh, self._steps.pending = None, None
+        if self._state.world == 1:
+            return
+        if state[_SAVED] is None:
+            self._held.reload()
+            return
+        self._steps.pending = pending_step.load(state[_SAVED], self._held.kept, self.pieces)
+        self._outstanding.step = self._steps.pending.step
+
+    def report(self) -> DuoReport:
+        """Returns what this rank has sent so far on both ways, how long that took, and what became of steps."""
+        return DuoReport(
+            **vars(replace(super().report(), replicated=not self._held.sharded)),
+            slow=replace(self._slow.tally),
+            ahead=replace(self._steps.told),
+            outstanding=self._steps.pending is not None,
+            parameters=None if (sent := self._held.tally) is None else replace(sent),
+            held=self._held.nbytes(self._optimizer),
+        )
+
+    def statement(self) -> dict[str, list[str]]:
+        """Returns what all ranks have to agree on before they send each other anything."""
+        return {
+            **super().statement(),
+            "optimizer": [
+                *functional_optimizer.described(self._optimizer),
+                f"scaler: {self._scaler is not None}",
+                f"sharded: {'no' if self._weights is None else _kinds(self._weights)}",
+            ],
+        }
+
+    def _begin(self, step: int) -> Replica:
+        if self._joins():
+            raise OptionError(
+                "DUO needs a step of every rank's optimizer for each of its gradients, and under join a rank without data takes none",
+                where="ddp.join()",
+                do="give all ranks the same number of batches, or train with a codec in place of DUO",
+            )
+        self._steps.drop_unused()
+        fresh = self._steps.fresh = Replica(step)
+
+        def note() -> None:
+            self._worker.wait()  # for the fast reduction to be closed
+            self._held.arrived(fresh.finite or fresh.factor is None)
+            fresh.versions = versions(p.grad for p in self._held.stepped)
+            fresh.aside = versions(self._held.aside())
+
+        # DistributedDataParallel writes gradients in a callback of its own, and this one comes after it.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(note))
+        return fresh
+
+    def _keep(self, fresh: Replica, bucket: Any) -> None:
+        buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
+        values = self._steps.memory.take(buffer).copy_(buffer)
+        views = geometry.views(values, buffer, gradients)
+        places = [self._places[id(p)] for p in bucket.parameters()]
+        fresh.buckets.append(Kept(index, values, [self._plain[place] for place in places], views))
+        own = self._held.own
+        fresh.gradients |= {place: own(place, view) for place, view in zip(places, views, strict=True)}
+        fresh.means |= {place: own(place, gradient) for place, gradient in zip(places, gradients, strict=True)}
+
+    def _close(self, fresh: Replica) -> Tensor:
+        scales = self._scaler is not None and self._scaler.is_enabled()
+        # As a GradScaler makes it of its scale.
+        scale = float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float()) if scales else None
+        fresh.close(scale, self._reducer.used)
+        return torch.empty(0)
+
+    def _looked(self, pending: Replica) -> None:
+        """Gives what the optimizer has made of parameters to the model, and begins the slow reduction."""
+        self._held.show(pending.step, self._checks(pending.step))
+        self._worker.submit(lambda: self._reduce_in_full(pending))
+
+    def _reduce_in_full(self, pending: Replica) -> Tensor:
+        slow, checks = self._slow, self._checks(pending.step)
+        with torch.no_grad():
+            for bucket in pending.buckets:
+                self._held.reduce(
+                    slow, Bucket(bucket.index, pending.step, bucket.values, bucket.pieces, bucket.gradients, checks)
+                )
+        slow.settle(pending.step)
+        pending.known = time.perf_counter()
+        return torch.empty(0)
+
+    def _average(self, bucket: Bucket) -> None:
+        self._held.reduce(self._reducer, bucket)
+
+    def _holding(self, group: Any, seed: int) -> Whole:
+        rank, world = self._state.rank, self._state.world
+        if self._weights is None or world == 1:
+            return Whole(self._parameters, keeps=world > 1)
+        functional_optimizer.check(self._optimizer)
+        pieces = [replace(piece, codec=codec) for piece, codec in zip(self.pieces, self._weights, strict=True)]
+        text = f"parameters in {_kinds(self._weights)}"
+        return Shards(group, self._parameters, pieces, State(rank, world, text, seed, self._state.device), self._now)
+
+    def _now(self, work: Callable[[], Tensor]) -> Tensor:
+        done = self._worker.submit(work)
+        self._worker.wait()
+        found: Tensor = done.value()
+        return found
+
+
+def _unit(named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]) -> int:
+    """Returns between how many values parameters may be cut, for all codecs and for the optimizer's step."""
+    return math.lcm(functional_optimizer.ALIGNED, *(codec.unit for codec in {*assigned.codecs, *weights}))
+
+
+def _kinds(weights: Sequence[Codec]) -> str:
+    return ", ".join(sorted({repr(codec) for codec in weights}))

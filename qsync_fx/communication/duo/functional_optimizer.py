@@ -1,0 +1,250 @@
+"""An optimizer as a function of parameters, state and gradients: its step is repeated, under settings of another time, or taken back.
+
+Settings are what stands in its parameter groups beside parameters: learning rate, weight decay and all else that a step reads there.
+
+Invariant: tensors of a state that is put back are the same objects as before. A step under recorded settings leaves the present ones as
+they are, but for what the step itself changes in them.
+
+Whether an optimizer's step of a part of a parameter is that part of its step of the whole: what sharding it takes.
+
+So it is with SGD, Adam, AdamW and most others, and not where a step looks at rows, norms or shapes (Adafactor, Muon, LAMB). It is tried,
+with a few steps of random values on an optimizer of the same class and settings.
+
+Invariant: nothing of the optimizer that is asked about changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qsync_fx.errors import OptionError
+
+Settings = list[dict[str, Any]]
+_PARAMETERS: Final = "params"
+_SCALING: Final = ("grad_scale", "found_inf")
+"""What a GradScaler sets on an optimizer that unscales gradients itself."""
+_SHOWN: Final = 3
+
+
+def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Returns the optimizer; raises `OptionError` where its step is no function of these parameters, its state and gradients."""
+    where = "compress(..., optimizer=...)"
+    if optimizer is None:
+        raise OptionError(
+            "DUO commits and looks ahead with the optimizer, so it has to know it", where=where, do="give the optimizer"
+        )
+    what = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise OptionError(
+            f"DUO steps an optimizer of torch, and {what} is none",
+            where=where,
+            do="give the torch.optim.Optimizer itself, without what is around it",
+        )
+    if type(optimizer).__module__.startswith("torch.distributed"):
+        raise OptionError(
+            f"{what} talks to other ranks in its step, which DUO takes twice",
+            where=where,
+            do="give the optimizer that it is made of, over all parameters",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"a step of {what} runs the model again (a closure), so it does not follow from parameters, state and gradients",
+            where=where,
+            do="train with SGD, Adam, AdamW or another optimizer without closure, or with a codec in place of DUO",
+        )
+    own = {id(p): f"parameter {index} of group {at}" for at, index, p in _parameters(optimizer)}
+    theirs = {id(p): name for name, p in named}
+    for here, there, whose in (
+        (own, theirs, "the optimizer has parameters that the model does not train"),
+        (theirs, own, "the model trains parameters that the optimizer does not have"),
+    ):
+        if missing := [name for key, name in here.items() if key not in there]:
+            more = f", ... ({len(missing)} in all)" if len(missing) > _SHOWN else ""
+            raise OptionError(
+                f"{whose}: their gradients would stay in few bits, or have none",
+                where=", ".join(missing[:_SHOWN]) + more,
+                do="make the optimizer of all parameters of the model that require gradients, and of no others",
+            )
+    return optimizer
+
+
+def described(optimizer: Optimizer) -> list[str]:
+    """Returns lines that are the same on ranks whose optimizers do the same."""
+    groups = [
+        f"group {at} of {len(group[_PARAMETERS])}: "
+        + ", ".join(f"{name}={value!r}" for name, value in group.items() if name not in (_PARAMETERS, "param_names"))
+        for at, group in enumerate(optimizer.param_groups)
+    ]
+    return [type(optimizer).__name__, *groups]
+
+
+def settings(optimizer: Optimizer) -> Settings:
+    """Returns what stands in the groups beside parameters, as a copy."""
+    return [
+        {name: copied(value) for name, value in group.items() if name != _PARAMETERS}
+        for group in optimizer.param_groups
+    ]
+
+
+@contextlib.contextmanager
+def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
+    """Puts settings of another time in force."""
+    present = settings(optimizer)
+    _put(optimizer, recorded)
+    try:
+        yield
+    finally:
+        for now, before, after in zip(present, recorded, settings(optimizer), strict=False):
+            now |= {name: value for name, value in after.items() if name in before and not _same(value, before[name])}
+        _put(optimizer, present)
+
+
+@contextlib.contextmanager
+def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
+    """Has an optimizer that unscales gradients itself take them as scaled so; None for as they are."""
+    present = {name: getattr(optimizer, name) for name in _SCALING if hasattr(optimizer, name)}
+    given = {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
+    _set(optimizer, given)
+    try:
+        yield
+    finally:
+        _set(optimizer, present)
+
+
+def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
+    """Returns the scale that the optimizer is to take out of gradients, and whether they are to be left out for an infinity."""
+    scale, infinite = (getattr(optimizer, name, None) for name in _SCALING)
+    return None if scale is None else torch.as_tensor(scale).clone(), infinite is not None and bool(infinite)
+
+
+def state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns a copy of the optimizer's state."""
+    return {key: copied(value) for key, value in optimizer.state.items()}
+
+
+def put_back(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Makes the state what it was when `state` returned it."""
+    _restored(optimizer.state, saved)
+
+
+def step(optimizer: Optimizer) -> None:
+    """Takes a step as the user's call does, hooks of the optimizer included, but around what has wrapped the instance's own method."""
+    type(optimizer).step(optimizer)
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy that shares no tensor with `value`."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: copied(found) for name, found in value.items()}
+    return copy.deepcopy(value)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
+    for at, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group[_PARAMETERS]):
+            yield at, index, parameter
+
+
+def _put(optimizer: Optimizer, groups: Settings) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in values.items():
+            group[name] = _restored(group.get(name), value)
+
+
+def _set(optimizer: Optimizer, attributes: Mapping[str, Tensor]) -> None:
+    for name in _SCALING:
+        if name in attributes:
+            setattr(optimizer, name, attributes[name])
+        elif name in vars(optimizer):
+            delattr(optimizer, name)
+
+
+def _restored(now: Any, before: Any) -> Any:
+    """Returns `before`, in the tensors and dictionaries of `now` where there are such."""
+    if (
+        isinstance(now, Tensor)
+        and isinstance(before, Tensor)
+        and (now.shape, now.dtype) == (before.shape, before.dtype)
+    ):
+        with torch.no_grad():
+            return now.copy_(before)
+    if isinstance(now, dict) and isinstance(before, Mapping):
+        for name in [name for name in now if name not in before]:
+            del now[name]
+        for name, value in before.items():
+            now[name] = _restored(now.get(name), value)
+        return now
+    return before
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return bool(value == other)
+
+
+ALIGNED: Final = 64
+"""Values between which parts are cut: vectors of torch's kernels end there, so that what is behind the last whole one is so in both."""
+_SHAPE: Final = (6, 40)
+_STEPS: Final = 3
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raises `OptionError` where parts of parameters cannot be stepped alone."""
+    generator = torch.Generator().manual_seed(0)
+    for at, group in enumerate(settings(optimizer)):
+        weights = torch.randn(_SHAPE, generator=generator)
+        gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
+        cuts = range(0, weights.numel(), ALIGNED)
+        try:
+            (whole,) = _stepped(optimizer, group, [weights], [[gradient] for gradient in gradients])
+            parts = _stepped(
+                optimizer,
+                group,
+                [weights.flatten()[cut : cut + ALIGNED] for cut in cuts],
+                [[gradient.flatten()[cut : cut + ALIGNED] for cut in cuts] for gradient in gradients],
+            )
+        except Exception as error:
+            raise _no(optimizer, at, f"it takes no step of a part ({type(error).__name__}: {error})") from error
+        if not torch.equal(whole.flatten(), torch.cat(parts)):
+            raise _no(optimizer, at, "its step of a part of a parameter is not that part of its step of the whole")
+
+
+def _no(optimizer: Optimizer, group: int, why: str) -> OptionError:
+    return OptionError(
+        f"{type(optimizer).__name__} cannot be sharded over ranks: {why}",
+        where=f"group {group} of the optimizer",
+        do="leave out sharded, or train with SGD, Adam, AdamW or another optimizer that steps each value for itself",
+    )
+
+
+def _stepped(
+    like: Optimizer, group: dict[str, Any], weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Returns what becomes of weights under an optimizer of the same class and settings."""
+    parameters = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = object.__new__(type(like))
+    vars(optimizer).update(vars(like))
+    vars(optimizer).update(
+        state=defaultdict(dict),
+        param_groups=[{**copied(group), "params": parameters}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    for step in gradients:
+        for p, gradient in zip(parameters, step, strict=True):
+            p.grad = gradient.clone()
+        type(optimizer).step(optimizer)
+    return [p.detach() for p in parameters]

@@ -1,0 +1,225 @@
+"""The steps of the user's optimizer under DUO: each becomes two.
+
+First the step before is *committed*: the mean of its gradients in FP32, which was reduced behind this forward and backward pass, takes the
+parameters and the state from where the step before had begun. Then the user's own call *looks ahead* from there with the fast mean, and
+what it makes of the state is taken back.
+
+Invariant: between steps the optimizer's state and the parameters that are kept are those of a training that sends all gradients in FP32, of
+the gradients that parameters one look ahead had given.
+
+Says so where a training with DUO ends with parameters one look ahead.
+
+Invariant: what it says holds when it is said: a step is outstanding from the call of the optimizer until it is committed, or saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.pending_step import Memory, Replica, Use
+from qsync_fx.communication.duo.replicated_optimizer import Whole
+from qsync_fx.communication.statistics import Ahead
+from qsync_fx.errors import OptionError
+
+
+class Outstanding:
+    """The step whose gradients have not been used in full yet.
+
+    Args:
+        training: as long as it lives nothing has ended; what ends the process ends it.
+        rank: whose it is.
+
+    Attributes:
+        step: its number; None where there is none.
+    """
+
+    def __init__(self, training: object, rank: int) -> None:
+        self.step: int | None = None
+        self._rank = rank
+        weakref.finalize(training, self._ended)
+
+    def _ended(self) -> None:
+        if self.step is not None:
+            warnings.warn(
+                f"rank {self._rank}: a training with DUO ended before the gradients of step {self.step} were used in full: its "
+                "parameters are one look ahead; call handle.flush() before you evaluate, save or end",
+                stacklevel=2,
+            )
+
+
+class Steps:
+    """Commits, and looks ahead.
+
+    Args:
+        optimizer: what the user steps.
+        held: what it steps.
+        looks_ahead: whether parameters take a step with the fast means.
+        outstanding: told which step is.
+        wait: returns when all that was given to the thread of communication is done.
+        looked: called with the step ahead of which the optimizer has looked.
+
+    Attributes:
+        fresh: the gradients of a backward pass that no step has used yet.
+        pending: those of the step that parameters are ahead by.
+        told: what became of steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        held: Whole,
+        looks_ahead: bool,
+        outstanding: Outstanding,
+        wait: Callable[[], None],
+        looked: Callable[[Replica], None],
+    ) -> None:
+        self._optimizer, self._held, self._looks_ahead = optimizer, held, looks_ahead
+        self._outstanding, self._wait, self._looked = outstanding, wait, looked
+        self.fresh: Replica | None = None
+        self.pending: Replica | None = None
+        self.told, self.memory = Ahead(), Memory()
+        self._saved: dict[Any, Any] | None = None
+        self._put_aside: list[Tensor | None] | None = None
+        self._stepping = False
+
+    def follow(self) -> None:
+        """Has the optimizer's steps committed and looked ahead."""
+        uncompiled: Any = torch.compiler.disable
+        self._optimizer.register_step_pre_hook(uncompiled(self._before))
+        self._optimizer.register_step_post_hook(uncompiled(self._after))
+
+    def drop_unused(self) -> None:
+        """Leaves gradients out that no step has used, as a GradScaler does that finds an infinity."""
+        if self.fresh is None:
+            return
+        if self.fresh.finite:
+            raise OptionError(
+                "the gradients of a backward pass were averaged, and no step of the optimizer has used them",
+                where=f"step {self.fresh.step} of DUO",
+                do="accumulate gradients under ddp.no_sync(), as DUO keeps those of one backward pass; where they are not to be used, "
+                "say so: handle.skip()",
+            )
+        self.told.skipped += 1
+        self.memory.give(self.fresh)
+        self.fresh = None
+
+    def commit(self, since: float) -> bool:
+        """Takes the parameters and the state on by the gradients in full of the step before; `since` then they have been waited for.
+        Returns whether there were any."""
+        pending = self.pending
+        if pending is None or pending.use is None:
+            return False
+        use, held = pending.use, self._held
+        self.told.waited += max(0.0, pending.known - since)
+        present = [p.grad for p in held.stepped]
+        with torch.no_grad():
+            for place, (p, kept) in enumerate(zip(held.stepped, held.kept, strict=True)):
+                p.copy_(kept)
+                p.grad = _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
+        if use.scaled and not held.finite(pending.step):
+            self.told.skipped += 1
+            warnings.warn(
+                f"the gradients of step {pending.step} in full precision are not finite, though they were in few bits: "
+                "the step is left out",
+                stacklevel=4,
+            )
+        else:
+            with (
+                self._taking_a_step(),
+                functional_optimizer.under(self._optimizer, use.groups),
+                functional_optimizer.scaled_by(self._optimizer, use.scale),
+            ):
+                functional_optimizer.step(self._optimizer)
+            self.told.committed += 1
+        for p, gradient in zip(held.stepped, present, strict=True):
+            p.grad = gradient
+        self.memory.give(pending)
+        self.pending, self._outstanding.step = None, None
+        return True
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stepping:
+            return
+        if args[1:] or any(value is not None for value in kwargs.values()):
+            raise OptionError(
+                "a step of the optimizer was given arguments, as a closure, and DUO takes it again without them",
+                where="optimizer.step(...)",
+                do="call the backward pass before, and optimizer.step() without arguments",
+            )
+        self._wait()
+        fresh, held = self.fresh, self._held
+        if fresh is None:
+            if any(p.grad is not None for p in held.stepped):
+                raise OptionError(
+                    "the optimizer steps with gradients that were not averaged since it did so last",
+                    where="optimizer.step()",
+                    do="call it once after each backward pass that is not under ddp.no_sync()",
+                )
+            return
+        use, infinite = self._use(fresh)
+        if infinite:
+            fresh.finite = False
+            self.drop_unused()
+            return
+        self.commit(fresh.begun)
+        for kept, p in zip(held.kept, held.stepped, strict=True):
+            kept.copy_(p.detach())
+        fresh.use, self.fresh, self.pending = use, None, fresh
+        self._outstanding.step = fresh.step
+        self._saved = functional_optimizer.state(optimizer)
+        if not self._looks_ahead:
+            self._put_aside = [p.grad for p in held.stepped]
+            for p in held.stepped:
+                p.grad = None
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stepping or self._saved is None or self.pending is None:
+            return
+        functional_optimizer.put_back(optimizer, self._saved)
+        if self._put_aside is not None:
+            for p, gradient in zip(self._held.stepped, self._put_aside, strict=True):
+                p.grad = gradient
+        self._saved = self._put_aside = None
+        self._looked(self.pending)
+
+    def _use(self, fresh: Replica) -> tuple[Use, bool]:
+        """Returns what the optimizer was to make of gradients, and whether they are to be left out."""
+        scale, infinite = functional_optimizer.scaling(self._optimizer)
+        gradients = [p.grad for p in self._held.stepped]
+        factor = fresh.factor_found(gradients, self._held.aside())
+        if factor is None:
+            clips = "handle.clip_grad_norm_(1.0)" if self._held.sharded else "clip_grad_norm_ and returns nothing"
+            raise OptionError(
+                "gradients were changed between the backward pass and the step, and DUO cannot do the same to those in full precision",
+                where=f"step {fresh.step} of DUO",
+                do="have the optimizer change them, as it is called for both: after compress(...), call "
+                f"optimizer.register_step_pre_hook(clip) with a function clip(*_) that calls {clips}; "
+                "a GradScaler is given to compress(..., scaler=scaler)",
+            )
+        used = [g is not None for g in gradients]
+        use = Use(
+            functional_optimizer.settings(self._optimizer), used, factor, scale, factor != 1.0 or scale is not None
+        )
+        return use, infinite
+
+    @contextlib.contextmanager
+    def _taking_a_step(self) -> Iterator[None]:
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+
+def _gradient(p: Tensor, mean: Tensor, factor: float) -> Tensor:
+    found = mean if p.dtype == mean.dtype else mean.to(p.dtype)
+    return found if factor == 1.0 else found.mul_(factor)

@@ -1,0 +1,242 @@
+"""The parts of parameters that a rank's optimizer steps, and how all ranks get to see what it makes of them.
+
+The optimizer's parameters are replaced by this rank's parts of them, so that its state, too, is of these alone. Behind each step ranks
+send each other by how much their parts differ from those that all models have, in few bits (the paper's weight differences). What a codec
+leaves of a difference is in the next one, as that is taken from what models have.
+
+Invariant: the models of all ranks are equal to the last bit, as each adds the same bytes to the same values; they are what optimizers have
+made but for what the last difference lost in its codec, and nothing is lost of parameters that are sent in FP32, or after a flush.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qsync_fx.communication import bucket as geometry
+from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.bucket import Bucket, Piece
+from qsync_fx.communication.codecs import PLAIN
+from qsync_fx.communication.compressor_state import State
+from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.pending_step import finite
+from qsync_fx.communication.duo.replicated_optimizer import Whole
+from qsync_fx.communication.statistics import Tally
+from qsync_fx.errors import OptionError
+
+_COUNTERS: Final = ("step",)
+"""Of an optimizer's state, what is no value of a parameter though it may be shaped as one."""
+_PARAMETERS, _SUM, _STATE = 0, 1, 2
+"""What messages are of, where those of gradients name a bucket."""
+_TOLD: Final = "the parameters of rank {} are not those of rank {} after a step of the optimizer"
+
+
+class Shards(Whole):
+    """This rank's part of each parameter.
+
+    Args:
+        group: a process group that nobody else uses.
+        pieces: of each parameter, its codec and its parts.
+        now: has the thread that talks to other ranks do something, and returns what that returns.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        group: Any,
+        parameters: Sequence[nn.Parameter],
+        pieces: Sequence[Piece],
+        state: State,
+        now: Callable[[Callable[[], Tensor]], Tensor],
+    ) -> None:
+        self._parameters, self._pieces, self._now, self._state = parameters, tuple(pieces), now, state
+        for piece, p in zip(pieces, parameters, strict=True):
+            if not _dense(p):
+                raise OptionError(
+                    "the values of a parameter lie with gaps between them, and a part of it is a part of its memory",
+                    where=piece.name,
+                    do="make the parameter contiguous, or leave out sharded",
+                )
+        self._reducer = Reducer(group, state)
+        self.tally: Tally | None = self._reducer.tally
+        self.stepped = [nn.Parameter(self.own(at, p.detach()).clone()) for at, p in enumerate(parameters)]
+        self.kept = [p.detach().clone() for p in self.stepped]
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Has an optimizer of the parameters step this rank's parts of them; what state it has is cut likewise."""
+        places = {id(p): place for place, p in enumerate(self._parameters)}
+        before = {places[id(p)]: values for p, values in optimizer.state.items() if id(p) in places}
+        cut = {
+            place: {name: self._state_of(place, name, value) for name, value in values.items()}
+            for place, values in before.items()
+        }
+        for group in optimizer.param_groups:
+            group["params"] = [self.stepped[places[id(p)]] for p in group["params"]]
+        optimizer.state.clear()
+        for place, values in cut.items():
+            optimizer.state[self.stepped[place]] = values
+        theirs = optimizer.zero_grad
+
+        @functools.wraps(theirs)
+        def zero_grad(set_to_none: bool = True) -> None:
+            theirs(set_to_none=set_to_none)
+            for p in self._parameters:
+                if set_to_none:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad = p.grad.detach().zero_()
+
+        # What users see of gradients is what the model has, and parts are copies of it.
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def own(self, place: int, gradient: Tensor) -> Tensor:
+        piece = self._pieces[place]
+        return geometry.flat(piece, gradient)[piece.part(self._state.rank)]
+
+    def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
+        reducer.scatter(bucket)
+        rank = self._state.rank
+        parts = [geometry.flat(p, g)[p.part(rank)] for p, g in zip(bucket.pieces, bucket.gradients, strict=True)]
+        reducer.finite &= finite(parts)
+
+    def arrived(self, used: bool) -> None:
+        for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
+            if p.grad is None:
+                part.grad = None
+                continue
+            gradient = p.grad if p.grad.stride() == p.stride() else torch.empty_like(p).copy_(p.grad)
+            part.grad = self.own(place, gradient).clone()
+            if not used:
+                part.grad.fill_(torch.nan)  # on this rank, too, the step is left out
+
+    def aside(self) -> Sequence[Tensor | None]:
+        return [p.grad for p in self._parameters]
+
+    def finite(self, step: int) -> bool:
+        return self._total(float(not super().finite(step)), step) == 0
+
+    def nbytes(self, optimizer: Optimizer) -> int:
+        return super().nbytes(optimizer) + sum(part.nbytes for part in self.stepped)
+
+    def clip(self, limit: float, step: int) -> Tensor:
+        """Scales gradients so that their 2-norm, over all ranks, is at most `limit`; returns what it was."""
+        gradients = [p.grad for p in self.stepped if p.grad is not None]
+        squares = sum(float(g.double().square().sum()) for g in gradients)
+        norm = torch.tensor(self._total(squares, step) ** 0.5)
+        for g in gradients:
+            g.mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(g.dtype))
+        return norm
+
+    def show(self, step: int, compared: bool) -> None:
+        self._show(self._reducer, self._pieces, step, compared)
+
+    def show_exactly(self, step: int) -> None:
+        state = self._state
+        exact = Reducer(
+            self._reducer.group,
+            State(state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device),
+            (),
+            self._reducer.tally,
+        )
+        self._show(exact, [replace(piece, codec=PLAIN) for piece in self._pieces], step, compared=True)
+
+    def whole_state(self, optimizer: Optimizer, step: int) -> dict[str, Any]:
+        found = super().whole_state(optimizer, step)
+        found["state"] = {
+            index: dict(values) for index, values in found["state"].items()
+        }  # it holds those of the optimizer
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        places = {id(part): place for place, part in enumerate(self.stepped)}
+        cut = [
+            (values, name, places[id(order[index])])
+            for index, values in found["state"].items()
+            for name, value in values.items()
+            if isinstance(value, Tensor) and name not in _COUNTERS and value.dim()
+        ]
+        pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in cut]
+        whole = [
+            torch.zeros(piece.size, dtype=torch.float32, device=values[name].device)
+            for piece, (values, name, _) in zip(pieces, cut, strict=True)
+        ]
+        own = [values[name].detach().float() for values, name, _ in cut]
+
+        def work() -> Tensor:
+            self._reducer.give(Bucket(_STATE, step, torch.empty(0), pieces, ()), own, whole, [False] * len(cut))
+            return torch.empty(0)
+
+        self._now(work)
+        for (values, name, place), flat in zip(cut, whole, strict=True):
+            like = torch.empty_like(self._parameters[place], dtype=values[name].dtype)
+            geometry.flat(self._pieces[place], like).copy_(flat)
+            values[name] = like.detach()
+        return found
+
+    def reload(self) -> None:
+        for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
+            part.detach().copy_(self.own(place, p.detach()))
+
+    def _show(self, reducer: Reducer, pieces: Sequence[Piece], step: int, compared: bool) -> None:
+        def work() -> Tensor:
+            with torch.no_grad():
+                flats = [geometry.flat(piece, p.detach()) for piece, p in zip(pieces, self._parameters, strict=True)]
+                shown = [flat.float() for flat in flats]
+                onto = [piece.codec != PLAIN for piece in pieces]
+                own = [
+                    part.float() - flat[piece.part(self._state.rank)] if is_added else part.float()
+                    for part, flat, piece, is_added in zip(self.stepped, shown, pieces, onto, strict=True)
+                ]
+                reducer.give(Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), own, shown, onto)
+                for p, flat, found in zip(self._parameters, flats, shown, strict=True):
+                    if found is not flat:
+                        flat.copy_(found)
+                    torch.autograd.graph.increment_version(p)
+                    if compared:
+                        made = torch.where(found.isnan(), torch.nan, found)
+                        reducer.digest = zlib.crc32(made.cpu().numpy().tobytes(), reducer.digest)
+            reducer.settle(step, compared, _TOLD)
+            return torch.empty(0)
+
+        self._now(work)
+
+    def _state_of(self, place: int, name: str, value: Any) -> Any:
+        p = self._parameters[place]
+        if not isinstance(value, Tensor) or name in _COUNTERS or value.dim() == 0:
+            return functional_optimizer.copied(value)
+        if value.shape != p.shape:
+            raise OptionError(
+                f"the optimizer keeps {name} of {list(value.shape)} for a parameter of {list(p.shape)}, and a part of it is not known",
+                where=self._pieces[place].name,
+                do="leave out sharded",
+            )
+        return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
+
+    def _total(self, value: float, step: int) -> float:
+        """Returns the sum over ranks, in their order."""
+        world = self._state.world
+        place = Piece("a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2)))
+        own, every = torch.tensor([value], dtype=torch.float64), torch.zeros(world, dtype=torch.float64)
+        bucket = Bucket(_SUM, step, torch.empty(0), [place], ())
+
+        def work() -> Tensor:
+            self._reducer.give(bucket, [own.view(torch.float32)], [every.view(torch.float32)], [False])
+            return every
+
+        return float(sum(self._now(work).tolist()))
+
+
+def _dense(p: Tensor) -> bool:
+    """Whether values lie without gaps, in whichever order."""
+    expected = 1
+    for stride, extent in sorted((s, e) for s, e in zip(p.stride(), p.shape, strict=True) if e > 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True

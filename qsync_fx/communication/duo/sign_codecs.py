@@ -1,0 +1,139 @@
+"""In what DUO's fast reduction sends gradients: 0, 1, 2, 4 or 8 bits a value.
+
+What the fast reduction gets wrong the slow one puts right, so it keeps no residual: what it left of a gradient would count twice.
+
+Invariant: a NaN or an infinity in the gradient of one rank is a NaN in the fast mean of all of them, with 0 bits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication.codecs import NAMES, PLAIN, Codec, buffers, codec_named
+from qsync_fx.communication.codecs.codec import Draw
+from qsync_fx.communication.codecs.onebit import Reshaped
+from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
+from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.ddp_hook import Assigned, to_all
+from qsync_fx.errors import OptionError, nearest
+
+
+@dataclass(frozen=True)
+class Silence(Codec):
+    """Nothing of values but whether all of them are finite: zeros are decoded, or NaN."""
+
+    name: str = "nothing"
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def nbytes(self, n: int) -> int:
+        return _FLAG if n else 0
+
+    def theory(self, n: int) -> float:
+        return 0.0
+
+    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+        buffers.long_enough(wire, self.nbytes(values.numel()))
+        wire[:_FLAG].view(torch.float32).fill_(0.0 if bool(values.isfinite().all()) else torch.nan)
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        buffers.long_enough(wire, self.nbytes(values.numel()))
+        flag = wire[:_FLAG].view(torch.float32)
+        if add:
+            values += flag
+        else:
+            values.copy_(flag.expand_as(values))
+
+
+_FLAG: Final = 4
+
+
+@dataclass(frozen=True)
+class Signs(Reshaped):
+    """1bitSGD* that forgets what it leaves of a value."""
+
+    residual: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Duo:
+    """How DUO reduces.
+
+    Attributes:
+        fast: what gradients are sent in at once; one that keeps no residual.
+        name: what users write.
+        ahead: whether parameters take a step of the optimizer with the fast mean; if not, they are those that are known in full, one
+            gradient behind. With nothing sent at once a step ahead is one with a gradient of zero, in which momentum goes on.
+    """
+
+    fast: Codec
+    name: str = "duo"
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fast.residual or isinstance(self.fast, Adaptive):
+            raise OptionError(
+                f"DUO's fast reduction cannot be {self.fast.name}, which does not depend on the gradients of one step alone",
+                where="Duo(fast=...)",
+                do="give a codec without a residual, such as Signs(64) for one bit: the slow reduction brings what the fast one leaves",
+            )
+
+    def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
+        """Returns what each parameter's gradient goes in at once. With nothing sent all are treated alike, small ones, too."""
+        found = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, Silence) else least)
+        return replace(found, name=self.name, said=repr(self), text=repr(self))
+
+
+DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
+    {
+        duo.name: duo
+        for duo in (
+            Duo(Silence(), "duo0"),
+            Duo(Signs(64), "duo1"),
+            *(Duo(Qsgd(bits, UNITS[bits]), f"duo{bits}") for bits in (2, 4, 8)),
+            Duo(PLAIN, "duo32"),
+        )
+    }
+)
+"""By name. With 32 bits the fast mean is the slow one, and training is that without DUO, to the last bit."""
+
+
+def weights_codec(duo: Duo, asked: str | Codec | None) -> Codec:
+    """Returns what differences of sharded parameters are sent in: what is asked for, or 4 bits, 8 beside gradients of 8, and FP32, which
+    loses nothing, where gradients go so.
+
+    Raises:
+        OptionError: it cannot be that.
+    """
+    if asked is None:
+        bits = max(duo.fast.bits, 4) if isinstance(duo.fast, Qsgd) else 4
+        return PLAIN if duo.fast == PLAIN else Qsgd(bits, UNITS[bits])
+    found = codec_named(asked) if isinstance(asked, str) else asked
+    if found.residual or isinstance(found, Adaptive | Silence):
+        raise OptionError(
+            f"differences of parameters cannot be sent in {found.name}: what a codec leaves of one is in the next, and has to come then",
+            where="compress(..., sharded=...)",
+            do='give a codec without a residual whose bits are known before, such as "qsgd4", or True',
+        )
+    return found
+
+
+def way_named(name: str) -> Codec | Duo:
+    """Returns the codec, or the DUO, of this name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if name in DUOS:
+        return DUOS[name]
+    if name in NAMES:
+        return codec_named(name)
+    raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, [*NAMES, *DUOS]))

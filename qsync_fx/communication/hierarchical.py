@@ -1,0 +1,173 @@
+"""The mean of a bucket where several ranks share a node: in FP32 inside nodes, whose links are fast, and coded between them.
+
+Each rank sums a part of all gradients of its node, averages it with the ranks of other nodes that have the same part, through a codec, and
+gives it to the others of its node. So what a node sends is sent once, and each of its ranks sends its share.
+
+Invariant: all ranks end with the same bits. Those of one part are the same on all nodes, as `reduction` makes them, and inside a node they
+are copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication import bucket, point_to_point
+from qsync_fx.communication.allreduce import Reducer
+from qsync_fx.communication.bucket import Bucket, Piece, volumes
+from qsync_fx.communication.codecs import buffers
+from qsync_fx.communication.point_to_point import HEADER, Head, exchange
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks share a node.
+
+    Attributes:
+        ranks: of each node, as many on all of them, in ascending order.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks of a node."""
+        return len(self.ranks[0])
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks of the same node."""
+        return next(node for node in self.ranks if rank in node)
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that have the same part, one of each node."""
+        place = self.beside(rank).index(rank)
+        return tuple(node[place] for node in self.ranks)
+
+    def __str__(self) -> str:
+        return f"{len(self.ranks)} nodes of {self.size} ranks: {'; '.join(', '.join(map(str, node)) for node in self.ranks)}"
+
+
+@dataclass
+class Hierarchy:
+    """Reduces buckets as a `Reducer` does.
+
+    Attributes:
+        nodes: which ranks share one.
+        reducer: averages over the ranks of other nodes; its group is that of all ranks.
+    """
+
+    nodes: Nodes
+    reducer: Reducer
+    _memory: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rank = self.reducer.state.rank
+        self._beside = self.nodes.beside(rank)
+        self._place = self._beside.index(rank)
+
+    def share(self, piece: Piece) -> Piece:
+        """Returns the part of a parameter that this rank averages between nodes."""
+        size = self.nodes.size
+        part = self._whole(piece).part(self._place)
+        index = piece.index * size + self._place  # another random stream for each part
+        return bucket.cut(piece.name, index, part.stop - part.start, piece.codec, len(self.nodes.ranks))
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Puts the mean over ranks in the place of a bucket's values.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        flats, wholes = self.reducer.flats(bucket), [self._whole(piece) for piece in bucket.pieces]
+        shares = [self.share(piece) for piece in bucket.pieces]
+        own = [flat[whole.part(self._place)] for flat, whole in zip(flats, wholes, strict=True)]
+        self._sum(bucket, flats, wholes, own)
+        self.reducer.mean(replace(bucket, pieces=shares), own)
+        self._give(bucket, flats, wholes, own)
+        self.reducer.put_back(bucket, flats)
+        across = self.nodes.across(self.reducer.state.rank)
+        self.reducer.end(bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across)))
+
+    def _whole(self, piece: Piece) -> Piece:
+        return bucket.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
+
+    def _sum(self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[Piece], own: Sequence[Tensor]) -> None:
+        """Puts the mean over the node, summed in the order of its ranks, in the place of this rank's part."""
+        mine = {
+            place: self._message(bucket, f"to {place}", [f[w.part(place)] for f, w in zip(flats, wholes, strict=True)])
+            for place in range(self.nodes.size)
+        }
+        length = mine[self._place].numel()
+        theirs = {place: self._bytes(bucket, f"from {place}", length) for place in mine if place != self._place}
+        self._exchange(bucket, {place: mine[place] for place in theirs}, theirs)
+        theirs[self._place] = mine[self._place]
+        begin = time.perf_counter()
+        good = [place for place in range(self.nodes.size) if self._sound(bucket, place, theirs[place])]
+        for number, place in enumerate(good):
+            for part, sent in zip(own, self._parts(theirs[place], own), strict=True):
+                part.copy_(sent) if number == 0 else part.add_(sent.to(part.device))
+        for part in own:
+            part.div_(self.nodes.size)
+        self.reducer.tally.decode += time.perf_counter() - begin
+
+    def _give(self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[Piece], own: Sequence[Tensor]) -> None:
+        """Puts the parts that the others of the node have averaged in their places."""
+        mine = self._message(bucket, "mean", own)
+        parts = {
+            place: [flat[whole.part(place)] for flat, whole in zip(flats, wholes, strict=True)]
+            for place in range(self.nodes.size)
+            if place != self._place
+        }
+        theirs = {
+            place: self._bytes(bucket, f"mean of {place}", HEADER + 4 * sum(part.numel() for part in found))
+            for place, found in parts.items()
+        }
+        self._exchange(bucket, dict.fromkeys(theirs, mine), theirs)
+        for place, found in parts.items():
+            if self._sound(bucket, place, theirs[place]):
+                for part, sent in zip(found, self._parts(theirs[place], found), strict=True):
+                    part.copy_(sent)
+
+    def _message(self, bucket: Bucket, name: str, parts: Sequence[Tensor]) -> Tensor:
+        begin = time.perf_counter()
+        message = self._bytes(bucket, name, HEADER + 4 * sum(part.numel() for part in parts))
+        self._head(bucket, self._place, message).write(message)
+        for part, to in zip(parts, self._parts(message, parts), strict=True):
+            to.copy_(part)
+        self.reducer.tally.encode += time.perf_counter() - begin
+        return message
+
+    @staticmethod
+    def _parts(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the FP32 values of a message, in tensors as long as these."""
+        return list(torch.split(message[HEADER:].view(torch.float32), [part.numel() for part in like]))
+
+    def _exchange(self, bucket: Bucket, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        begin, ranks = time.perf_counter(), self._beside
+        given, taken = ({ranks[at]: found for at, found in one.items()} for one in (outgoing, incoming))
+        exchange(self.reducer.group, given, taken, bucket.about)
+        self.reducer.tally.transfer += time.perf_counter() - begin
+        self.reducer.tally.inside += sum(message.numel() for message in outgoing.values())
+
+    def _sound(self, bucket: Bucket, place: int, message: Tensor) -> bool:
+        """Whether a message is the one awaited; all ranks are told at the end of the step if it is not."""
+        fault = self._head(bucket, place, message).fault(message)
+        if fault is not None:
+            state = self.reducer.state
+            self.reducer.faults.append(point_to_point.unread(state.rank, self._beside[place], bucket.about, fault))
+        return fault is None
+
+    def _head(self, bucket: Bucket, place: int, message: Tensor) -> Head:
+        what = point_to_point.hash_of(f"inside a node, {self.reducer.state.codec}")
+        return Head(what, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
+
+    def _bytes(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
+        """Returns bytes that stay from step to step."""
+        found = self._memory.get((bucket.index, name))
+        if found is None or found.numel() != nbytes:
+            found = self._memory[bucket.index, name] = buffers.host(nbytes, self.reducer.state.device)
+        return found

@@ -1,1 +1,0 @@
-"""How long gradients take in each codec: measured, and foreseen."""

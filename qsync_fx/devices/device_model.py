@@ -1,0 +1,379 @@
+"""A device that need not be at hand: what it is made of, and how long work takes on it.
+
+Invariant: whatever is asked for has an answer in seconds that follows from the constants of its file, or raises.
+
+From a file of TOML, which anyone may have written, to a device.
+
+Invariant: whatever the bytes, reading ends in a device whose constants make sense, or in a `DeviceError` that says what is wrong, where in
+the file, and what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from qsync_fx.devices.format_support import ANY, row_at
+from qsync_fx.devices.roofline import FEATURES, Layout, Machine, Product, Shape, convolved, moved, multiplied, reduced
+from qsync_fx.devices.spec import Convolution, Link, Memory, Reduction, Tiles, Unit
+from qsync_fx.errors import DeviceError, nearest, shown
+from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
+from qsync_fx.serialization.schema import TomlSchema
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsync_fx.profiler.measurement import GivenOptimizer
+    from qsync_fx.profiler.profile import Profile
+
+
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """A device of the catalog.
+
+    Attributes:
+        name: what it is asked for by.
+        title: what it is called.
+        kind: what it is.
+        processors: multiprocessors of a GPU, cores of a CPU.
+        clock: cycles a second under load.
+        memory: its memory.
+        units: what multiplies values of a format, by the format's encoding.
+        capability: the compute capability of a GPU.
+        calibrated_as: the device of the catalog whose fitted constants serve where this one has none.
+        products: how matrix products are computed, by encoding.
+        convolutions: how each product of a convolution is, by encoding.
+        reductions: all-reduces that were measured.
+        link: what connects it to others of its kind.
+        path: of the file that describes it; "" for one that no file does.
+    """
+
+    name: str
+    title: str
+    kind: Literal["gpu", "cpu"]
+    source: str
+    processors: int
+    clock: float
+    memory: Memory
+    units: Mapping[str, Unit]
+    capability: tuple[int, int] | None = None
+    calibrated_as: str | None = None
+    products: Mapping[str, Tiles] = field(default_factory=dict)
+    convolutions: Mapping[str, Mapping[str, Convolution]] = field(default_factory=dict)
+    reductions: Sequence[Reduction] = ()
+    link: Link | None = None
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def unit(self, fmt: str | Precision) -> Precision:
+        """Returns the format whose unit multiplies values of `fmt`: itself, or what it is simulated in on this device."""
+        asked = precision(fmt)
+        tried = encoding(asked)
+        while tried.name not in self.units and tried is not FP32:
+            carrier = encoding(row_at(self.capability or ANY, tried).carrier)
+            tried = carrier if carrier is not tried else FP32
+        return tried
+
+    @property
+    def target(self) -> str | None:
+        """What the option "target" has for it: its name, or the path of a file that no name finds; None for a CPU, which needs none.
+
+        Profiles hold it, which others read on machines where the catalog lies elsewhere.
+        """
+        # Files are found by names above this module.
+        from qsync_fx.devices.device_catalog import name_of
+
+        return None if self.kind == "cpu" else name_of(self) or self.path or self.name
+
+    def profile(
+        self,
+        model: torch.nn.Module,
+        step: Callable[[Any, Any], Any],
+        batch: object,
+        precisions: Sequence[str | Precision] | None = None,
+        optimizer: GivenOptimizer | None = None,
+    ) -> Profile:
+        """Returns a profile of a model on this device, in place of one that is measured there.
+
+        Args:
+            step: what a training step computes: takes the model and a batch, returns the loss. It runs once, here, and twice without
+                the model.
+            batch: what it is given.
+            precisions: the formats that plans may ask for; by default those that the device has units for.
+            optimizer: what will update the model, or makes that of its parameters, if its time and memory count.
+        """
+        # What explains a model stands above this module.
+        found: Profile = importlib.import_module("qsync_fx.profiler.analytic_profile").of_catalog(
+            self, model, step, batch, precisions, optimizer
+        )
+        return found
+
+    def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
+        """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
+        _check(m=m, n=n, k=k)
+        _one_of("layout", layout, LAYOUTS, "gemm_seconds")
+        return _gemm(self, m, n, k, self.unit(precision).name, layout)
+
+    def conv_seconds(
+        self,
+        n: int,
+        c: int,
+        h: int,
+        w: int,
+        k: int,
+        r: int,
+        s: int,
+        stride: int | tuple[int, int],
+        padding: int | tuple[int, int],
+        precision: str | Precision,
+        product: Product = "output",
+    ) -> float:
+        """Returns the seconds of a convolution, or of one of its two gradients.
+
+        Args:
+            n, c, h, w: batch, channels, height and width of the input.
+            k, r, s: channels of the output, height and width of the window.
+            stride, padding: one for both directions, or height and width.
+            product: which of the three.
+        """
+        strides = (stride, stride) if isinstance(stride, int) else tuple(stride)
+        around = (padding, padding) if isinstance(padding, int) else tuple(padding)
+        _check(n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": strides[0], "stride across": strides[1]})
+        if min(around) < 0:
+            raise DeviceError(f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more")
+        if r > h + 2 * around[0] or s > w + 2 * around[1]:
+            what = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
+            raise DeviceError(what, where="conv_seconds", do="give sizes of a convolution that there is")
+        _one_of("product", product, PRODUCTS, "conv_seconds")
+        return _convolution(self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product)
+
+    def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
+        """Returns the seconds in which `ranks` of these devices, in one server, add up a tensor of `nbytes` bytes."""
+        _check(ranks=ranks)
+        _check_bytes(nbytes)
+        found = reduced(self.reductions, self.link, nbytes, ranks)
+        if found is None:
+            raise DeviceError(
+                f"nothing is known of all-reduces of {self.name}",
+                where=f"device {self.name}",
+                do="add a table [link] with bandwidth and latency, or [[reductions]], to its file",
+            )
+        return found
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Returns the seconds in which an operator reads and writes `nbytes` bytes in all."""
+        _check_bytes(nbytes)
+        return moved(self.memory, nbytes)
+
+    def work_seconds(self, flops: float, nbytes: float, precision: str | Precision) -> float:
+        """Returns the seconds of an operator of which nothing but its operations and bytes is known: the longer of what both take."""
+        _check_bytes(flops, "flops")
+        unit = self.unit(precision).name
+        return max(self.memory_seconds(nbytes), flops / (self.units[unit].peak * _USUAL.efficiency))
+
+    def cast_seconds(self, before: str | Precision, after: str | Precision, numel: int) -> float:
+        """Returns the seconds in which `numel` values are converted, or quantized: for their scale they are read once before that."""
+        _check_bytes(numel, "numel")
+        source, target = precision(before), precision(after)
+        if encoding(source) is encoding(target) or not numel:
+            return 0.0
+        read = source.dtype.itemsize * numel
+        seconds = self.memory_seconds(read + target.dtype.itemsize * numel)
+        return seconds + self.memory_seconds(read) if target.scaled else seconds
+
+    def machine(self, unit: str) -> Machine:
+        """Returns what products of the format of a unit are computed with."""
+        return Machine(self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth)
+
+
+def _check(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise DeviceError(
+                f"{name} cannot be {size!r}", where="the sizes of the work", do="give whole numbers from 1"
+            )
+
+
+def _one_of(what: str, given: str, known: Sequence[str], where: str) -> None:
+    if given not in known:
+        raise DeviceError(f"there is no {what} {given!r}", where=where, do=nearest(str(given), known))
+
+
+def _check_bytes(size: float, name: str = "nbytes") -> None:
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < float("inf"):
+        raise DeviceError(f"{name} cannot be {size!r}", where="the sizes of the work", do="give a number from 0")
+
+
+def constants(device: Device, unit: str) -> tuple[Device, str]:
+    """Returns the device and the unit whose fitted constants serve for products of a unit: its own, or those of its kin."""
+    from qsync_fx.devices.device_catalog import get
+
+    narrow = precision(unit).bits < 32
+    at: Device | None = device
+    asked: list[str] = []
+    while at is not None:
+        if at.name in asked:
+            what = f"the devices {' and '.join(asked)} are each calibrated as the other"
+            raise DeviceError(what, where=f"device {device.name}", do="let one of them stand for itself")
+        asked.append(at.name)
+        for name in (unit, *(other for other in at.products if (precision(other).bits < 32) is narrow)):
+            if name in at.products and name in at.convolutions:
+                return at, name
+        at = get(at.calibrated_as) if at.calibrated_as else None
+    return device, ""
+
+
+@functools.lru_cache(maxsize=65536)
+def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> float:
+    at, name = constants(device, unit)
+    fmt = precision(unit)
+    by = at.products[name] if name else _USUAL
+    result = max(fmt.output.dtype.itemsize, fmt.dtype.itemsize) if fmt.kind == "float" else 4
+    return float(multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0])
+
+
+@functools.lru_cache(maxsize=65536)
+def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Product) -> float:
+    at, name = constants(device, unit)
+    fmt = precision(unit)
+    found = at.convolutions.get(name, {})
+    by = found.get(product) or found.get(PRODUCTS[0]) or _USUAL
+    tensor_cores = device.kind == "gpu" and fmt is not FP32
+    return float(convolved(by, device.machine(unit), Shape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0])
+
+
+_USUAL = Convolution(
+    efficiency=0.7, source="no device of its kind was fitted: what libraries of matrix products usually reach"
+)
+
+
+def read(path: Path) -> Device:
+    """Returns the device that a file describes; raises `DeviceError`."""
+    return replace(DEVICE.load(path), path=str(path))
+
+
+_EDGES = (32, 64, 128)
+
+
+def _positive(value: Any, *names: str) -> str | None:
+    wrong = next((name for name in names if not getattr(value, name) > 0), None)
+    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
+
+
+def _from_zero(value: Any, *names: str) -> str | None:
+    wrong = next((name for name in names if not getattr(value, name) >= 0), None)
+    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be 0 or more"
+
+
+def _sourced(value: Any) -> str | None:
+    return None if value.source.strip() else " does not say where its constants come from (source)"
+
+
+def _memory(memory: Memory) -> str | None:
+    if memory.fraction > 1:
+        return f" has fraction = {memory.fraction}: nothing is faster than the bandwidth"
+    return (
+        _sourced(memory)
+        or _positive(memory, "bytes", "bandwidth", "fraction")
+        or _from_zero(memory, "cache", "cache_bandwidth", "launch", "host")
+    )
+
+
+def _unit(unit: Unit) -> str | None:
+    return _sourced(unit) or _positive(unit, "peak")
+
+
+def _tiles(tiles: Tiles) -> str | None:
+    if tiles.smallest not in _EDGES:
+        return f" has smallest = {tiles.smallest}: tiles have an edge of at least 32, 64 or 128"
+    if not 0 < tiles.alone <= 1:
+        return f" has alone = {tiles.alone}, which is to be above 0, and 1 at most"
+    if tiles.overlap < 1:
+        return f" has overlap = {tiles.overlap}, which is to be 1 or more"
+    if wrong := next((name for name in tiles.layouts if name not in LAYOUTS), None):
+        return f" has a layout {shown(wrong)}: {nearest(wrong[:40], LAYOUTS)}"
+    if any(not factor > 0 for factor in tiles.layouts.values()):
+        return " has a layout that takes no time"
+    return (
+        _sourced(tiles)
+        or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
+        or _from_zero(tiles, "small_tiles", "latency", "prologue", "reduction", "launch", "throttle")
+    )
+
+
+def _parsed_convolution(by: Convolution) -> str | None:
+    if wrong := next((name for name in by.corrections if name not in FEATURES), None):
+        return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
+    for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
+        if getattr(by, name) not in edges:
+            return f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
+    own = {field.name for field in fields(Convolution)} - {field.name for field in fields(Tiles)} - {"corrections"}
+    return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(own))
+
+
+def _reduction(reduction: Reduction) -> str | None:
+    at, seconds = reduction.bytes, reduction.seconds
+    if len(at) != len(seconds) or not at:
+        return f" has {len(at)} sizes and {len(seconds)} times"
+    if reduction.ranks < 2:
+        return f" has ranks = {reduction.ranks}: it takes two"
+    if at[0] <= 0 or any(a >= b for a, b in pairwise(at)):
+        return " has sizes that do not grow from above 0"
+    if seconds[0] <= 0 or any(a > b for a, b in pairwise(seconds)):
+        return " has times that fall as sizes grow, or are 0"
+    return _sourced(reduction)
+
+
+def _link(link: Link) -> str | None:
+    return _sourced(link) or _positive(link, "bandwidth") or _from_zero(link, "latency")
+
+
+def _device(device: Device) -> str | None:
+    if device.path:
+        return " has an unknown field 'path': leave it out"
+    if not device.name or not all(letter.isalnum() or letter in "-_." for letter in device.name):
+        return f" has the name {shown(device.name)}: letters, digits, '-', '_' and '.' make one"
+    if (device.capability is None) is (device.kind == "gpu"):
+        return " is a GPU's exactly where it has a compute capability"
+    if device.capability is not None and not (0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10):
+        return f" has capability = {list(device.capability)}: [7, 5] is that of a T4"
+    for spec_field in ("units", "products", "convolutions"):
+        if wrong := next((name for name in getattr(device, spec_field) if name not in FORMATS), None):
+            return f" has {spec_field} of {shown(wrong)}: {nearest(wrong[:40], FORMATS)}"
+    if "fp32" not in device.units:
+        return " has no unit for fp32"
+    if wrong := next((p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None):
+        return f" has convolutions with a product {shown(wrong)}: {nearest(wrong[:40], PRODUCTS)}"
+    return _sourced(device) or _positive(device, "processors", "clock")
+
+
+DEVICE: Final = TomlSchema(
+    Device,
+    noun="device file",
+    error=DeviceError,
+    remedy="see docs/howto-device.md for what a device file holds",
+    name=None,
+    largest=2**20,
+    smaller="a device takes a page",
+    checks={
+        Memory: _memory,
+        Unit: _unit,
+        Tiles: _tiles,
+        Convolution: _parsed_convolution,
+        Reduction: _reduction,
+        Link: _link,
+        Device: _device,
+    },
+)
+"""Such a file. Its path is its own: a file does not say it."""

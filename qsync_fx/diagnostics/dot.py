@@ -1,0 +1,88 @@
+"""The operators of a model as a Graphviz graph, coloured by precision.
+
+Invariant: what comes from the model (names, lines of source) is quoted, so that no model can write a graph of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from qsync_fx.formats import Precision
+from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+
+if TYPE_CHECKING:
+    from qsync_fx.diagnostics import Explanation
+
+
+def dot(explanation: Explanation) -> str:
+    """Returns the explanation in the DOT language; one cluster a graph, an edge for each tensor that one operator reads in one role."""
+    lines = ["digraph qsync {", '  node [shape=box, style="rounded,filled", fontname="Helvetica"];', "  rankdir=TB;"]
+    clusters = 0
+    for at, part in enumerate(explanation.graphs):
+        for graph in part.graph.walk():
+            lines += _cluster(graph, at, clusters)
+            clusters += 1
+        lines += _edges(part.graph, at)
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _cluster(graph: PrecisionGraph, at: int, cluster: int) -> list[str]:
+    lines = [f"  subgraph cluster_{cluster} {{", f'    label="graph {cluster}";']
+    for operator in _shown(graph):
+        label = f"{operator.id}\n{operator.precision or '-'} -> {operator.output or '-'}"
+        style = f"fillcolor={json.dumps(colour(operator.precision))}"
+        name, reason = _name(at, str(operator.id)), json.dumps(operator.reason)
+        lines.append(f"    {name} [label={json.dumps(label)}, {style}, tooltip={reason}];")
+    return [*lines, "  }"]
+
+
+def _shown(graph: PrecisionGraph) -> list[Operator]:
+    """The operators, but for those that just call a body, which is shown itself."""
+    return [operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)]
+
+
+def _edges(graph: PrecisionGraph, at: int) -> list[str]:
+    dag, operators = graph.dag(), [operator for part in graph.walk() for operator in _shown(part)]
+    shown = {str(operator.id) for operator in operators}
+    lines = [
+        f"  {_name(at, source)} -> {_name(at, reader)} [tooltip={json.dumps(_carries(data))}];"
+        for source, reader, data in dag.edges(data=True)
+        if source in shown and reader in shown
+    ]
+    # What a pass has put in after precisions were decided is not in the model's own DAG.
+    for operator in operators:
+        late = str(operator.id) not in dag
+        for source in dict.fromkeys(_sources(operator.node)):
+            if source in shown and (late or source not in dag):
+                lines.append(f"  {_name(at, source)} -> {_name(at, str(operator.id))};")
+    return lines
+
+
+def _carries(data: dict[str, Any]) -> str:
+    return f"{data['role']}: {data['numel']} values" + ("" if data["gradient"] else ", without a gradient")
+
+
+def _name(graph: int, operator: str) -> str:
+    return json.dumps(f"g{graph}.{operator}")
+
+
+def _sources(node: fx.Node) -> list[str]:
+    """The ids of the operators that a node reads from, through casts and unpacking."""
+    found: list[str] = []
+    for used in node.all_input_nodes:
+        note = node_metadata.NOTE.get(used)
+        if note is not None:
+            found.append(str(note.id))
+        elif used.op == "call_function":
+            found += _sources(used)
+    return found
+
+
+def colour(fmt: Precision | None) -> str:
+    """Returns a colour by width: the narrower, the warmer."""
+    if fmt is None:
+        return "#eeeeee"
+    return {32: "#dbe9f6", 64: "#c6d4e8", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}.get(fmt.bits, "#f4b6c2")

@@ -1,0 +1,170 @@
+"""`explain`: runs a model once, as written, and notes down what the backend makes of it.
+
+Invariant: explaining trains nothing and changes nothing. The model runs to let Dynamo see what follows a graph break; its parameters,
+buffers, training mode and the random number generators are as before afterwards.
+
+What running a model changes, put back.
+
+Invariant: the tensors are the same objects afterwards, with the values of before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.eval_frame import OptimizeContext
+
+from qsync_fx.coverage.compilation_log import collecting
+from qsync_fx.coverage.findings import findings, uncovered
+from qsync_fx.coverage.module_coverage import Tree, models
+from qsync_fx.diagnostics.explanation import Explained, Explanation, Registered
+from qsync_fx.errors import PlanError, QSyncError
+from qsync_fx.module_paths import joined
+from qsync_fx.ops.spec import Kind
+from qsync_fx.options import Options
+from qsync_fx.passes.printer import Snapshots, Timing
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan.validation import check_plan
+
+
+@contextlib.contextmanager
+def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[None]:
+    """Puts back the values of tensors, and torch's random number generators.
+
+    Args:
+        written: the tensors that may be written to.
+        every: all of the model's, whose devices have generators.
+    """
+    kept = [t.detach().clone() for t in written]
+    devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(written, kept, strict=True):
+                tensor.copy_(value)
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | Options | None = None, **kwargs: Any
+) -> Explanation:
+    """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
+
+    Args:
+        model: a module or function.
+        args, kwargs: inputs, as the model takes them.
+        options: the backend's options.
+
+    Raises:
+        QSyncError: as the backend would, and for patterns of the plan that match no operator of the whole model.
+    """
+    parsed = Options.parse(options)
+    collected: list[Explained] = []
+    model = getattr(model, "_orig_mod", model)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        collected.append(explained(module, inputs, parsed, collected))
+        return module.forward
+
+    with _nothing_changed(model), _own_cache() as breaks, collecting(parsed) as log:
+        observed(model, backend, parsed)(*args, **kwargs)
+        trees = [Tree(root, log) for root in models(log)]
+    missing = [module for tree in trees for module in uncovered(tree)]
+    plan = next((tree.plan for tree in trees), parsed.plan or Plan())
+    adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
+    found = findings(plan, adjustable, missing)
+    parameters = tuple(_registered(trees))
+    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parameters, parsed.plan)
+    if parsed.plan is not None and not collected:
+        raise PlanError(
+            "Dynamo compiled no part of the model, so no plan applies to it",
+            where="; ".join(map(_short, explanation.breaks)) or "the whole model",
+            do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
+        )
+    if parsed.plan is not None:
+        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
+    return explanation
+
+
+def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
+    seen: set[int] = set()
+    for tree in trees:
+        for path, module in tree.modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                whole = joined(tree.within, path, name)
+                yield Registered(whole, parameter.numel(), parameter.element_size(), parameter.requires_grad)
+
+
+def explained(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, before: Sequence[Explained]
+) -> Explained:
+    """Returns what the backend makes of a graph that Dynamo hands over; `before` are the model's graphs so far."""
+    from qsync_fx.backend.compile import candidates, rewrite
+    from qsync_fx.backend.dynamo_hooks import record
+    from qsync_fx.backend.entry import through_dynamo
+    from qsync_fx.passes.tracing.dynamo_frames import compile_for_this_module_only, place
+
+    snapshots, timing = Snapshots(), Timing()
+    try:
+        here = place(options)
+        alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
+        seen = [operator.id for part in before for operator in part.graph.operators()]
+        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        graph = rewrite(module, inputs, options, (timing, snapshots), seen, candidates(here, options, device))
+        record(graph, here, options, module, alone)
+    except QSyncError as error:
+        raise through_dynamo(error) from error.__cause__
+    return Explained(graph, snapshots, timing)
+
+
+def observed(
+    model: Callable[..., Any], backend: Callable[..., Any], options: Options, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
+    from qsync_fx.backend.dynamo_hooks import observe
+
+    context = torch._dynamo.optimize(backend, dynamic=dynamic)
+    if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
+        observe(context, model, options)
+    compiled: Callable[..., Any] = context(model)
+    return compiled
+
+
+def _short(text: str) -> str:
+    """Returns the reason for a graph break, and the frame that it makes Dynamo skip, of Dynamo's long text."""
+    first, *others = (line.strip() for line in text.splitlines())
+    skipped = (line.partition(": ")[2] for line in others if "frame skipped" in line)
+    return ", ".join([first, *skipped])
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[Callable[[], list[str]]]:
+    """Lets Dynamo compile afresh however often the code was compiled before; yields what tells the graph breaks on the way."""
+    from torch._dynamo.utils import counters
+
+    # Where a break makes Dynamo leave the whole frame to Python it counts no break, but something that it does not implement.
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: dict(counters[kind]) for kind in kinds}
+
+    def breaks() -> list[str]:
+        texts = [t for kind in kinds for t, count in counters[kind].items() if count > before[kind].get(t, 0)]
+        return [text for text in texts if not any(other != text and other.startswith(text) for other in texts)]
+
+    with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield breaks
+
+
+def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
+    module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
+    return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)

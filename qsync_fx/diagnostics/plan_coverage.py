@@ -1,0 +1,131 @@
+"""`applied`: what of a plan runs in a model that is being trained, and what does not.
+
+Invariant: it tells what has been compiled so far, for the options that each module was compiled with last; it compiles and runs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from qsync_fx.coverage.causes import Why
+from qsync_fx.coverage.compilation_log import Log, Ran, logs
+from qsync_fx.coverage.findings import Findings, Uncovered, Unused, findings, uncovered
+from qsync_fx.coverage.module_coverage import Tree
+from qsync_fx.errors import OptionError
+from qsync_fx.module_paths import own_parameters, unwrapped
+from qsync_fx.options import Options
+from qsync_fx.plan import Plan
+from qsync_fx.plan.plan import CACHED
+
+
+@dataclass(frozen=True)
+class AppliedModule:
+    """One module.
+
+    Attributes:
+        path, type: where it stands in the model, and its class.
+        operators: what compiled code computes for it.
+        uncovered: why compiled code computes nothing for it, or no more; None where all is well.
+    """
+
+    path: str
+    type: str
+    operators: tuple[Ran, ...]
+    uncovered: Uncovered | None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What runs in a model, and what of its plan does not.
+
+    Attributes:
+        model: the name of its class.
+        modules: its modules that have parameters or operators.
+        unused: the operators and patterns of plans that decide on nothing.
+        unasked: of plans that nobody asked for, found from a cached profile, what there is to say.
+        called: whether Dynamo has processed a call of the model, compiled or skipped.
+        planned: whether there is a plan or a precision; without one no module is `lost`.
+    """
+
+    model: str
+    modules: tuple[AppliedModule, ...]
+    unused: tuple[Unused, ...]
+    unasked: tuple[str, ...] = ()
+    called: bool = True
+    planned: bool = True
+
+    @property
+    def operators(self) -> list[Ran]:
+        """Every operator that runs in compiled code."""
+        return [ran for module in self.modules for ran in module.operators]
+
+    @property
+    def uncovered(self) -> list[Uncovered]:
+        """The modules with parameters that no compiled code computes, each with the reason."""
+        return [module.uncovered for module in self.modules if module.uncovered is not None]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is planned is applied, as far as the model has run; False before its first call."""
+        waiting = any(module.cause.why is Why.NOT_MET for module in self.uncovered)
+        return self.called and not waiting and not Findings(tuple(self.uncovered), self.unused)
+
+    def table(self, width: int | None = None) -> str:
+        """Returns the table that `print` shows, fitted to a width where one is given."""
+        from qsync_fx.diagnostics.explanation_table import applied_text
+
+        return applied_text(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def applied(model: nn.Module) -> Applied:
+    """Says what runs in a model that is trained with this backend, module by module, and what of its plan does not.
+
+    Graphs are made when the model is called: ask after a training step.
+
+    Args:
+        model: the model, before or after torch.compile, or one that holds or is called by what was compiled.
+
+    Raises:
+        OptionError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"applied takes a module, not {type(model).__name__}", do="give the model that is trained")
+    root = unwrapped(model)
+    trees = [tree for log in logs() if (tree := Tree(root, log)).ran or tree.compiled]
+    unseen = Tree(root, Log(Options()))
+    owner = {path: next((tree for tree in reversed(trees) if tree.concerns(path)), unseen) for path in unseen.modules}
+    found = {id(tree): _findings(tree) for tree in (*trees, unseen)}
+    operators = {id(tree): tree.operators() for tree in trees}
+    missing = {(id(tree), module.path): module for tree in (*trees, unseen) for module in found[id(tree)].uncovered}
+    modules = (
+        AppliedModule(
+            path,
+            type(unseen.modules[path]).__name__,
+            tuple(operators.get(id(tree), {}).get(path, ())),
+            missing.get((id(tree), path)),
+        )
+        for path, tree in owner.items()
+    )
+    used = {id(tree) for tree in owner.values()}
+    return Applied(
+        type(root).__name__,
+        tuple(
+            module
+            for module in modules
+            if module.operators or module.uncovered or own_parameters(unseen.modules[module.path])
+        ),
+        tuple(entry for tree in trees if id(tree) in used for entry in found[id(tree)].unused),
+        tuple(tree.plan.notes[CACHED] for tree in trees if id(tree) in used and CACHED in tree.plan.notes),
+        called=any(tree.ran for tree in trees),
+        planned=any(tree.intended != Plan() for tree in trees),
+    )
+
+
+def _findings(tree: Tree) -> Findings:
+    plan = tree.intended if tree.ran or tree.compiled else Plan()
+    return findings(plan, tree.decided(), uncovered(tree))

@@ -1,0 +1,500 @@
+"""What `compress` was asked for, looked at by each rank for itself.
+
+Invariant: nothing is sent, and nothing changes.
+
+What FSDP2 reduces at once in a model, and where it is told how.
+
+Invariant: what is private in torch's FSDP is read in this file alone.
+
+Gradients that are compressed on their way between ranks.
+
+Invariant: no rank sends anything before all have agreed on the codec, the seed and the model. What one of them cannot take is an error on
+all of them at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, overload
+
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from qsync_fx.communication import ddp_hook
+from qsync_fx.communication.bucket import threshold
+from qsync_fx.communication.codecs.codec import Codec
+from qsync_fx.communication.codecs.truncation import Adaptive
+from qsync_fx.communication.compressor_state import Handle
+from qsync_fx.communication.ddp_hook import Assigned, Compression
+from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.duo_hook import LookingAhead
+from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
+from qsync_fx.communication.fsdp_hook import ShardedCompression
+from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.distributed.consensus import rendezvous
+from qsync_fx.distributed.consensus.agreement import parallel_in
+from qsync_fx.distributed.consensus.rendezvous import Meeting, several_ranks, told_to_all
+from qsync_fx.distributed.node_topology import nodes_of_ranks
+from qsync_fx.errors import OptionError, shown
+from qsync_fx.module_paths import unwrapped
+from qsync_fx.plan.cluster_plan import ClusterPlan, nodes_noted
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan.plan_loading import given_plan, read_plan
+
+Way = Codec | Duo | Mapping[str, str]
+"""A codec for all gradients, DUO, or the codec of each parameter as a plan says it."""
+_DEVICES: Final = ("cpu", "cuda")
+_TYPES: Final = 4
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    Attributes:
+        way: in what gradients are to go.
+        hierarchical: whether that is between nodes alone; a number for nodes of so many ranks in a row.
+        planned: how many ranks of a node a plan goes by; 0 where none says it, or the user says otherwise.
+    """
+
+    way: Way
+    hierarchical: bool | int = False
+    planned: int = 0
+
+    def tell(self, nodes: Nodes | None) -> None:
+        """Warns where ranks share nodes in another way than was asked for."""
+        if nodes is not None and len(nodes.ranks) == 1:
+            warnings.warn(
+                "all ranks share one node, inside of which gradients go in FP32: nothing is compressed; give hierarchical=False to "
+                "compress what goes between all ranks",
+                stacklevel=3,
+            )
+        elif self.planned and self.planned != (size := 1 if nodes is None else nodes.size):
+            warnings.warn(
+                f"the plan's codecs were chosen for what goes between nodes of {self.planned} ranks, and here nodes have {size}: steps "
+                "take another time than it says; find the plan for these nodes",
+                stacklevel=3,
+            )
+
+
+def checked(
+    codec: object,
+    optimizer: object,
+    scaler: object,
+    sharded: object,
+    hierarchical: bool | int | None,
+    least: int | None,
+    fsdp: bool,
+) -> Asked:
+    """Returns what is asked for; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
+    plan = _plan(codec)
+    planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
+    chosen = planned if planned is not None else _made(codec)
+    if optimizer is not None and not isinstance(chosen, Duo):
+        raise OptionError(
+            "an optimizer is for DUO alone: with a codec the user's own loop steps it",
+            where="compress(..., optimizer=...)",
+            do='give none, or "duo4" in place of the codec',
+        )
+    if sharded and not isinstance(chosen, Duo):
+        raise OptionError(
+            "with DUO alone an optimizer is sharded over ranks",
+            where="compress(..., sharded=...)",
+            do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
+        )
+    if planned is not None and least is not None:
+        raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
+    if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
+        raise OptionError(
+            f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
+            where="compress(..., scaler=...)",
+            do="give the torch.amp.GradScaler",
+        )
+    if hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
+        raise OptionError(
+            "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
+            where="compress(..., hierarchical=...)",
+            do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
+        )
+    noted = nodes_noted(plan.notes) if planned and plan is not None else None
+    if noted is None:
+        return Asked(chosen, hierarchical or False)
+    size, in_a_row = noted
+    if hierarchical is False:
+        warnings.warn(
+            f"the plan's codecs were chosen for what goes between nodes of {size} ranks, and here all ranks send each other gradients in "
+            "them: steps take longer than it says; leave hierarchical out",
+            stacklevel=3,
+        )
+        return Asked(chosen)
+    return Asked(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
+
+
+def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
+    """Returns the seed as codecs take it; raises `OptionError` where one of these is no such number."""
+    _number("seed", seed, "a whole number", "give one of any size", None)
+    if least is not None:
+        _number("least", least, "a number of values", "give 0 or more, or leave it out", 0)
+    _number("check_every", check_every, "a number of steps", "give 0 for never", 0)
+    return seed % 2**64
+
+
+def _number(name: str, value: object, what: str, do: str, smallest: int | None) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and (smallest is None or value >= smallest):
+        return
+    told = shown(value) if isinstance(value, str) else value
+    raise OptionError(f"{name} is {what}, not {told}", where=f"compress(..., {name}=...)", do=do)
+
+
+def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
+    """Returns the DistributedDataParallel of a model and the parameters that it trains, by name; raises `OptionError` where it cannot be
+    compressed."""
+    parallel = parallel_in(model)
+    if parallel is None:
+        raise OptionError(
+            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
+            do="wrap the model first: DistributedDataParallel(model), or fully_shard(model)",
+        )
+    if getattr(parallel, "_comm_hooks", None):
+        raise OptionError(
+            "the model has a communication hook already, and DistributedDataParallel takes one",
+            do="make a new DistributedDataParallel, and compress it once",
+        )
+    world = distributed.get_world_size(parallel.process_group)
+    if world != distributed.get_world_size():
+        raise OptionError(
+            f"the model is trained by {world} of {distributed.get_world_size()} ranks",
+            do="compress takes a model of all ranks",
+        )
+    named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
+    for name, p in named:
+        compressible(
+            name,
+            p,
+            "train this model in FP32, on the CPU or a GPU, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
+        )
+        if p.device != named[0][1].device:
+            raise OptionError(
+                f"the model's parameters lie on {named[0][1].device} and on {p.device}, and gradients are coded on one device a rank",
+                where=name,
+                do="have each rank train on one device",
+            )
+    return parallel, named
+
+
+def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
+    """Raises `OptionError`, which says what to do, where gradients of a parameter are none that codecs take."""
+    if parameter.device.type not in _DEVICES or not parameter.is_floating_point() or parameter.dtype.itemsize > _TYPES:
+        raise OptionError(
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs take FP32 and narrower floats "
+            "on the CPU and on NVIDIA GPUs",
+            where=name,
+            do=do,
+        )
+
+
+def of_units(chosen: Way) -> Codec:
+    """Returns the codec of what FSDP reduces; raises `OptionError` where it cannot go in what is asked for."""
+    if not isinstance(chosen, Codec):
+        raise OptionError(
+            "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
+            if isinstance(chosen, Duo)
+            else "a plan has a codec for each parameter, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use DistributedDataParallel, or a codec such as "qsgd8"',
+        )
+    if isinstance(chosen, Adaptive):
+        raise OptionError(
+            "AQGB chooses bits while gradients come, and FSDP waits for each of its units",
+            where="compress",
+            do='use one level, such as "aqgb16", or another codec',
+        )
+    if chosen.fitted((3, 5)) != chosen:
+        raise OptionError(
+            f"{chosen.name} codes columns of parameters, and FSDP gives the gradients of many parameters as one row",
+            where="compress",
+            do='use a codec of consecutive values, such as "1bit*"',
+        )
+    return chosen
+
+
+def assignment(chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None) -> Assigned:
+    """Returns the codec of each parameter; raises `PlanError` where a plan is one of another model."""
+    if isinstance(chosen, Duo):
+        return chosen.assigned(sizes, least)
+    return ddp_hook.to_all(chosen, sizes, least) if isinstance(chosen, Codec) else ddp_hook.by_plan(chosen, names)
+
+
+def weight_codecs(
+    duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: int | None
+) -> Sequence[Codec] | None:
+    """Returns what differences of each parameter go in; None where the optimizer is not to be sharded."""
+    if sharded is False:
+        return None
+    return ddp_hook.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
+
+
+def _plan(found: object) -> Plan | ClusterPlan | None:
+    """Returns the plan that is given, or whose file is; None for what is none."""
+    given = given_plan(found)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        return read_plan(given)
+    return given if isinstance(given, Plan | ClusterPlan) else None
+
+
+def _made(given: object) -> Codec | Duo:
+    if isinstance(given, Codec | Duo):
+        return given
+    if isinstance(given, str):
+        return way_named(given)
+    raise OptionError(
+        f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
+    )
+
+
+_TORCHS: Final = "DefaultReduceScatter"
+"""What reduces gradients where nobody has said anything else."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards the model, or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def unit_rows(model: nn.Module) -> dict[str, int]:
+    """Returns how many values a rank keeps of each unit, by its name, with what fills up shards; of units whose gradients are reduced.
+
+    Raises:
+        OptionError: the model cannot be compressed.
+    """
+    found: dict[str, int] = {}
+    for name, module in _units(model).items():
+        groups = _groups(module)
+        if len(groups) > 1:
+            raise OptionError(
+                "FSDP shards the parameters of one module over several meshes, and takes no reduction of ours there",
+                where=name or "the model",
+                do="shard the module over one mesh",
+            )
+        if any(type(group._reduce_scatter_comm).__name__ != _TORCHS for group in groups):
+            raise OptionError(
+                "the model has a reduction of its own already, and FSDP takes one",
+                where=name or "the model",
+                do="shard a model anew, and compress it once",
+            )
+        trained = [p for group in groups for p in _parameters(group) if p.requires_grad]
+        if trained:
+            found[name] = sum(_row(name, p) for p in trained)
+    if whole := [
+        name for name, p in unwrapped(model).named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+    ]:
+        raise OptionError(
+            "FSDP does not shard a parameter, and nobody averages its gradients",
+            where=whole[0],
+            do="call fully_shard(model) on the whole model",
+        )
+    return found
+
+
+def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
+    """Has FSDP reduce and scatter gradients of all units through `compression`."""
+    modules: Any = _units(model)
+    for unit in compression.units:
+        modules[unit.name].set_custom_reduce_scatter(compression.scatter(unit))
+
+
+def _units(model: nn.Module) -> dict[str, Any]:
+    """Returns the units; several modules that are sharded together are one."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, FSDPModule):
+            found.setdefault(id(module._get_fsdp_state()), (name, module))
+    return dict(found.values())
+
+
+def _groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _parameters(group: Any) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def _row(name: str, parameter: Any) -> int:
+    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    if mesh.ndim != 1 or mesh.size() != distributed.get_world_size() or not isinstance(placement, Shard):
+        raise OptionError(
+            f"a parameter is sharded by {parameter.placements} over {mesh}, and compressed gradients go between all ranks",
+            where=name or "the model",
+            do="shard over a mesh of one dimension with all ranks",
+        )
+    compressible(name or "the model", parameter, "train this model in FP32, or without compress")
+    world: int = mesh.size()
+    shape: list[int] = list(parameter.shape)
+    if placement.dim == 0:
+        return -(-shape[0] // world) * math.prod(shape[1:])
+    return math.prod(shape) // world
+
+
+_REMEDIES: Final = {
+    "codec of gradients": "give compress the same codec, or the same plan, on all ranks, and a scaler on all of them or on none",
+    "nodes of ranks": "give compress the same hierarchical on all ranks",
+    "seed of gradients": "give compress the same seed on all ranks",
+    "coding of tensors": "build the same model on all ranks, and give compress the same least or the same plan",
+    "optimizer": "make the optimizer with the same arguments on all ranks, and give a scaler to compress on all of them or on none",
+}
+
+
+@overload
+def compress(
+    model: FSDPModule,
+    codec: str | Codec,
+    *,
+    scaler: object = None,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
+) -> ShardedCompression: ...
+@overload
+def compress(
+    model: nn.Module,
+    codec: str | Codec | Duo | Plan | ClusterPlan | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: object = None,
+    sharded: bool | str | Codec = False,
+    hierarchical: bool | int | None = None,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
+) -> Compression: ...
+def compress(
+    model: Any,
+    codec: str | Codec | Duo | Plan | ClusterPlan | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: object = None,
+    sharded: bool | str | Codec = False,
+    hierarchical: bool | int | None = None,
+    seed: int = 0,
+    least: int | None = None,
+    check_every: int = 100,
+) -> Compression | ShardedCompression:
+    """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
+
+    Args:
+        model: a DistributedDataParallel over all ranks, or one that is sharded by `fully_shard`, also one that is compiled, on the CPU or
+            on one GPU a rank, which codes its gradients; they travel by way of its host, where AQGB's levels are made.
+        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb", whose ranks choose as many bits as the link
+            takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; "duo0", "duo1", "duo2", "duo4",
+            "duo8" for DUO, or `Duo(...)`; or a plan that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path
+            of its file (a `pathlib.Path`, or a text that ends with ".json"). Where nothing is to be coded DistributedDataParallel
+            sends gradients as ever.
+        optimizer: with DUO, what steps the model's parameters, all of them.
+        scaler: the GradScaler that scales the loss, if there is one: with DUO, and with a codec that sends with the next gradient what it
+            leaves of one ("1bit", "1bit*"), which then keeps to the scale, and forgets steps that are left out. Others need it not.
+        sharded: with DUO, whether each rank's optimizer steps a part of every parameter alone, and ranks send each other what they make of
+            theirs: True for differences in 4 bits, 8 with "duo8", and in FP32 with "duo32", or what they go in ("qsgd8"). The optimizer's
+            parameters become those parts.
+        hierarchical: whether gradients are summed in FP32 between ranks of the same node, and go in the codec between nodes alone. True for
+            nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row. By
+            default as a plan says, and else not.
+        seed: of stochastic rounding: with the same one training is repeated to the last bit.
+        least: tensors, and under FSDP units, of fewer values go in FP32; by default the largest size with which more than 99% of all
+            values are coded, and with "duo0" none do. A plan says that itself.
+        check_every: after how many steps gradients are compared over ranks, to the last bit, and what a codec adds is measured; 0 for
+            never.
+
+    Returns:
+        what saves and loads the state of codecs, and reports.
+
+    Raises:
+        OptionError: an argument that it cannot take.
+        PlanError: the plan cannot be read, or is one of another model.
+        RankError: the ranks do not agree; on all of them.
+    """
+    rank = distributed.get_rank() if several_ranks() else 0
+    with told_to_all():
+        seed = checked_numbers(seed, least, check_every)
+        fsdp = is_sharded(model)
+        wanted = checked(codec, optimizer, scaler, sharded, hierarchical, least, fsdp)
+        chosen = wanted.way
+        if fsdp:
+            units, rows = of_units(chosen), unit_rows(model)
+        else:
+            parallel, named = trained(model)
+            names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
+            what = assignment(chosen, names, sizes, least)
+            weights = weight_codecs(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
+            stepped = functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
+    # Here an error of one rank is told on the others, which have not begun to make a group yet.
+    nodes = None
+    if several_ranks():
+        nodes = nodes_of_ranks(wanted.hierarchical, rendezvous.patience())
+        wanted.tell(nodes)
+    if fsdp:
+        return _sharded(model, rows, units, seed, least, check_every, scaler)
+    world, own = distributed.get_world_size(parallel.process_group), _group_of_our_own()
+    if stepped is not None and isinstance(chosen, Duo):
+
+        def joins() -> bool:
+            return bool(parallel._join_config.enable)
+
+        ahead = LookingAhead(
+            own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
+        )
+        _agree(ahead)
+        ahead.follow()
+        parallel.register_comm_hook(None, ahead.hook)
+        return ahead
+    found = Compression(own, rank, world, named, what, seed, check_every, scaler, nodes)
+    _agree(found)
+    found.attach(lambda: parallel.register_comm_hook(None, found.hook))
+    return found
+
+
+def _sharded(
+    model: nn.Module,
+    rows: Mapping[str, int],
+    codec: Codec,
+    seed: int,
+    least: int | None,
+    check_every: int,
+    scaler: object,
+) -> ShardedCompression:
+    world, device = distributed.get_world_size(), next(p.device for p in model.parameters() if p.requires_grad)
+    if least is None:
+        least = threshold([row * world for row in rows.values()])
+    found = ShardedCompression(
+        _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler, device
+    )
+    _agree(found)
+    reduce_by(model, found)
+    return found
+
+
+def _group_of_our_own() -> distributed.ProcessGroup | None:
+    """Returns a process group that nobody else uses; None for one rank."""
+    if not several_ranks():
+        return None
+    group: distributed.ProcessGroup = distributed.new_group(
+        backend="gloo", timeout=datetime.timedelta(seconds=rendezvous.patience())
+    )
+    return group
+
+
+def _agree(found: Handle) -> None:
+    """Returns once all ranks have stated the same."""
+    if several_ranks():
+        with Meeting(rendezvous.patience(), None, collectives=False) as meeting:
+            meeting.agree("codecs", found.statement(), _REMEDIES)

@@ -1,0 +1,205 @@
+"""What ranks compare before they train together, and how they tell in what they differ.
+
+Each rank states what it is about to do, in sections of lines, and rank 0 compares. A section that a rank leaves out is not compared there.
+
+Invariant: either all ranks go on, or all raise the same error, which names a rank and in what it differs from the most; a rank that does
+not come is named within the time that it may take.
+
+What a rank states of itself: versions, the model's tensors, how DDP puts them into buckets, the plan, and the batch.
+
+Invariant: two ranks that state the same sum the same gradients in the same collectives. What may differ between ranks, their parts of a
+plan, formats, devices and sizes of padding, is not stated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import qsync_fx
+from qsync_fx.distributed.consensus.rank_liveness import Watcher
+from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
+from qsync_fx.errors import RankError
+from qsync_fx.module_paths import unwrapped
+from qsync_fx.plan.cluster_plan import CLUSTER
+from qsync_fx.plan_switching import options_of
+
+Statement = Mapping[str, Sequence[str]]
+_SHOWN = 3
+_GOOD = "good"
+
+
+def agree(channel: Channel, watcher: Watcher, about: str, mine: Statement, limit: float, do: Mapping[str, str]) -> None:
+    """Returns once all ranks have stated the same.
+
+    Args:
+        channel, watcher: of the guard.
+        about: what this agreement is called; each is made once.
+        mine: what this rank states.
+        limit: seconds that another rank may take to come.
+        do: what to do where a section differs.
+
+    Raises:
+        RankError: they differ, one of them does not come, or one has failed.
+    """
+    digests = {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in mine.items()}
+    try:
+        channel.put(f"{about}/lines/{channel.rank}", json.dumps({name: list(lines) for name, lines in mine.items()}))
+        channel.put(f"{about}/digests/{channel.rank}", json.dumps(digests))
+        if channel.rank == 0:
+            stated = {}
+            until = time.monotonic() + limit
+            for rank in range(channel.world):
+                text = awaited(channel, watcher, f"{about}/digests/{rank}", rank, until - time.monotonic(), about)
+                stated[rank] = json.loads(text)
+            found = _difference(channel, about, stated, do)
+            channel.put(f"{about}/verdict", _GOOD if found is None else json.dumps(asdict(found)))
+        # Rank 0 waits for the others in turn, and is the one to tell who does not come.
+        verdict = awaited(channel, watcher, f"{about}/verdict", 0, limit + 5, about)
+    except StoreLost:
+        raise lost(channel.rank) from None
+    if verdict != _GOOD:
+        watcher.learn(Failure(**json.loads(verdict)))
+        raise Failure(**json.loads(verdict)).error()
+
+
+def awaited(channel: Channel, watcher: Watcher, key: str, rank: int, limit: float, about: str) -> str:
+    """Returns what a rank puts, as soon as it does.
+
+    Raises:
+        RankError: it does not within so many seconds, or some rank has failed.
+    """
+    began, pause = time.monotonic(), 0.001
+    while (text := channel.get(key)) is None:
+        if watcher.failure is not None:
+            raise watcher.failure.error()
+        if (waited := time.monotonic() - began) > limit:
+            what = f"rank {rank} has not come to where the ranks compare their {about}, in {waited:.0f} s"
+            do = "see in its log what it does instead; every rank stands in the same guard, around the same training"
+            watcher.tell(Failure(rank, what, None, do, lives=False))
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return text
+
+
+def _difference(
+    channel: Channel, about: str, stated: Mapping[int, Mapping[str, str]], do: Mapping[str, str]
+) -> Failure | None:
+    for section in dict.fromkeys(name for digests in stated.values() for name in digests):
+        digests = {rank: found[section] for rank, found in stated.items() if section in found}
+        most, count = Counter(digests.values()).most_common(1)[0]
+        if count == len(digests):
+            continue
+        usual = next(rank for rank, digest in digests.items() if digest == most)
+        others = [rank for rank, digest in digests.items() if digest != most]
+        here, there = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
+        only_there = [line for line in there if line not in set(here)] or ["the same in another order"]
+        only_here = [line for line in here if line not in set(there)] or ["the same in another order"]
+        more = f" ({len(others)} ranks differ from rank {usual})" if len(others) > 1 else ""
+        where = f"rank {others[0]}: {_some(only_there)}; rank {usual}: {_some(only_here)}{more}"
+        what = f"rank {others[0]} has another {section} than rank {usual}"
+        return Failure(others[0], what, where, do.get(section, "start all ranks with the same one"))
+    return None
+
+
+def _lines(channel: Channel, about: str, section: str, rank: int) -> list[str]:
+    found: list[str] = json.loads(channel.get(f"{about}/lines/{rank}") or "{}").get(section, [])
+    return found
+
+
+def _some(lines: Sequence[str]) -> str:
+    more = f", ... ({len(lines)} in all)" if len(lines) > _SHOWN else ""
+    return ", ".join(lines[:_SHOWN]) + more
+
+
+def lost(rank: int) -> RankError:
+    """Returns the error for a store that is gone."""
+    who = "rank 0, or the launcher" if rank else "the launcher"
+    return RankError(
+        "the store of the process group does not answer any more: the process that holds it has ended",
+        where=f"rank {rank}; the store is held by {who}",
+        do="see in its log why, and start all ranks again",
+    )
+
+
+REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "version": "install the same versions on all ranks",
+        "model": "build the same model on all ranks",
+        "DDP": "give DistributedDataParallel the same arguments on all ranks",
+        "plan for the cluster": "give all ranks the same file of a plan",
+        "replanning": "give guard(..., replan=...) with the same numbers on all ranks, or on none",
+        "batch": "give all ranks batches of the same size and types; for batches of different sizes have gradients weighted with "
+        "qsync_fx.distributed.average_by_batch(ddp), or give guard(..., same_batch=False)",
+    }
+)
+
+
+def of_model(model: nn.Module) -> Statement:
+    """Returns what can be stated before the first step."""
+    inner = unwrapped(model)
+    tensors = [
+        *(f"{name} {_tensor(p)}{'' if p.requires_grad else ' frozen'}" for name, p in inner.named_parameters()),
+        *(f"buffer {name} {_tensor(b)}" for name, b in inner.named_buffers()),
+    ]
+    stated = {"version": [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"], "model": tensors}
+    if (parallel := parallel_in(model)) is not None:
+        stated["DDP"] = list(_buckets(parallel))
+    clusters = {o.plan.notes[CLUSTER] for o in options_of(model) if o.plan is not None and CLUSTER in o.plan.notes}
+    return {**stated, "plan for the cluster": sorted(clusters)} if clusters else stated
+
+
+def of_replanning(how: object) -> Statement:
+    """Returns whether, and by which numbers, the ranks plan anew, which they do together."""
+    return {"replanning": ["none" if how is None else str(getattr(how, "hysteresis", how))]}
+
+
+def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
+    """Returns what can be stated of what a model is called with: how many samples, where `sizes`, and types."""
+    leaves, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    lines = [
+        f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')} of {leaf.dim()} dimensions"
+        + (f", {leaf.shape[0]} samples" if sizes and leaf.dim() else "")
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return {"batch": lines}
+
+
+def parallel_in(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel that a model is or holds."""
+    return next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+
+
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that Dynamo calls and does not look into."""
+    disable: Any = torch.compiler.disable
+    found: Callable[..., Any] = disable(hook)
+    return found
+
+
+def _buckets(parallel: DistributedDataParallel) -> Iterator[str]:
+    names = (
+        "bucket_bytes_cap",
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "broadcast_buffers",
+    )
+    for name in names:
+        yield f"{name}={getattr(parallel, name)}"
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,376 @@
+"""`find_plan` for ranks that are up: each measures itself, rank 0 chooses, and all get the plan for the cluster.
+
+Invariant: all ranks return the same plan, with the class of each rank in its table, or all raise: an error of one is told on all of them.
+While a rank measures itself or runs a plan, and while rank 0 chooses, no other is in a collective, so that it hears of an error at once.
+
+What the ranks have measured, kept by the one that chooses: another plan can be found from it without measuring again.
+
+Invariant: a survey is a value. Its plans follow from it, what devices take longer than their profiles say, and the memory that they have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import pathlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from qsync_fx.allocator.api import find_plan as solve_plan
+from qsync_fx.allocator.evaluator import Judged, judged
+from qsync_fx.allocator.measure_and_replan import CORRECTIONS, Rounds, check_corrections
+from qsync_fx.allocator.plan_result import Answer, Note, NoteKind
+from qsync_fx.allocator.problem_builder import Objective, Wishes
+from qsync_fx.communication.control_group import CPU
+from qsync_fx.devices.device_catalog import names
+from qsync_fx.distributed.consensus import agreement
+from qsync_fx.distributed.consensus.rendezvous import COMPILING, Meeting, several_ranks
+from qsync_fx.distributed.monitoring.link_probe import Probe
+from qsync_fx.distributed.node_topology import FLAT, Links, in_a_row, links_between_nodes
+from qsync_fx.distributed.sample_weighted_mean import samples_in
+from qsync_fx.errors import OptionError, PlanError, nearest, shown
+from qsync_fx.formats import Precision
+from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
+from qsync_fx.plan.plan_file import CLUSTER_PLAN
+from qsync_fx.plan.plan_loading import named_class, this_process
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Memory
+from qsync_fx.profiler.measurement import GivenOptimizer, measure
+from qsync_fx.profiler.profile import PROFILE, Profile
+from qsync_fx.profiler.sensitivity.indicator_registry import method
+from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
+from qsync_fx.serialization.schema import Path
+
+CODECS: Final = "codecs"
+"""The note of a plan that says which codecs there were to choose from."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """
+    Attributes:
+        ranks: the class of each rank.
+        profiles: of each class, that of its slowest rank, which speaks for it.
+        wishes: of the user, as `qsync_fx.find_plan` takes them.
+        batches: of each class, samples of that rank in a step, where that is known.
+        links: which ranks share nodes, where they are told apart.
+    """
+
+    ranks: tuple[str, ...]
+    profiles: Mapping[str, Profile] = field(repr=False)
+    wishes: Mapping[str, Any]
+    batches: Mapping[str, int] = field(default_factory=dict)
+    links: Links = FLAT
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[str],
+        profiles: Sequence[Profile],
+        wishes: Mapping[str, Any],
+        samples: Sequence[int],
+        links: Links = FLAT,
+    ) -> Survey:
+        """Returns the survey of ranks that each have measured themselves, with so many samples in a step; 0 where that is not known."""
+        slowest: dict[str, Profile] = {}
+        batches: dict[str, int] = {}
+        for name, profile, batch in zip(ranks, profiles, samples, strict=True):
+            if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
+                slowest[name], batches[name] = profile, batch
+        known = {name: batch for name, batch in batches.items() if batch}
+        return cls(tuple(ranks), slowest, wishes, known, links)
+
+    def answer(
+        self,
+        slowdowns: Mapping[str, float] = MappingProxyType({}),
+        memory: Mapping[str, float] | None = None,
+        links: Sequence[tuple[int, float]] = (),
+    ) -> Answer:
+        """Returns what `qsync_fx.find_plan` finds.
+
+        Args:
+            slowdowns: by class, what everything takes longer than its profile says.
+            memory: by class, the bytes that a step may take, in the place of what the user wished; None for that.
+            links: bytes and seconds of all-reduces, in the place of those that profiles hold; none for these.
+
+        Raises:
+            QSyncError: no plan keeps the limits.
+        """
+        counts = Counter(self.ranks)
+        devices = {
+            name: Device(counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name))
+            for name in self.profiles
+        }
+        wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
+        profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
+        # Its links are what the profiles measured.
+        found = solve_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
+        return replace(found, notes=(*found.notes, Note(NoteKind.UNEVEN))) if self.links.uneven else found
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class FoundPlan(ClusterPlan):
+    """The plan that ranks have found for themselves, with what it was found from.
+
+    Attributes:
+        survey: what was measured, on the rank that chooses; None on the others.
+        answer: what the plan was made of, there.
+
+    It equals the plan without them; nothing of them is saved or pickled.
+    """
+
+    survey: Survey | None
+    answer: Answer | None
+
+    def __init__(self, plan: ClusterPlan, survey: Survey | None = None, answer: Answer | None = None) -> None:
+        super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes, plan.codecs)
+        object.__setattr__(self, "survey", survey)
+        object.__setattr__(self, "answer", answer)
+
+    @classmethod
+    def of(cls, answer: Answer, survey: Survey) -> FoundPlan:
+        """Returns the plan of an answer, with the class of each rank in its table."""
+        notes = {"answer": str(answer)}
+        if answer.problem.coding is not None:
+            notes[CODECS] = " ".join(answer.problem.coding.codecs)
+            notes |= Probe.of(answer.problem.cluster).notes()
+            if (size := survey.links.nodes.ranks) > 1:
+                notes |= between_nodes(size, survey.links.in_a_row)
+        plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
+        return cls(plan, survey, answer)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ClusterPlan):
+            return NotImplemented
+        mine, theirs = ((one.classes, one.devices, one.ranks, one.codecs) for one in (self, other))
+        return mine == theirs
+
+    __hash__ = ClusterPlan.__hash__
+
+
+def under(plans: Answer, now: Answer) -> Judged:
+    """Returns what the plans of one answer cost where things are as in another."""
+    return judged(now.problem, plans.plans, plans.judged.codecs)
+
+
+def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
+    """Returns a profile with other all-reduces, where there are any."""
+    if not links:
+        return profile
+    return replace(profile, collectives=[replace(one, seconds=list(links)) for one in profile.collectives])
+
+
+def _seconds(profile: Profile) -> float:
+    return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)
+
+
+def find_plan(
+    model: nn.Module,
+    step: StepFunction,
+    batches: Iterable[Any],
+    *,
+    optimizer: GivenOptimizer | None = None,
+    device_class: str | None = None,
+    objective: Objective = "hybrid",
+    budget: str | float | None = None,
+    memory: Mapping[str, Memory] | Memory | None = None,
+    target: str | float | None = None,
+    margin: float | None = None,
+    precisions: Sequence[str | Precision] | None = None,
+    codecs: Sequence[str] = (),
+    hierarchical: bool | int | None = None,
+    save: Path | None = None,
+    corrections: int = CORRECTIONS,
+    compiling: float = COMPILING,
+    silence: float | None = None,
+    progress: bool = True,
+    **measuring: Any,
+) -> FoundPlan:
+    """Returns the plan that is best for the ranks that are up; every rank calls it, after `init_process_group`, with the model as written.
+
+    Args:
+        model, step, batches, optimizer: as `qsync_fx.measure` takes them.
+        device_class: what the class of this rank's device is called; by default by the environment variable QSYNC_DEVICE_CLASS, or after
+            the device. Ranks of one class get one plan.
+        objective, budget, memory, target, margin: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
+        precisions: formats to measure, and to choose from.
+        codecs: what a bucket of gradients may be sent in beside FP32, as `qsync_fx.find_plan` takes them. Rank 0's count. A plan that has
+            codecs is applied by `compress(ddp, plan)`, on all ranks.
+        hierarchical: whether codecs are chosen for what goes between nodes alone, as `compress` takes it, which goes by what the plan
+            says of it. By default they are where there are several nodes, all of as many ranks, several of them. Rank 0's count.
+        save: the file that rank 0 writes the plan to.
+        corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
+            what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
+        compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
+        progress: whether rank 0 shows how far it is.
+        measuring: what else `qsync_fx.measure` takes. Each rank has a file of its own for its profile: rank 1 makes "profile.1.json" of
+            `path="profile.json"`.
+
+    Raises:
+        RankError: another rank has failed, or has another model.
+        QSyncError: this one has: it cannot be measured, or no plan keeps the limits.
+    """
+    mine = device_class or named_class() or _class_of(this_process().device)
+    wishes: dict[str, Any] = {
+        "objective": objective,
+        "budget": budget,
+        "memory": memory,
+        "target": target,
+        "margin": margin,
+        "codecs": codecs,
+    }
+
+    def check_arguments() -> None:
+        Wishes(**{**wishes, "precisions": precisions}).check()
+        check_corrections(corrections)
+        _check_measuring(measuring)
+
+    if not several_ranks():
+        check_arguments()
+        _check_classes(memory, [mine])
+        if save is not None:
+            CLUSTER_PLAN.check_writable(save)
+        first, batches = first_batch(batches)
+        profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
+        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], corrections)
+        while (plan := alone.next) is not None:
+            ran = {**measuring, "optimizer": optimizer, "progress": progress, "plan": plan.classes[mine]}
+            profile = measure(model, step, [first], profile=profile, **ran)
+            alone.learn([profile])
+        return alone.taken(save)
+    with Meeting(compiling, silence, collectives=False) as meeting:
+        check_arguments()
+        if save is not None and meeting.rank == 0:
+            CLUSTER_PLAN.check_writable(save)
+
+        def watched(module: Any, batch: Any) -> Tensor:
+            meeting.check()
+            return step(module, batch)
+
+        first, batches = first_batch(batches)
+        meeting.put("class", mine)
+        meeting.agree("models", agreement.of_model(model), agreement.REMEDIES)
+        if meeting.rank == 0:
+            _check_classes(memory, [meeting.get("class", rank, compiling) for rank in range(meeting.world)])
+        if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
+            in_a_row(hierarchical, meeting.world)
+        meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
+        how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
+        if (path := measuring.get("path")) is not None:
+            how["path"] = _of_rank(path, meeting.rank)
+
+        def here() -> None:
+            # All are here before any of them waits for another in a collective.
+            meeting.agree("measurements", {}, {}, patient=True)
+
+        profile = measure(model, watched, batches, precisions, **{**measuring, **how, "all_reduce": here})
+        device = next((parameter.device for parameter in model.parameters()), CPU)
+        links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
+        meeting.put("batch", str(samples_in(first)))
+        meeting.put("profile", profile.to_json())
+        choosing: _Choosing | None = None
+        if meeting.rank == 0:
+            classes, samples = (
+                [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
+            )
+            profiles = _profiles(meeting, "profile", compiling)
+            choosing = _Choosing(classes, profiles, wishes, [int(one) for one in samples], corrections, links)
+        for at in itertools.count():
+            if choosing is not None:
+                meeting.put(f"plan {at} to run", "" if choosing.next is None else choosing.next.to_json())
+            if not (text := meeting.get(f"plan {at} to run", 0, compiling)):
+                break
+            part = ClusterPlan.from_json(text).classes[mine]
+            profile = measure(model, watched, [first], profile=profile, **{**measuring, **how, "plan": part})
+            meeting.put(f"profile {at}", profile.to_json())
+            if choosing is not None:
+                choosing.learn(_profiles(meeting, f"profile {at}", compiling))
+        if choosing is not None:
+            chosen = choosing.taken(save)
+            meeting.put("plan", chosen.to_json())
+        found = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
+        meeting.agree("plans", {"plan": [found.to_json()]}, {})
+        return FoundPlan(found) if choosing is None else chosen
+
+
+class _Choosing:
+    """What the rank that chooses does: from profiles of all ranks to plans to run, and to the one to take.
+
+    Attributes:
+        next: the plan to run next; None where there is none.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str],
+        profiles: Sequence[Profile],
+        wishes: Mapping[str, Any],
+        samples: Sequence[int],
+        corrections: int,
+        links: Links = FLAT,
+    ) -> None:
+        self._survey = Survey.of(classes, profiles, wishes, samples, links)
+        self._samples = samples
+        self._rounds = Rounds(self._survey.answer(), lambda _: self._survey.answer(), corrections)
+
+    @property
+    def next(self) -> FoundPlan | None:
+        return self._found() if self._rounds.more else None
+
+    def learn(self, profiles: Sequence[Profile]) -> None:
+        """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
+        before = self._survey
+        self._survey = Survey.of(before.ranks, profiles, before.wishes, self._samples, before.links)
+        self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
+
+    def taken(self, save: Path | None) -> FoundPlan:
+        """Returns the plan to take; writes it where that is wished."""
+        found = self._found()
+        if save is not None:
+            found.save(save)
+        return found
+
+    def _found(self) -> FoundPlan:
+        return FoundPlan.of(self._rounds.answer, self._survey)
+
+
+def _check_measuring(measuring: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later on."""
+    ours = ("model", "step", "batches", "precisions", "optimizer", "profile", "progress")
+    names = set(inspect.signature(measure).parameters).difference(ours)
+    for name in measuring:
+        if name not in names:
+            raise OptionError(f"find_plan has no argument {shown(name)}", do=nearest(name[:40], names))
+    if "sensitivity" in measuring:
+        if measuring["sensitivity"] is None:
+            raise OptionError(
+                "a plan is chosen by the sensitivity of each operator, and none would be measured",
+                where="sensitivity=None",
+                do='leave the argument out, or name a method, such as "exact"',
+            )
+        method(measuring["sensitivity"])
+
+
+def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequence[str]) -> None:
+    """Raise `PlanError` if `memory` names a class of devices that no rank has."""
+    for name in memory if isinstance(memory, Mapping) else ():
+        if name not in classes:
+            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, set(classes)))
+
+
+def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
+    return [PROFILE.decode(meeting.get(key, rank, limit)) for rank in range(meeting.world)]
+
+
+def _of_rank(path: Path, rank: int) -> pathlib.Path:
+    found = pathlib.Path(path)
+    return found.with_name(f"{found.stem}.{rank}{found.suffix}")
+
+
+def _class_of(device: str) -> str:
+    """Returns the name of a device in the catalog, or what it is called."""
+    return max((name for name in names() if is_called(device, name)), key=len, default=device)

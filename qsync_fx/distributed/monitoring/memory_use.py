@@ -1,0 +1,179 @@
+"""The most that a step of this rank really holds, against what its plan may take.
+
+Measured once for each plan, when its first steps are over: on the CPU two steps are recorded (see
+`qsync_fx.profiler.timing.measured_memory`), on
+a GPU torch counts one. Only where the plan was made for a limit of memory: recording takes time.
+
+Invariant: it changes no number, and what is measured is told once. While another profiler is on, nothing is measured.
+
+What a rank holds between two steps, and what its device has free.
+
+Invariant: bytes of real tensors; nothing is guessed. What cannot be known is None.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.distributed.consensus.agreement import parallel_in
+from qsync_fx.errors import PlanError
+from qsync_fx.formatting import short
+from qsync_fx.profiler.timing.measured_memory import Recording
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def parallel_around(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel that a model is, holds, or is called by at this moment, as where a trainer has wrapped it."""
+    return parallel_in(model) or DistributedDataParallel._active_ddp_module
+
+
+def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None) -> int:
+    """Returns what is held throughout: parameters, buffers, the optimizers' state, and the buckets of DistributedDataParallel."""
+    state = (value for optimizer in optimizers for kept in optimizer.state.values() for value in kept.values())
+    tensors = [*model.parameters(), *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
+    buckets = () if parallel is None else (p for p in parallel.parameters() if p.requires_grad)
+    return sum(_storages(tensors).values()) + sum(p.numel() * p.element_size() for p in buckets)
+
+
+def gradients(model: nn.Module, parallel: DistributedDataParallel | None) -> list[weakref.ref[Tensor]]:
+    """Returns the gradients that are there and are no part of a bucket, as far as they stay there."""
+    if parallel is not None and parallel.gradient_as_bucket_view:
+        return []
+    return [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def free_bytes(device: torch.device) -> float | None:
+    """Returns what a device has free, with what torch has of it in reserve."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + reserve)
+    return min(_of_system(), default=None)
+
+
+def _of_system() -> Iterator[float]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        yield from (1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit.isdecimal():
+            yield float(int(limit) - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            yield float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Returns the bytes of each storage by its address: tensors may share one."""
+    found = {}
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+_LOG = logging.getLogger("qsync_fx.distributed")
+_FIRST = 3
+"""Steps of a plan that are not measured: code is compiled in them, and an optimizer makes its state."""
+
+
+class PeakCheck:
+    """Of one training; `called` stands before each pass, `stepped` after each step of the optimizer.
+
+    Args:
+        model: that is trained.
+        who: this rank, in words.
+        optimizers: returns those that have stepped.
+
+    Attributes:
+        parallel: what sends gradients, once that is known.
+        over: measured over foreseen bytes, of the plan in force; None as long as that is not known.
+    """
+
+    def __init__(self, model: nn.Module, who: str, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        self._model, self._who, self._optimizers = model, who, optimizers
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._recording: Recording | None = None
+        self.parallel: DistributedDataParallel | None = None
+        self.follow(Foreseen())
+
+    def follow(self, foreseen: Foreseen) -> None:
+        """Begins anew, for a plan."""
+        self.close()
+        self._foreseen, self._steps, self._began, self._second = foreseen, 0, -1, False
+        self.over: float | None = None
+
+    def called(self) -> None:
+        """Notes that a pass begins."""
+        self.parallel = self.parallel or parallel_around(self._model)
+        if (
+            self._foreseen.memory is None
+            or self._steps < _FIRST
+            or self.over is not None
+            or not torch.is_grad_enabled()
+        ):
+            return
+        if self._device.type != "cpu":
+            if self._began < 0:
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._began = self._steps
+        elif self._began < 0:
+            if not _profiler_enabled():
+                self._before = gradients(self._model, self.parallel)
+                self._recording, self._began = Recording(), self._steps
+        elif self._recording is not None and self._steps == self._began + 1 and not self._second:
+            self._recording.second()
+            self._second = True
+
+    def stepped(self) -> None:
+        """Notes that the optimizer has stepped."""
+        self._steps += 1
+        if self._began < 0 or self.over is not None or self._foreseen.memory is None:
+            return
+        if self._device.type != "cpu":
+            self._tell(float(torch.cuda.max_memory_allocated(self._device)), self._foreseen.memory)
+        elif self._recording is not None and self._steps == self._began + 2:
+            first, second = self._recording.stop()
+            self._recording = None
+            # Gradients that are zeroed in place were there before the recording, which has seen all others come and go.
+            kept = (tensor for before in self._before if (tensor := before()) is not None)
+            held = held_bytes(self._model, self._optimizers(), self.parallel) + sum(tensor.nbytes for tensor in kept)
+            self._tell(held + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory)
+
+    def close(self) -> None:
+        """Ends a recording that is under way."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
+    def _tell(self, peak: float, memory: float) -> None:
+        self.over = peak / (self._foreseen.peak or peak)
+        _LOG.info(
+            "%s holds %s in a step, of %s that its plan may take", self._who, short(peak, "B"), short(memory, "B")
+        )
+        if peak > memory:
+            foreseen = (
+                "" if self._foreseen.peak is None else f", and the plan foresees {short(self._foreseen.peak, 'B')}"
+            )
+            error = PlanError(
+                f"{self._who} holds {short(peak, 'B')} in a step, {short(peak - memory, 'B')} more than the {short(memory, 'B')} "
+                "that its plan may take",
+                where=f"step {self._steps} under this plan{foreseen}",
+                do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or give it a smaller batch; "
+                "guard(..., replan=...) does the first by itself",
+            )
+            _LOG.warning("%s", error)

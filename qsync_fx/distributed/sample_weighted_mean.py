@@ -1,0 +1,89 @@
+"""Gradients of ranks whose batches differ in size, averaged over samples.
+
+DistributedDataParallel takes the mean over ranks of what is a mean over samples on each. Where rank r has b(r) samples, the mean over all
+samples weighs its gradient by b(r) * ranks / sum(b). The weights are exchanged with the first bucket, so that they may change from step to
+step, and a rank that has run out of data (`join`) counts for nothing.
+
+Invariant: the gradient is that of one process with the whole batch, up to the order of summation, for a loss that is a mean over samples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils import _pytree as pytree
+
+from qsync_fx.distributed.consensus.agreement import parallel_in, uncompiled
+from qsync_fx.errors import OptionError
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+_WEIGHTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object = None) -> None:
+    """Has a model's gradients averaged over all samples, in place of over ranks; once, before training.
+
+    A batch is as large as the first dimension of the first tensor that the model is called with. Passes under `no_sync` add up.
+
+    Args:
+        model: a DistributedDataParallel, also one that is compiled.
+        hook, state: a communication hook of DistributedDataParallel that averages over ranks, and its state; by default the plain one.
+
+    Raises:
+        OptionError: the model is not one.
+    """
+    parallel = parallel_in(model)
+    if parallel is None:
+        raise OptionError(
+            f"average_by_batch takes a DistributedDataParallel, not {type(model).__name__}",
+            do="wrap the model first: DistributedDataParallel(model)",
+        )
+    group = parallel.process_group
+    counted = _Counted()
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            counted.samples += samples_in((args, kwargs))
+
+    def weigh(given: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        gradients: torch.Tensor = bucket.buffer()
+        if bucket.index() == 0:
+            total = torch.tensor(float(counted.samples), dtype=torch.float64, device=gradients.device)
+            distributed.all_reduce(total, group=group)
+            share = counted.samples * distributed.get_world_size(group)
+            counted.weight, counted.samples = share / total.clamp(min=1), 0
+        gradients.mul_(counted.weight.to(gradients.dtype))
+        if hook is not None:
+            return hook(given, bucket)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    # DistributedDataParallel compares annotations with classes, and these are texts.
+    weigh.__annotations__.clear()
+    parallel.register_forward_pre_hook(uncompiled(count), with_kwargs=True)
+    parallel.register_comm_hook(state, weigh)
+    _WEIGHTED.add(parallel)
+
+
+def averages_by_batch(model: nn.Module) -> bool:
+    """Whether the gradients of a model are averaged over samples."""
+    return parallel_in(model) in _WEIGHTED
+
+
+class _Counted:
+    """How many samples this rank has had since gradients were averaged last, and what its gradients weigh."""
+
+    samples = 0
+    weight = torch.tensor(1.0)
+
+
+def samples_in(given: Any) -> int:
+    """Returns the first dimension of the first tensor in arguments, or in a batch; 0 where there is none."""
+    for value in pytree.tree_leaves(given):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return 0

@@ -1,0 +1,213 @@
+"""The precision DAG as a value of networkx: operators, what flows between them, and what every state of every operator costs.
+
+What a search over plans, a picture and a comparison of blocks have in common. Read from a graph before casts are inserted, so it holds for
+every plan.
+
+Invariant: nodes are named by what outlives a graph: operators by their id, parameters by their path in the model, inputs by their name.
+An edge is one tensor that one operator reads in one role, whatever lies between the two.
+
+Whose time the kernels of a node take: the operator of the model that it belongs to, and the part where it is one of a cast.
+
+Invariant: every node of a lowered graph that computes is charged to an operator (`charge`), and torch carries that on through AOTAutograd
+and Inductor. What these make without it is charged to what it stands beside (`charges`): sums of gradients, writes to buffers, constants
+of decompositions, and what a pattern of Inductor's has put in the place of several operators. Of those `from_node` tells nothing: it names
+nodes of the pattern's own graph, and of others none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from qsync_fx.devices.format_support import resolve, row_on
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.cost_algebra import Cost
+from qsync_fx.graph.fx_utils import describe, expression, format_of, is_float, source_of, tensors
+from qsync_fx.graph.graph import Operator, PrecisionGraph
+from qsync_fx.graph.node_metadata import Charge
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operator_costs import operator_cost
+from qsync_fx.graph.saved_tensors import Flow, Site
+from qsync_fx.ops.spec import Kind
+
+OUTPUT = "output"
+
+
+class Costs(Mapping[State, Cost]):
+    """What one operator costs in each state that it can take; computed when it is asked for.
+
+    Raises `KeyError` for a state that the operator cannot be in.
+    """
+
+    def __init__(self, flow: Flow, site: Site, states: tuple[State, ...]) -> None:
+        self._flow, self._site, self._states = flow, site, states
+        self._known: dict[State, Cost] = {}
+
+    def __getitem__(self, state: State) -> Cost:
+        if state not in self._states:
+            raise KeyError(state)
+        if state not in self._known:
+            self._known[state] = operator_cost(self._flow, self._site, state)
+        return self._known[state]
+
+    def __iter__(self) -> Iterator[State]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def precision_dag(flow: Flow) -> nx.MultiDiGraph:
+    """Returns the DAG of a graph.
+
+    Nodes have `type`: "operator", "parameter", "input" or "output". Operators have `kind`, `row` (name), `order`, `shape`, `numel`, `line`
+    ("file:line" or ""), `repeated` (activation checkpointing computes it again), `precisions` (names of the formats that it can take) and
+    `costs` (a mapping from `State` to `Cost`). Parameters and inputs have `shape` and `numel`.
+    Edges have `role` (the argument's name), `tensor` (the name of what flows; views of one tensor share it), `numel`, `own` (the name of
+    the format that the model holds it in, None for integers) and `gradient` (whether one flows back).
+    """
+    found: nx.MultiDiGraph = nx.MultiDiGraph()
+    for site in flow.sites:
+        _add_operator(found, flow, site)
+    for site in flow.sites:
+        for operand, need in zip(site.operands, site.needs, strict=True):
+            _add_edge(found, flow, site, operand.node, operand.role, need)
+    for node in flow.outputs:
+        _connect(found, flow, flow.graph.value(node), node, OUTPUT, role="output", gradient=False)
+    return found
+
+
+def states(site: Site) -> tuple[State, ...]:
+    """Returns the states that an operator can be in on its graph's device, whatever the plan."""
+    note = node_metadata.NOTE[site.node]
+    own = format_of(site.graph.value(site.node))
+    context, operator = site.graph.context, Operator(site.graph, site.node)
+    if note.kind is Kind.ADJUSTABLE and note.row is not None:
+        takes = dict.fromkeys(
+            resolve(note.row, fmt, context.device, context.options.exact, operator.held, operator.refused)[0]
+            for fmt in FORMATS.values()
+        )
+        wide = [own] if own is not None and own.bits >= 32 else []
+        return tuple(
+            State(fmt, out)
+            for fmt in takes
+            for out in dict.fromkeys([row_on(context.device, fmt).output, *(wide if fmt.scaled else ())])
+        )
+    if note.kind is Kind.DEPENDENT and own is not None:
+        formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]
+        return tuple(State(fmt, fmt) for fmt in formats)
+    return (State(own, own),)
+
+
+def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: Site) -> None:
+    note = node_metadata.NOTE[site.node]
+    value = site.graph.value(site.node)
+    can = states(site)
+    source = source_of(site.node)
+    found.add_node(
+        str(note.id),
+        type="operator",
+        kind=str(note.kind),
+        row=note.row.name if note.row is not None else note.id.operator,
+        order=site.order,
+        shape=describe(value),
+        numel=_numel(value),
+        line=str(source) if source is not None else "",
+        repeated=site.repeated,
+        precisions=tuple(dict.fromkeys(str(state.precision) for state in can if state.precision is not None)),
+        costs=Costs(flow, site, can),
+    )
+
+
+def _add_edge(found: nx.MultiDiGraph, flow: Flow, site: Site, used: fx.Node, role: str, gradient: bool) -> None:
+    _connect(found, flow, site.graph.value(used), used, str(node_metadata.NOTE[site.node].id), role, gradient)
+
+
+def _connect(
+    found: nx.MultiDiGraph, flow: Flow, value: Any, used: fx.Node, reader: str, role: str, gradient: bool
+) -> None:
+    if not tensors(value):
+        return
+    source = flow.source(used)
+    note = node_metadata.NOTE.get(source)
+    name = str(note.id) if note is not None else node_metadata.PATH.get(source) or source.name
+    if name not in found:
+        kind = "parameter" if isinstance(source.meta.get("val"), torch.nn.Parameter) else "input"
+        held = source.meta.get("val", value)
+        found.add_node(name, type=kind, shape=describe(held), numel=_numel(held))
+    if reader not in found:
+        found.add_node(reader, type="output")
+    own: Precision | None = format_of(value)
+    found.add_edge(
+        name,
+        reader,
+        role=role,
+        tensor=flow.tensor(used).name,
+        numel=_numel(value),
+        own=str(own) if own is not None and is_float(tensors(value)[0]) else None,
+        gradient=gradient,
+    )
+
+
+def _numel(value: Any) -> Any:
+    return sum((expression(t.numel()) for t in tensors(value)), start=0)
+
+
+def charges(graph: fx.Graph) -> dict[fx.Node, Charge]:
+    """Returns whom each node that computes is charged to, in a graph of any stage after lowering: Dynamo's, AOTAutograd's or Inductor's.
+
+    A node without a mark belongs to what reads it: the sum of two gradients to the operator that produced the value, the middle of an
+    attention that was fused to the product at its end. One that nobody reads belongs to what it reads. A node that is
+    connected with no operator is missing.
+    """
+    found = {
+        node: charge for node in graph.nodes if computes(node) and (charge := node_metadata.charged(node)) is not None
+    }
+    known = -1
+    # Again while it finds any: what was charged to what it reads may have read constants of its own.
+    while known < len(found):
+        known = len(found)
+        for node in reversed(graph.nodes):
+            _beside(found, node, node.users)
+        for node in graph.nodes:
+            _beside(found, node, node.all_input_nodes)
+    return found
+
+
+def charge(graph: PrecisionGraph) -> None:
+    """Marks the nodes of a graph in which casts stand: operators as their own, a cast as that of the operator that it is for.
+
+    What is neither belongs to what it stands beside, and what is connected with no operator, such as the counter of a batch norm, to the
+    operator that follows it.
+    """
+    operators = {node: note for node in graph.nodes if (note := node_metadata.NOTE.get(node)) is not None}
+    for node in graph.nodes:
+        cast = node_metadata.CAST.get(node)
+        if node in operators:
+            node_metadata.charge(node, operators[node].id)
+        elif cast is not None and cast.owner is not None:
+            node_metadata.charge(node, cast.owner, cast.part)
+    found = charges(graph.graph)
+    near = next((str(note.id) for note in reversed(operators.values())), None)
+    for node in reversed(graph.nodes):
+        near = str(operators[node].id) if node in operators else near
+        owner = found[node].owner if node in found else near
+        if computes(node) and owner is not None:
+            cast = node_metadata.CAST.get(node)
+            node_metadata.charge(node, owner, cast.part if cast is not None else None)
+
+
+def computes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def _beside(found: dict[fx.Node, Charge], node: fx.Node, others: Iterable[fx.Node]) -> None:
+    """Charges a node that is not charged yet to one of the others, rather to an operator than to the cast that stands before it."""
+    known = sorted((found[other] for other in others if other in found), key=lambda charge: charge.part is not None)
+    if known and node not in found and computes(node):
+        found[node] = Charge(known[0].owner)

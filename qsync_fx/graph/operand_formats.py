@@ -1,0 +1,284 @@
+"""In which format an operator reads each of its operands: the one answer for casts, the verifier, costs and the DAG.
+
+Invariant: the answer follows from the operator's row and precision and from the types that the model was written in, not from casts that
+are there already.
+
+Which factor of a product is a weight: a parameter of the model, or what only moves or converts one's values.
+
+Invariant: the row that is returned has `scaled` where one factor is a weight and the product is one that a layer computes; elsewhere it
+says what the factors are, or what the product is, so that the reason is true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from qsync_fx.formats import Precision, precision_of, promoted
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import in_place, operands as aliased_operands
+from qsync_fx.graph.fx_utils import argument_at, arguments, format_of, is_float, nodes_in, tensors
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.node_metadata import Note
+from qsync_fx.ops import row_for
+from qsync_fx.ops.matmul import HELD, ODD, PARAMETERS, WEIGHT
+from qsync_fx.ops.spec import Kind, OperatorRow, Place
+
+
+class Origin(enum.Enum):
+    """Where a value comes from. HELD: from what the model holds alone, changed on the way, or from a buffer."""
+
+    PARAMETER = 1
+    HELD = 2
+    ACTIVATION = 3
+
+
+class Origins:
+    """The origins of the values of a graph; its nodes are asked for in any order, and each is looked at once."""
+
+    def __init__(self, graph: PrecisionGraph) -> None:
+        self._known: dict[fx.Node, Origin] = {}
+        self._walk(graph.whole)
+
+    def of(self, node: Any) -> Origin:
+        return self._known.get(node, Origin.HELD)
+
+    def _walk(self, graph: PrecisionGraph) -> None:
+        for node in graph.nodes:
+            self._known.setdefault(node, self._find(graph, node))
+            for body in node_metadata.bodies(node):
+                self._known |= {
+                    p: self.of(given) for p, given in aliased_operands(node, body) if isinstance(given, fx.Node)
+                }
+                self._walk(body)
+
+    def _find(self, graph: PrecisionGraph, node: fx.Node) -> Origin:
+        value = graph.value(node)
+        if node.op == "placeholder":
+            if isinstance(value, torch.nn.Parameter):
+                return Origin.PARAMETER
+            return Origin.HELD if node_metadata.PATH.get(node) else Origin.ACTIVATION
+        row = row_for(node.target)
+        moved = node.args[0] if node.args else None
+        unpacks = getattr(node.target, "__name__", "") == "getitem"
+        if isinstance(moved, fx.Node) and (unpacks or (row is not None and (row.moves or row.converts))):
+            return self.of(moved)
+        if row is not None and row.output_only:
+            return Origin.ACTIVATION  # what is looked up in a table
+        read = [used for used in node.all_input_nodes if tensors(graph.value(used))]
+        read = [used for used in read if any(map(is_float, tensors(graph.value(used))))] or read
+        return Origin.ACTIVATION if any(self.of(used) is Origin.ACTIVATION for used in read) else Origin.HELD
+
+
+def with_weight(graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins: Origins) -> OperatorRow:
+    """Returns a product's row, with what is known of its factors in this call."""
+    if row.contracts is None:
+        return row
+    given = list(arguments(node).values())
+    found = row.contracts([fx.node.map_arg(argument, graph.value) for argument in given])
+    if isinstance(found, str):
+        every = [origins.of(used) for at in row.operands for used in nodes_in(given[at]) if at not in row.added]
+        return _named(row, every, found)
+    factors = [origins.of(argument_at(given, place)) for place in found.places]
+    weights = [at for at, origin in enumerate(factors) if origin is Origin.PARAMETER]
+    if row.scaled:
+        # Written as a layer: what stands in the weight's place is one, however it is computed, unless the other factor clearly is.
+        declared = found.places.index(row.scaled[1])
+        weights = weights if len(weights) == 1 and not found.unfit(weights[0]) else [declared]
+    if len(weights) != 1:
+        return _named(row, factors)
+    why = found.unfit(weights[0])
+    if why:
+        return _named(row, factors, why)
+    scaled = found.places[1 - weights[0]], found.places[weights[0]]
+    return dataclasses.replace(row, scaled=scaled, reason=WEIGHT)
+
+
+def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRow:
+    """The row of a product that takes float formats only."""
+    parameters = factors.count(Origin.PARAMETER)
+    if Origin.ACTIVATION not in factors and parameters == len(factors):
+        return dataclasses.replace(row, scaled=(), reason=PARAMETERS, unscaled="both of its factors are parameters")
+    if not parameters and Origin.HELD in factors:
+        return dataclasses.replace(
+            row, scaled=(), reason=HELD, unscaled="the factor that is no activation is no parameter"
+        )
+    if parameters:
+        return dataclasses.replace(row, scaled=(), reason=ODD, unscaled=why)
+    return row
+
+
+@dataclass(frozen=True)
+class State:
+    """What a plan makes of an operator.
+
+    Attributes:
+        precision: the format it computes in; None for an operator without floating-point results.
+        output: the format of its result.
+    """
+
+    precision: Precision | None
+    output: Precision | None
+
+    @classmethod
+    def of(cls, note: Note) -> State:
+        return cls(note.precision, note.output)
+
+    @functools.cached_property
+    def names(self) -> tuple[str | None, str | None]:
+        """Both by name."""
+        return self.precision.name if self.precision else None, self.output.name if self.output else None
+
+
+class Asks(Enum):
+    """What an operator asks of an operand where it asks for no format."""
+
+    WRITTEN = "as the model wrote it"
+    BESIDE = (
+        "as the model wrote it, widened where that is a narrow format other than the operator's: torch takes no two"
+    )
+    GIVEN = "as it is"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operator reads.
+
+    Attributes:
+        node: what it reads, as the model was written.
+        position: of the argument in the operator's schema.
+        role: the argument's name there, with the place in it where it is a list: "input", "mat2", "tensors.1"; a product's "weight".
+        place: its position, or that and the place in it where it is a list.
+    """
+
+    node: fx.Node
+    position: int
+    role: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An operator that reads.
+
+    Attributes:
+        kind, row: what its note says.
+        operands: what it reads, once for each time that it reads it; nothing where it holds a body, whose operators read.
+        converted: positions of the operands that are in an adjustable operator's precision, beside factors.
+        in_place: whether its result is what it writes to, whose format it has.
+        made: the format of its result as the model was written.
+    """
+
+    kind: Kind
+    row: OperatorRow | None
+    operands: tuple[Operand, ...]
+    converted: tuple[int, ...]
+    in_place: bool
+    made: Precision | None
+
+    @classmethod
+    def of(cls, node: fx.Node, note: Note, value: Any) -> Reader:
+        """Returns an operator as it stands; `value`: its own, in the types that the model was written in."""
+        row = note.row
+        converted: tuple[int, ...] = ()
+        if note.kind is Kind.ADJUSTABLE and row is not None:
+            converted = row.converted(tuple(arguments(node).values()))
+        own = () if node_metadata.bodies(node) else operands(node, note)
+        return cls(note.kind, row, own, converted, in_place(node), format_of(value))
+
+    def takes_scaled(self, operand: Operand) -> bool:
+        """Whether an operand is a factor of a product with a weight, which takes formats that are not plain."""
+        return self.row is not None and operand.place in self.row.scaled
+
+    def asks(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | Asks:
+        """Returns the format that an operator in `precision` asks for; `value`: the operand's fake value, of which only sizes count."""
+        if not is_float(value):
+            return Asks.GIVEN
+        if self.kind is Kind.ADJUSTABLE and self.row is not None:
+            return self._adjustable(precision, operand)
+        if not self.in_place and self.row is not None and self.row.converts:
+            return Asks.GIVEN
+        if precision is None:
+            return Asks.WRITTEN
+        if self.in_place:
+            return precision
+        if self.kind is Kind.DEPENDENT:
+            # Tensors without dimensions do not widen what they meet, and are not converted.
+            return precision if value.dim() else Asks.GIVEN
+        return Asks.WRITTEN if precision is self.made else precision
+
+    def _adjustable(self, precision: Precision | None, operand: Operand) -> Precision | Asks:
+        assert self.row is not None
+        if precision is None or self.row.output_only:
+            return Asks.WRITTEN
+        if not precision.plain and self.takes_scaled(operand):
+            return precision
+        if precision.scaled:
+            return Asks.WRITTEN
+        # What is no factor is not rounded to a grid: it has the type that the grid's values are kept in.
+        held = precision if precision.plain else precision_of(precision.dtype)
+        return held if held is not None and operand.position in self.converted else Asks.BESIDE
+
+    def read_as(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | None:
+        """Returns the format that an operator in `precision` reads an operand in; None where it takes whatever format that has.
+
+        Args:
+            value: the operand's fake value, in the type that the model was written in.
+        """
+        asked, own = self.asks(precision, operand, value), format_of(value)
+        if isinstance(asked, Precision):
+            return asked
+        if asked is Asks.BESIDE and own is not None and own.bits < 32:
+            assert precision is not None
+            return own if own.dtype is precision.dtype else promoted(own, precision)
+        return None if asked is Asks.GIVEN else own
+
+
+def operands(node: fx.Node, note: Note | None) -> tuple[Operand, ...]:
+    """Returns what an operator reads, once for each time that it reads it."""
+    found: list[Operand] = []
+    weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None
+
+    def take(operand: Operand) -> fx.Node:
+        role = "weight" if operand.place == weight else operand.role
+        found.append(Operand(operand.node, operand.position, role, operand.place))
+        return operand.node
+
+    _mapped(node, take)
+    return tuple(found)
+
+
+def map_operands(node: fx.Node, change: Callable[[Operand], fx.Node]) -> None:
+    """Puts `change(operand)` in the place of each operand."""
+    node.args, node.kwargs = _mapped(node, change)
+
+
+def _mapped(node: fx.Node, change: Callable[[Operand], fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with `change(operand)` in the place of each operand."""
+    names: list[str] = []
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+
+    def look(value: Any, position: int, role: str, place: Place) -> Any:
+        if isinstance(value, fx.Node):
+            return change(Operand(value, position, role, place))
+        if isinstance(value, (list, tuple)):
+            items = (look(item, position, f"{role}.{at}", (position, at)) for at, item in enumerate(value))
+            return tuple(items) if isinstance(value, tuple) else list(items)
+        if isinstance(value, dict):
+            return {key: look(item, position, f"{role}.{key}", place) for key, item in value.items()}
+        return value
+
+    args = [
+        look(value, at, names[at] if at < len(names) else f"argument{at}", at) for at, value in enumerate(node.args)
+    ]
+    positions = {name: names.index(name) if name in names else len(names) for name in node.kwargs}
+    return tuple(args), {name: look(v, positions[name], name, positions[name]) for name, v in node.kwargs.items()}

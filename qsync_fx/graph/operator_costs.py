@@ -1,0 +1,410 @@
+"""What an operator costs in a state: forward, both gradients, and what it keeps.
+
+Invariant: costs follow from shapes, formats and the operator's row alone, so that they are known of every state, for devices that are not
+there, and for every size of a batch. Operands are counted in the format that they are read in; what it takes to convert them is the
+cost of casts.
+
+Where casts may stand, whatever the plan: what each operator reads, what a cast would convert for it, and who else would share it.
+
+Invariant: read once from a graph as the model wrote it. Which of these casts there are follows from states alone (`casts`).
+
+Which casts a set of states takes, and what they cost: what `insert_casts` will do, foreseen without a graph.
+
+Invariant: there is one cast here for each that the pass inserts. It is charged to the operator that reads it first; that of a result which
+is given out in another format, to the operator that made it.
+
+What every operator of a graph costs under a plan, its casts included, by its id.
+
+Invariant: the sum over all operators is the cost of the graph: each cast is charged to one operator, and what is kept counts once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from qsync_fx.formats import Precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import Sharing, in_place
+from qsync_fx.graph.cost_algebra import Cost, Kept, Size, Work
+from qsync_fx.graph.fx_utils import arguments as arguments_of, expression, format_of, is_float, tensors
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.graph.operand_formats import Operand, State
+from qsync_fx.graph.saved_tensors import Extra, Flow, Site
+from qsync_fx.ops.spec import Flops, Kind
+from qsync_fx.plan.operator_id import OpId
+
+
+def operator_cost(flow: Flow, site: Site, state: State) -> Cost:
+    """Returns what an operator costs in a state, without the casts of its operands."""
+    note = node_metadata.NOTE[site.node]
+    row, value = note.row, site.graph.value(site.node)
+    if flow.is_view(site.node) or (row is not None and row.converts):
+        return Cost()  # it shows memory that is there; what a conversion takes, casts know
+    result = size_in(value, state.output)
+    read = {o: size_in(site.graph.value(o.node), _format(site, state, o)) for o in site.operands}
+    if row is not None and row.output_only:
+        # Of a large table it reads what it returns.
+        read[site.operands[0]] = size_in(value, format_of(value))
+    forward = Work(flops_of(site.graph, site.node), sum(read.values(), start=0) + result)
+    saved = _saved(flow, site, state)
+    multiplied = [o for o in site.operands if row is not None and row.products and o.position not in row.added]
+    back = [o for o, need in zip(site.operands, site.needs, strict=True) if need]
+    works = {False: Work(), True: Work()}
+    for operand in back:
+        work = Work(0, result + size_in(site.graph.value(operand.node), format_of(site.graph.value(operand.node))))
+        if operand in multiplied:
+            # The gradient of a factor is a product of the incoming gradient and of the other factors.
+            others = sum((size for o, size in read.items() if o is not operand and o in multiplied), start=0)
+            work += Work(_gradient_flops(site, forward.flops, len(multiplied)), others)
+        works[is_parameter(flow, operand)] += work
+    if back and not multiplied:
+        works[False] += Work(0, sum(saved.values()))
+    return Cost(forward, works[False], works[True], recomputed=forward if site.repeated else Work(), saved=saved)
+
+
+def is_parameter(flow: Flow, operand: Operand) -> bool:
+    """Whether an operand is a parameter of the model, or a view of one."""
+    return isinstance(flow.tensor(operand.node).meta.get("val"), torch.nn.Parameter)
+
+
+def _gradient_flops(site: Site, forward: Size, factors: int) -> Size:
+    """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
+    row = node_metadata.NOTE[site.node].row
+    total = row.gradient_flops if row is not None else None
+    return forward if total is None else _counted(site.graph, site.node, total) / sympy.Integer(factors)
+
+
+def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
+    """Returns the operations of an operator's forward pass; 0 where they do not matter."""
+    row = node_metadata.NOTE[node].row
+    return 0 if row is None or row.flops is None else _counted(graph, node, row.flops)
+
+
+def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
+    arguments = fx.node.map_aggregate(tuple(arguments_of(node).values()), graph.value)
+    return expression(flops(arguments, graph.value(node)))
+
+
+def _saved(flow: Flow, site: Site, state: State) -> dict[Kept, Size]:
+    """What the operator keeps, by value: quantized operands where it is lowered, else what autograd says."""
+    note = node_metadata.NOTE[site.node]
+    if site.repeated or not any(site.needs):
+        return {}
+    found: dict[Kept, Size] = {}
+
+    def keep(node: fx.Node, fmt: Precision | None, extent: Any) -> None:
+        source = flow.tensor(node)
+        own = format_of(site.graph.value(node))
+        if source.op == "placeholder" and fmt in (None, own):
+            return  # a parameter, or an input: it is there anyway
+        found[source.name, str(fmt or "")] = size_in(extent, fmt)
+
+    if note.kind is Kind.ADJUSTABLE and state.precision is not None and not state.precision.plain:
+        by_place = {o.place: o for o in site.operands}
+        x, w = (by_place[at] for at in note.row.scaled)  # type: ignore[union-attr]
+        needs = dict(zip(site.operands, site.needs, strict=True))
+        for operand, other in ((x, w), (w, x)):
+            if needs[other]:
+                keep(operand.node, state.precision, site.graph.value(operand.node))
+        return found
+    kept = flow.kept(site, state)
+    nodes = site.node.all_input_nodes
+    formats = {o.node: _format(site, state, o) for o in site.operands}
+    for at in kept.operands:
+        value = site.graph.value(nodes[at])
+        fmt = formats[nodes[at]] if is_float(value) else None
+        whole = site.graph.value(flow.tensor(nodes[at]))
+        keep(nodes[at], fmt, whole)
+    if kept.results:
+        found[site.node.name, str(state.output or "")] = sum(
+            (size_in(tensors(site.graph.value(site.node))[at], state.output) for at in kept.results), start=0
+        )
+    for at, extra in enumerate(kept.extras):
+        found[site.node.name, f"extra {at}"] = _extra(extra)
+    return found
+
+
+def _extra(extra: Extra) -> Size:
+    return expression(extra.numel) * extra.dtype.itemsize
+
+
+def _format(site: Site, state: State, operand: Operand) -> Precision | None:
+    value = site.graph.value(operand.node)
+    return site.reader.read_as(state.precision, operand, value) or format_of(value)
+
+
+def size_in(value: Any, fmt: Precision | None) -> Size:
+    """Returns the bytes of a value whose floating-point tensors are in a format."""
+    return sum(
+        (
+            expression(t.numel()) * (fmt.dtype.itemsize if fmt is not None and is_float(t) else t.element_size())
+            for t in tensors(value)
+        ),
+        start=0,
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """The format of a node's value: that of an operator's result, or what the model says.
+
+    Attributes:
+        site: the operator; None where it is `own` whatever the plan.
+        own: the format in the model; None for what is no floating-point tensor.
+    """
+
+    site: Site | None
+    own: Precision | None
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A reading of a value, for which it may be converted.
+
+    Attributes:
+        graph: the graph, or body, that reads.
+        reader: the operator; None for what the graph returns.
+        operand: what it reads, as it does; None for what the graph returns.
+        used, origin: the node that is read, and the one that a cast would convert, with the formats of their values.
+        value: that of `used`.
+        shared: equal for readings that share one cast a format.
+    """
+
+    graph: PrecisionGraph
+    reader: Site | None
+    operand: Operand | None
+    used: fx.Node
+    origin: fx.Node
+    used_held: Held
+    origin_held: Held
+    value: Any
+    shared: Hashable
+
+    def wanted(self, precision: Precision | None) -> Precision | None:
+        """Returns the format that a reader in `precision` reads it in; None for whichever it has."""
+        if self.reader is None or self.operand is None:
+            return self.used_held.own
+        return self.reader.reader.read_as(precision, self.operand, self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A change of format that is an operator's own: a conversion of the model's, or a result that is given out in another format.
+
+    Attributes:
+        graph, site: the operator, where it stands.
+        source: the node whose value changes, with the format that it has before.
+        wanted: whether the model itself asks for it.
+    """
+
+    graph: PrecisionGraph
+    site: Site
+    source: fx.Node
+    held: Held
+    wanted: bool
+
+
+def places(flow: Flow) -> list[Place | Change]:
+    """Returns all that may need a cast in a graph, in the order in which it runs."""
+    walk = _Walk(flow)
+    walk.graph(flow.graph)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.found: list[Place | Change] = []
+
+    def graph(self, graph: PrecisionGraph) -> None:
+        sharing = Sharing(graph, self.flow.memory(graph))
+        for node in graph.nodes:
+            self._visit(graph, node, sharing)
+            sharing.passed(node)
+
+    def _visit(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> None:
+        if node.op == "output":
+            if graph.parent is None:
+                fx.node.map_arg(node.args, lambda used: self._read(graph, None, None, used, sharing))
+            return
+        for body in node_metadata.bodies(node):
+            self.graph(body)
+        site = self.flow.by_node.get(node)
+        if site is None:
+            return
+        row = node_metadata.NOTE[node].row
+        if row is not None and row.converts:
+            used = site.operands[0].node
+            self.found.append(Change(graph, site, used, self._held(graph, used), wanted=True))
+            return
+        for operand in site.operands:
+            self._read(graph, site, operand, operand.node, sharing)
+        # An operator that computes in the model's own format and promises another, as a lookup in a table does.
+        if row is not None and row.output_only and not in_place(node):
+            self.found.append(Change(graph, site, node, Held(None, format_of(graph.value(node))), wanted=False))
+
+    def _read(
+        self, graph: PrecisionGraph, site: Site | None, operand: Operand | None, used: fx.Node, sharing: Sharing
+    ) -> None:
+        origin = self._origin(graph, used, sharing)
+        held = self._held(graph, used)
+        if held.own is None:
+            return
+        key = graph, origin, sharing.epoch(origin)
+        before = self._held(graph, origin)
+        self.found.append(Place(graph, site, operand, used, origin, held, before, graph.value(used), key))
+
+    def _held(self, graph: PrecisionGraph, node: fx.Node) -> Held:
+        value = graph.value(node)
+        if not is_float(value):
+            return Held(None, None)
+        return Held(self.flow.by_node.get(self.flow.source(node)), format_of(value))
+
+    def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
+        """Sees through conversions of the model's own that lose nothing, as casts do."""
+        while node.target is torch.ops.aten.to.dtype and is_float(graph.value(node)):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            before, after = graph.value(source), graph.value(node)
+            lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
+            memory = sharing.memory
+            seen = memory.of(node) | (frozenset() if node_metadata.is_cast(node) else memory.of(source))
+            if seen & memory.written or not sharing.records_as_here(node):
+                break
+            if not lossless and not node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
+                break
+            node = source
+        return node
+
+
+States = Mapping[fx.Node, State]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """
+    Attributes:
+        owner: the operator that it is made for; None for what the graph hands on as it was given.
+        wanted: whether it is a conversion that the model itself asks for, which is an operator of its own.
+        source: the node whose value is converted.
+        before, after: the formats.
+        cost: of the conversion or quantizer, and of its gradient.
+    """
+
+    owner: fx.Node | None
+    source: fx.Node
+    before: Precision
+    after: Precision
+    cost: Cost
+    wanted: bool = False
+
+
+def casts(flow: Flow, states: States, where: Sequence[Place | Change] | None = None) -> list[Cast]:
+    """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there.
+
+    Args:
+        where: the graph's `places`, where they are known already.
+    """
+    found: dict[Any, Cast] = {}
+    for place in places(flow) if where is None else where:
+        if isinstance(place, Place):
+            _read(found, flow, states, place)
+        elif place.site.node in states:
+            _changed(found, flow, states, place)
+    return list(found.values())
+
+
+def needs_cast(before: Precision | None, used: Precision | None, wanted: Precision | None) -> bool:
+    """Whether a value has to be converted for a reader.
+
+    Args:
+        before: the format that it has where a cast would convert it.
+        used: the format that it has where it is read, behind conversions of the model's own.
+        wanted: the format that it is read in; None for whichever it has.
+    """
+    if wanted is None or before is None or wanted is before:
+        return False
+    return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
+
+
+def _read(found: dict[Any, Cast], flow: Flow, states: States, place: Place) -> None:
+    reader = place.reader
+    if reader is not None and reader.node not in states:
+        return
+    before, used = _cast_format(place.origin_held, states), _cast_format(place.used_held, states)
+    precision = states[reader.node].precision if reader is not None else None
+    wanted = place.wanted(precision)
+    if wanted is None or before is None or not needs_cast(before, used, wanted):
+        return
+    key = place.shared, wanted.name
+    if key not in found:
+        owner = reader or place.origin_held.site
+        cost = _cost(flow, place.graph, place.origin, before, wanted)
+        found[key] = Cast(owner.node if owner is not None else None, place.origin, before, wanted, cost)
+
+
+def _changed(found: dict[Any, Cast], flow: Flow, states: States, change: Change) -> None:
+    node = change.site.node
+    before, after = _cast_format(change.held, states), states[node].output
+    if before is None or after is None or before is after or (not change.wanted and before.dtype is after.dtype):
+        return
+    cost = _cost(flow, change.graph, change.source, before, after)
+    found[node, change.wanted] = Cast(node, change.source, before, after, cost, change.wanted)
+
+
+def _cast_format(held: Held, states: States) -> Precision | None:
+    """The format of a value in these states."""
+    state = states.get(held.site.node) if held.site is not None else None
+    return held.own if state is None else state.output or held.own
+
+
+def _cost(flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision) -> Cost:
+    value = graph.value(source)
+    return cast_cost(size_in(value, before), size_in(value, after), after, flow.needs(source))
+
+
+def cast_cost(read: Size, written: Size, after: Precision, differentiated: bool) -> Cost:
+    """Returns what converting or quantizing so many bytes costs."""
+    if not after.plain:
+        # A quantizer reads once for the scale and once for the values. The operator differentiates past it.
+        return Cost(casts=Work(0, read * (2 if after.scaled else 1) + written))
+    moved = Work(0, read + written)
+    return Cost(casts=moved, casts_backward=moved if differentiated else Work())
+
+
+class Costing:
+    """Costs of one graph, for any plan; what was computed for one plan is there for the next."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._known: dict[tuple[fx.Node, State], Cost] = {}
+
+    @functools.cached_property
+    def places(self) -> list[Place | Change]:
+        """What may need a cast, whatever the plan."""
+        return places(self.flow)
+
+    def own(self, node: fx.Node, state: State) -> Cost:
+        """Returns what the operator at `node` costs in a state, without casts."""
+        key = node, state
+        if key not in self._known:
+            site = self.flow.by_node[node]
+            self._known[key] = operator_cost(self.flow, site, state).renamed(self.flow.sizes)
+        return self._known[key]
+
+    def of(self, states: Mapping[OpId, State]) -> dict[OpId, Cost]:
+        """Returns what each operator costs, by its id, where the operators are in these states."""
+        by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
+        found = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}
+        for cast in casts(self.flow, by_node, self.places):
+            if cast.owner is not None:
+                owner = self.flow.by_node[cast.owner].id
+                found[owner] += cast.cost.renamed(self.flow.sizes)
+        return found

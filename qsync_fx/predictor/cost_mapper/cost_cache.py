@@ -1,0 +1,188 @@
+"""What states and casts of a model take on a device: the `Times`, asked once for each question.
+
+Invariant: every answer is checked, and is a whole number of femtoseconds, so that sums do not depend on the order in which they are made
+and what is undone is as it was.
+
+How `Times` are asked for the cast of a value that a model graph holds.
+
+Invariant: a price and an entry of a schedule come from the same question.
+
+One training step of one device, from states and times: what runs after what, and when each gradient is whole.
+
+Invariant: operators run forward in program order, each behind the casts that are made for it, and backward in the reverse order, each
+before what differentiates its casts. What activation checkpointing computes again is part of an operator's time in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.cost_mapper.indexed_model import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
+from qsync_fx.predictor.cost_mapper.plan_states import Cast, States
+from qsync_fx.predictor.model.model_graph import ModelGraph, state_named
+from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedule, Seconds, Times
+
+
+def cast_seconds(
+    graph: ModelGraph, times: Times, owner: int, value: int, before: str, after: str, differentiated: bool = True
+) -> Seconds:
+    """Returns the time of a cast of a value for an operator, by their places.
+
+    Args:
+        differentiated: whether a gradient that flows back to the value does so through the cast.
+
+    Raises:
+        ProfileError: the time is not known, or the size is an expression.
+    """
+    held, operator = graph.values[value], graph.operators[owner]
+    if not isinstance(held.numel, int):
+        what = f"the time of a cast of {held.numel} elements is not known"
+        raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
+    return times.cast(operator.id, before, after, held.numel, differentiated and held.differentiated)
+
+
+FEMTO = 10**15
+Price = tuple[int, int, int, int, int]
+"""Femtoseconds of operators forward and backward, of casts forward and backward, and of converting backward what is kept scaled."""
+
+
+def femtoseconds(seconds: float, where: str) -> int:
+    """Returns seconds as a whole number; raises `ProfileError` for what is no time."""
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ProfileError(f"a time of {seconds} seconds is none", where=where, do="measure the model anew")
+    return round(seconds * FEMTO)
+
+
+class Prices:
+    """What is known so far of the times of one model on one device."""
+
+    def __init__(self, tables: Tables, times: Times) -> None:
+        self.tables, self.times = tables, times
+        self._states: dict[int, State] = {}
+
+    def state(self, code: int) -> State:
+        """Returns the state of a code: what an operator computes in, and `BASE` times what it gives out."""
+        if code not in self._states:
+            self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
+        return self._states[code]
+
+    def operator(self, at: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
+        """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
+        operators = self.tables.graph.operators
+        near = [at + by for by in NEIGHBOURS]
+        around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
+        found = self.times.operator(operators[at].id, self.state(codes[at + REACH]), around)
+        forward, backward = self._checked(found, operators[at].where)
+        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[at]]
+        casts, casts_backward, unpacking = (sum(price[part] for price in alone) for part in (2, 3, 4))
+        return forward, backward, casts, casts_backward, unpacking
+
+    def cast(self, owner: int, value: int, before: int, after: int, differentiated: bool = True) -> tuple[int, int]:
+        """Returns the time of a cast, forward and backward."""
+        graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
+        found = cast_seconds(graph, self.times, owner, value, *names, differentiated)
+        return self._checked(found, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}")
+
+    def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
+        """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
+        point = self.tables.points[number]
+        before = _now(point.held, outputs)
+        if isinstance(point, Change):
+            after = outputs[point.operator]
+            same = before == after if point.wanted else not NEEDED[before][after]
+            if same or not before or not after:
+                return 0, 0, 0, 0, 0
+            return 0, 0, *self.cast(point.operator, point.value, before, after), 0
+        forward = backward = unpacking = 0
+        made: set[int] = set()
+        kept: dict[int, tuple[int, int]] = {}
+        for reader in point.readers:
+            precision = precisions[reader.operator]
+            after = reader.wanted[precision]
+            if reader.kept[precision]:
+                kept[after] = reader.operator, reader.kept[precision]
+            if not NEEDED[before][after] or after in made:
+                continue
+            if reader.used is not None and PLAIN[after] and _now(reader.used, outputs) == after:
+                continue
+            made.add(after)
+            owner = reader.operator if reader.operator >= 0 else point.held.operator
+            there, back = self.cast(owner, point.value, before, after)
+            forward, backward = forward + there, backward + back
+        for fmt, (owner, plain) in kept.items():
+            unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
+        return 0, 0, forward, backward, unpacking
+
+    def _checked(self, found: Seconds, where: str) -> tuple[int, int]:
+        return femtoseconds(found.forward, where), femtoseconds(found.backward, where)
+
+
+def _now(held: Held, outputs: list[int]) -> int:
+    """The format of a value: what its operator gives out, or its own."""
+    return outputs[held.operator] or held.own
+
+
+def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
+    """Returns the step of a model in these states.
+
+    Args:
+        whole_graphs: gradients of a graph come out together at the end of its backward pass, as a compiled backward pass returns them;
+            else each when the last operator that reads its parameter is through.
+
+    Raises:
+        ProfileError: a time or a size is not known.
+    """
+    graph = states.graph
+    own = list(_operators(states, times))
+    casts = _by_owner(graph, states.casts, times)
+    unpacked = _by_owner(graph, states.unpacked, times, differentiated=False)
+    outside = times.outside()
+    forward = [Entry("", Part.OUTSIDE, outside.forward)]
+    backward = [Entry("", Part.OUTSIDE, outside.backward)]
+    for at, operator in enumerate(graph.operators):
+        forward += [Entry(operator.id, Part.CAST, cast.forward) for cast in casts.get(at, ())]
+        forward.append(Entry(operator.id, Part.FORWARD, own[at].forward))
+    ends: dict[int, int] = {}
+    for at, operator in reversed(list(enumerate(graph.operators))):
+        backward += [Entry(operator.id, Part.CAST, cast.forward) for cast in unpacked.get(at, ())]
+        backward.append(Entry(operator.id, Part.BACKWARD, own[at].backward))
+        backward += [Entry(operator.id, Part.CAST, cast.backward) for cast in reversed(casts.get(at, ()))]
+        ends[at] = len(backward) - 1
+    parameters = [parameter for parameter in graph.parameters if parameter.trained]
+    last = [_last(graph, parameter.readers, whole_graphs) for parameter in parameters]
+    return Schedule(
+        tuple(forward),
+        tuple(backward),
+        times.optimizer(),
+        tuple(Parameter(p.path, p.numel, p.dtype_bytes) for p in parameters),
+        {p.path: ends.get(at, len(backward) - 1) for p, at in zip(parameters, last, strict=True)},
+    )
+
+
+def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
+    """The operator whose backward pass comes last of those that make a gradient; -1 where none of a graph's does."""
+    if not readers or not whole_graphs:
+        return min(readers, default=-1)
+    part = graph.operators[min(readers)].graph
+    return next(at for at, operator in enumerate(graph.operators) if operator.graph == part)
+
+
+def _operators(states: States, times: Times) -> Iterator[Seconds]:
+    found = list(map(state_named, states.names))
+    there: dict[int, State] = dict(enumerate(found))
+    for at, operator in enumerate(states.graph.operators):
+        around = [there.get(at + by) for by in NEIGHBOURS]
+        yield times.operator(operator.id, found[at], around)
+
+
+def _by_owner(
+    graph: ModelGraph, casts: Sequence[Cast], times: Times, differentiated: bool = True
+) -> Mapping[int, list[Seconds]]:
+    found: dict[int, list[Seconds]] = {}
+    for cast in casts:
+        taken = cast_seconds(graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated)
+        found.setdefault(cast.owner, []).append(taken)
+    return found

@@ -1,0 +1,279 @@
+"""What a plan takes on a device, as it is changed operator by operator (paper, Algorithm 1, read rightly: docs/predictor.md).
+
+Invariant: after any number of changes, and of changes undone, everything equals what a new mapper finds for the same plan, to the last bit.
+A change looks at the operators whose formats it changes, at what these read and at their neighbours, and at nothing else.
+
+The formats of all operators, followed as one of them is changed.
+
+Invariant: after any number of changes they equal what the rules give for the same plan at once. What a scaled operator gives out depends on
+who reads it and widens none of those, so formats are followed twice: as if none gave out anything wide, and then as it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from qsync_fx.errors import PlanError, ProfileError
+from qsync_fx.predictor.cost_mapper.cost_cache import FEMTO, Price, Prices, scheduled
+from qsync_fx.predictor.cost_mapper.indexed_model import BASE, NAMES, NUMBERS, REACH, SCALED, Tables
+from qsync_fx.predictor.cost_mapper.plan_states import Asked, States, check_format, planned, settled
+from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.predictor.times import Schedule, Times
+
+
+class Following:
+    """
+    Args:
+        chosen: what each adjustable operator computes in, by its place.
+
+    Attributes:
+        precisions, outputs: by operator, what it computes in and gives out; behind the last one stands the model's caller.
+        codes: both as one number, between two of none on either side.
+    """
+
+    def __init__(self, tables: Tables, chosen: Mapping[int, int]) -> None:
+        count = len(tables.inputs)
+        self.tables = tables
+        self.precisions, self.outputs, self.codes = [0] * (count + 1), [0] * (count + 1), [0] * (count + 2 * REACH)
+        self._narrow, self._narrow_out = [0] * (count + 1), [0] * (count + 1)
+        self._wide = [False] * count
+        for at, outputs in enumerate(tables.outputs):
+            if outputs is not None:
+                found = chosen[at], outputs[chosen[at]]
+            else:
+                found = self._followed(at, self._narrow_out)
+            self._narrow[at], self._narrow_out[at] = found
+        for at in range(count):
+            self._wide[at] = self._is_wide(at)
+            self._settle(at)
+
+    def chosen(self, at: int) -> int:
+        """Returns what an adjustable operator computes in."""
+        return self._narrow[at]
+
+    def change(self, at: int, precision: int) -> list[int]:
+        """Gives an adjustable operator another format; returns the operators whose formats have changed."""
+        changed: list[int] = []
+        if self._narrow[at] == precision:
+            return changed
+        outputs, followers = self.outputs, self.tables.followers
+        todo = self._spread(at, precision)
+        while todo:
+            now = heapq.heappop(todo)
+            before = outputs[now]
+            if self._settle(now):
+                changed.append(now)
+                if outputs[now] != before:
+                    for follower in followers[now]:
+                        heapq.heappush(todo, follower)
+        return changed
+
+    def _spread(self, first: int, precision: int) -> list[int]:
+        """Follows a change as if no scaled operator gave out anything wide; returns those that may have to settle anew, as a heap."""
+        tables, narrow, out = self.tables, self._narrow, self._narrow_out
+        outputs = tables.outputs[first]
+        assert outputs is not None, "adjustable operators have outputs"
+        narrow[first] = precision
+        looked, asked = [first], [first, *tables.widens[first]]
+        todo: list[int] = []
+        if out[first] != outputs[precision]:
+            out[first] = outputs[precision]
+            todo += tables.followers[first]
+        while todo:
+            at = heapq.heappop(todo)
+            found, result = self._followed(at, out)
+            if found == narrow[at] and result == out[at]:
+                continue
+            looked.append(at)
+            if found != narrow[at]:
+                narrow[at] = found
+                asked += tables.widens[at]
+            if result != out[at]:
+                out[at] = result
+                for follower in tables.followers[at]:
+                    heapq.heappush(todo, follower)
+        for at in asked:
+            if tables.wide[at] and self._is_wide(at) != self._wide[at]:
+                self._wide[at] = not self._wide[at]
+                looked.append(at)
+        heapq.heapify(looked)
+        return looked
+
+    def _settle(self, at: int) -> bool:
+        """Gives an operator its formats; returns whether they are others than before."""
+        if self.tables.outputs[at] is None:
+            precision, output = self._followed(at, self.outputs)
+        else:
+            precision = self._narrow[at]
+            output = self.tables.wide[at] if self._wide[at] else self._narrow_out[at]
+        code = precision + BASE * output
+        if code == self.codes[at + REACH]:
+            return False
+        self.codes[at + REACH], self.precisions[at], self.outputs[at] = code, precision, output
+        return True
+
+    def _followed(self, at: int, outputs: list[int]) -> tuple[int, int]:
+        known, key = self.tables.follow[at], 0
+        assert known is not None, "others are chosen"
+        for used in self.tables.inputs[at]:
+            key = key * BASE + outputs[used]
+        return known[key]
+
+    def _is_wide(self, at: int) -> bool:
+        wide, narrow = self.tables.wide[at], self._narrow
+        return bool(wide) and SCALED[narrow[at]] and all(w[narrow[r]] for r, w in self.tables.wide_readers[at])
+
+
+STATES = BASE * BASE
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Seconds of a training step on one device, without communication.
+
+    Attributes:
+        forward, backward: of operators.
+        casts, casts_backward: of conversions and quantizers, and of what differentiates them.
+        unpacking: of converting in the backward pass what is kept in a scaled format.
+        outside: of what belongs to no operator.
+        optimizer: of its step.
+    """
+
+    forward: float
+    backward: float
+    casts: float
+    casts_backward: float
+    unpacking: float
+    outside: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        there = self.forward + self.casts
+        back = self.backward + self.casts_backward + self.unpacking
+        return there + back + self.outside + self.optimizer
+
+
+class CostMapper:
+    """
+    Args:
+        graph: the model.
+        times: of its operators on a device.
+        asked: the plan to start from, or the format of each adjustable operator by its id.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+        ProfileError: a time is not known, or is none.
+    """
+
+    def __init__(self, graph: ModelGraph, times: Times, asked: Asked) -> None:
+        self.graph, self.times = graph, times
+        self._tables = tables = Tables(graph)
+        self._prices = Prices(tables, times)
+        self._outside, self._optimizer = times.outside(), times.optimizer()
+        self._following = Following(tables, {at: NUMBERS[name] for at, name in planned(graph, asked).items()})
+        self._undo: list[tuple[int, int]] = []
+        count, points = len(graph.operators), len(tables.points)
+        self._operator_prices: list[Price] = [(0, 0, 0, 0, 0)] * count
+        self._point_prices: list[Price] = [(0, 0, 0, 0, 0)] * points
+        self._known_operators: list[dict[int, Price]] = [{} for _ in range(count)]
+        self._known_points: list[dict[int, Price]] = [{} for _ in range(points)]
+        self._sums: Price = (0, 0, 0, 0, 0)
+        self._reprice(range(count), {number for touched in tables.touched for number in touched})
+
+    def set(self, operator: str, precision: str) -> None:
+        """Gives an adjustable operator what a plan asks for, and all that depends on it what follows.
+
+        Raises:
+            PlanError: the operator is not adjustable, or the graph was not made for the format.
+            ProfileError: a time is not known, or is none; all is as before.
+        """
+        at = self.graph.places.get(operator)
+        takes = self._tables.chosen[at] if at is not None else None
+        if at is None or takes is None:
+            do = "name one of kind adjustable in graph.operators; the others follow"
+            raise PlanError("no plan decides on this operator", where=f"operator {operator}", do=do)
+        if precision not in takes:
+            check_format(self.graph, precision, self.graph.operators[at].where)
+        before = self._following.chosen(at)
+        try:
+            self._change(at, takes[precision])
+        except ProfileError:
+            self._change(at, before)
+            raise
+        self._undo.append((at, before))
+
+    def undo(self) -> None:
+        """Takes back the last change that was not taken back yet; raises `PlanError` where there is none."""
+        if not self._undo:
+            raise PlanError("there is no change to take back", do="call undo once for each call of set, at most")
+        self._change(*self._undo.pop())
+
+    @property
+    def totals(self) -> Totals:
+        outside = self._outside.forward + self._outside.backward
+        forward, backward, casts, casts_backward, unpacking = (femto / FEMTO for femto in self._sums)
+        return Totals(forward, backward, casts, casts_backward, unpacking, outside, self._optimizer)
+
+    @property
+    def seconds(self) -> float:
+        """The time that the device computes in a step, without communication."""
+        return self.totals.seconds
+
+    def states(self) -> States:
+        """Returns what operators compute in and give out now, and the casts that this takes."""
+        names = zip(self._following.precisions[:-1], self._following.outputs[:-1], strict=True)
+        return settled(self.graph, [(NAMES[precision], NAMES[output]) for precision, output in names])
+
+    def schedule(self, whole_graphs: bool = False) -> Schedule:
+        """Returns the step as what runs after what; see `scheduled`."""
+        return scheduled(self.states(), self.times, whole_graphs)
+
+    def _change(self, at: int, precision: int) -> None:
+        changed, tables = self._following.change(at, precision), self._tables
+        if changed:
+            near, touched = tables.near, tables.touched
+            self._reprice(set().union(*[near[at] for at in changed]), set().union(*[touched[at] for at in changed]))
+
+    def _reprice(self, operators: Iterable[int], points: Iterable[int]) -> None:
+        """Asks for the times of operators and of casts at places; where one is not known, sums are of what was asked before."""
+        forward, backward, casts, casts_backward, unpacking = self._sums
+        codes, precisions, outputs = self._following.codes, self._following.precisions, self._following.outputs
+        known, prices, keys = self._known_operators, self._operator_prices, self._tables.keys
+        try:
+            for at in operators:
+                first, second, own, fourth, fifth = codes[at : at + 2 * REACH + 1]
+                key = (((first * STATES + second) * STATES + own) * STATES + fourth) * STATES + fifth
+                price = known[at].get(key)
+                if price is None:
+                    price = known[at][key] = self._prices.operator(at, codes, precisions, outputs)
+                old = prices[at]
+                if price is not old:
+                    prices[at] = price
+                    forward += price[0] - old[0]
+                    backward += price[1] - old[1]
+                    casts += price[2] - old[2]
+                    casts_backward += price[3] - old[3]
+                    unpacking += price[4] - old[4]
+            known, prices = self._known_points, self._point_prices
+            for number in points:
+                held, readers, others = keys[number]
+                key = outputs[held]
+                for at in readers:
+                    key = key * BASE + precisions[at]
+                for at in others:
+                    key = key * BASE + outputs[at]
+                price = known[number].get(key)
+                if price is None:
+                    price = known[number][key] = self._prices.point(number, precisions, outputs)
+                old = prices[number]
+                if price is not old:
+                    prices[number] = price
+                    casts += price[2] - old[2]
+                    casts_backward += price[3] - old[3]
+                    unpacking += price[4] - old[4]
+        finally:
+            self._sums = forward, backward, casts, casts_backward, unpacking

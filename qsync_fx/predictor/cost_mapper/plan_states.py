@@ -1,0 +1,249 @@
+"""What a plan makes of every operator of a model, and which casts that takes: what the passes will do, foreseen from a `ModelGraph`.
+
+Invariant: equal to `explanation.replanned(plan)`: the same precisions and outputs, and the same casts for the same operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from qsync_fx.errors import PlanError, nearest
+from qsync_fx.formats import FORMATS
+from qsync_fx.graph.cascade_rules import wants_wide
+from qsync_fx.graph.cost_algebra import Cost, Kept, Size
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operator_costs import cast_cost, needs_cast
+from qsync_fx.ops import Kind
+from qsync_fx.plan import Plan
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.predictor.model.model_graph import (
+    Choices,
+    Follows,
+    ModelGraph,
+    Name,
+    Read,
+    StateNames,
+    chosen,
+    followed,
+    format_named,
+    state_named,
+    widest,
+)
+
+Asked = Plan | Mapping[str, str]
+"""A plan, or the format of each adjustable operator by its id."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A value that is converted or quantized.
+
+    Attributes:
+        owner: the place of the operator that it is done for.
+        value: the place of the value.
+        before, after: the formats.
+        wanted: whether it is a conversion that the model itself asks for, which is an operator of its own.
+    """
+
+    owner: int
+    value: int
+    before: str
+    after: str
+    wanted: bool = False
+
+
+@dataclass(frozen=True)
+class States:
+    """
+    Attributes:
+        graph: the model.
+        names: the formats that each operator computes in and gives out.
+        casts: in the order in which they run.
+        unpacked: what is kept in a scaled format and converted in the backward pass, for the operator that needs it there first.
+    """
+
+    graph: ModelGraph
+    names: tuple[StateNames, ...]
+    casts: tuple[Cast, ...]
+    unpacked: tuple[Cast, ...]
+
+    def of(self, operator: str) -> State:
+        """Returns the state of an operator, by its id."""
+        return state_named(self.names[self.graph.place(operator)])
+
+    def held(self, value: int) -> Name:
+        """Returns the format that a value is given out in, by its place."""
+        return _held(self.graph, self.names, value)
+
+    def cost(self, operator: str) -> Cost:
+        """Returns what an operator costs, its casts included."""
+        at = self.graph.place(operator)
+        own = self.graph.operators[at].costs[self.names[at]]
+        return sum((self._cast_cost(cast) for cast in self.casts if cast.owner == at), start=own)
+
+    def saved(self) -> dict[Kept, Size]:
+        """Returns what is kept for the backward pass, by value and format; what several operators keep of one value counts once."""
+        found: dict[Kept, Size] = {}
+        for operator, names in zip(self.graph.operators, self.names, strict=True):
+            found |= operator.costs[names].saved
+        return found
+
+    def _cast_cost(self, cast: Cast) -> Cost:
+        value, before, after = self.graph.values[cast.value], FORMATS[cast.before], FORMATS[cast.after]
+        read, written = (value.numel * fmt.dtype.itemsize for fmt in (before, after))
+        return cast_cost(read, written, after, value.differentiated)
+
+
+def states(graph: ModelGraph, asked: Asked) -> States:
+    """Returns what a plan makes of a model.
+
+    Raises:
+        PlanError: the plan does not fit the model, or asks for a format that the graph was not made for.
+    """
+    return settled(graph, state_names(graph, asked))
+
+
+def state_names(graph: ModelGraph, asked: Asked) -> list[StateNames]:
+    """Returns the formats that each operator computes in and gives out under a plan, without its casts; raises as `states` does."""
+    precisions = planned(graph, asked)
+    # What scaled operators give out depends on who reads it, and widens none of those.
+    narrow = _swept(graph, precisions, frozenset())
+    wide = frozenset(
+        at
+        for at in precisions
+        if wants_all_wide(graph, at, [narrow[reader][0] for reader in _choices(graph, at).readers], precisions[at])
+    )
+    return _swept(graph, precisions, wide) if wide else narrow
+
+
+def settled(graph: ModelGraph, found: Sequence[StateNames]) -> States:
+    """Returns states that are known already, with the casts that they take."""
+    return States(graph, tuple(found), tuple(_casts(graph, found)), tuple(_unpacked(graph, found)))
+
+
+def planned(graph: ModelGraph, asked: Asked) -> dict[int, str]:
+    """Returns the format that each adjustable operator computes in under a plan, by its place; raises as `states` does."""
+    adjustable = [at for at, op in enumerate(graph.operators) if isinstance(op.decided, Choices)]
+    there = set(adjustable)
+    if isinstance(asked, Plan):
+        asked.check([OpId.parse(graph.operators[at].id) for at in adjustable], complete=True)
+    elif unknown := next((name for name in asked if graph.places.get(name) not in there), None):
+        known = [graph.operators[at].id for at in adjustable]
+        raise PlanError(f"no adjustable operator of the model is called {unknown!r}", do=nearest(unknown, known))
+    found: dict[int, str] = {}
+    for at in adjustable:
+        operator, explicit = graph.operators[at], True
+        if isinstance(asked, Plan):
+            choice = asked.precision_for(OpId.parse(operator.id))
+            assert choice is not None, "a plan that was checked names all"
+            name, explicit = choice.precision.name, choice.explicit
+        elif operator.id in asked:
+            name = asked[operator.id]
+        else:
+            raise PlanError("nothing is asked for an operator", where=operator.where, do="give each a format")
+        check_format(graph, name, operator.where)
+        found[at] = chosen(_choices(graph, at), name, explicit)
+    return found
+
+
+def check_format(graph: ModelGraph, name: str, where: str) -> None:
+    """Raises `PlanError` where costs of a format are not known."""
+    if name not in graph.formats:
+        do = (
+            f"{nearest(name, graph.formats)}; or measure the model in it, too, precisions=(..., {name!r}); "
+            "a graph of your own has the formats of model_graph(explanation, formats=...)"
+        )
+        raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
+
+
+def wants_all_wide(graph: ModelGraph, at: int, readers: Sequence[Name], precision: str) -> bool:
+    """Whether an operator in `precision` gives out what its readers, that compute in these formats, all want wide."""
+    choices = _choices(graph, at)
+    if choices.wide is None or not FORMATS[precision].scaled:
+        return False
+    kinds = (graph.operators[reader].kind for reader in choices.readers)
+    return all(wants_wide(Kind(kind), format_named(name)) for kind, name in zip(kinds, readers, strict=True))
+
+
+def _choices(graph: ModelGraph, at: int) -> Choices:
+    found = graph.operators[at].decided
+    assert isinstance(found, Choices)
+    return found
+
+
+def _swept(graph: ModelGraph, precisions: Mapping[int, str], wide: frozenset[int]) -> list[StateNames]:
+    found: list[StateNames] = []
+    for at, operator in enumerate(graph.operators):
+        decided = operator.decided
+        if isinstance(decided, Choices):
+            precision = precisions[at]
+            found.append((precision, decided.wide if at in wide else decided.outputs.get(precision)))
+        else:
+            name = _followed(decided, found)
+            found.append((name, decided.named or name))
+    return found
+
+
+def _followed(follows: Follows, found: Sequence[StateNames]) -> Name:
+    promotion = follows.given
+    for at in follows.operators:
+        promotion = widest(promotion, found[at][1])
+    return followed(follows, promotion)
+
+
+def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[Cast]:
+    """Yields the casts that states take; one is there for all that read a value in one format, for the first of them."""
+    made: set[tuple[int | None, Name]] = set()
+    for at, operator in enumerate(graph.operators):
+        precision, output = found[at]
+        if operator.converts:
+            value = operator.reads[0].value
+            before = _held(graph, found, value)
+            if before is not None and output is not None and before != output:
+                yield Cast(at, value, before, output, wanted=True)
+            continue
+        for read in operator.reads:
+            before, after = _cast_of(graph, found, read, precision)
+            if before is not None and after is not None and (read.point, after) not in made:
+                made.add((read.point, after))
+                yield Cast(at, read.origin, before, after)
+        own = graph.values[operator.result].own
+        if operator.converted and own and output and FORMATS[own].dtype is not FORMATS[output].dtype:
+            yield Cast(at, operator.result, own, output)
+    for read in graph.outputs:
+        before, after = _cast_of(graph, found, read, None)
+        maker = graph.values[read.origin].operator
+        if before is not None and after is not None and (read.point, after) not in made and maker is not None:
+            made.add((read.point, after))
+            yield Cast(maker, read.origin, before, after)
+
+
+def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[Cast]:
+    kept: dict[tuple[int | None, str], Cast] = {}
+    for at, operator in enumerate(graph.operators):
+        precision, decided = found[at][0], operator.decided
+        if precision is None or not isinstance(decided, Choices) or precision not in decided.unpacked:
+            continue
+        factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
+        for read in factors:
+            # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
+            if any(other.gradient for other in factors if other is not read):
+                kept[read.point, precision] = Cast(at, read.origin, precision, decided.unpacked[precision])
+    return list(kept.values())
+
+
+def _cast_of(graph: ModelGraph, found: Sequence[StateNames], read: Read, precision: Name) -> tuple[Name, Name]:
+    """The formats of the cast that a reading takes; (None, None) for none."""
+    if read.point is None:
+        return None, None
+    before, used = (format_named(_held(graph, found, value)) for value in (read.origin, read.value))
+    wanted = format_named(read.wanted[precision or ""])
+    if wanted is None or before is None or not needs_cast(before, used, wanted):
+        return None, None
+    return before.name, wanted.name
+
+
+def _held(graph: ModelGraph, found: Sequence[StateNames], at: int) -> Name:
+    value = graph.values[at]
+    return value.own if value.operator is None else found[value.operator][1] or value.own

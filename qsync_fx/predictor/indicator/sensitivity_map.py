@@ -1,0 +1,208 @@
+"""`Sensitivity`: what each operator in each precision adds to the variance of the gradients.
+
+Invariant: a value: equal where it says the same, and what `to_json` writes `from_json` reads. No number is negative or NaN. Files have no
+infinite ones: what overflows is the largest float there.
+
+A sensitivity as a table, as wide as what it says.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from qsync_fx.errors import PlanError, ProfileError, nearest, shown
+from qsync_fx.formats import FORMATS
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.serialization.schema import Path, Schema
+
+
+def table(found: Sensitivity) -> str:
+    """Returns the rows as text, one line an operator, and how it was found."""
+    cells = rows(found)
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    lines = []
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
+    return "\n".join([*lines, "", summary(found)])
+
+
+def rows(found: Sensitivity) -> list[list[str]]:
+    """Returns a heading, and for each operator its variance in each precision and its share of the sum of that precision."""
+    names = found.precisions
+    sums = {name: sum(by.get(name, 0.0) for by in found.variance.values()) for name in names}
+    cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
+    for operator, by in found.variance.items():
+        cells.append([operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))])
+    return cells
+
+
+def summary(found: Sensitivity) -> str:
+    """Returns one line on how it was found."""
+    steps = f", mean over {found.steps} steps" if found.steps else ""
+    return f"variance added to the gradients of {found.model}, method {found.method}{steps}, {found.seconds:.0f} s"
+
+
+def _cells(value: float | None, total: float) -> tuple[str, str]:
+    if value is None:
+        return "-", "-"
+    return f"{value:.2e}", f"{value / total:.1%}" if 0 < total < float("inf") else "-"
+
+
+Values = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """
+    Attributes:
+        method: how it was found.
+        model: the name of the model's class.
+        variance: by operator and precision, summed over all elements of all gradients, a mean over steps. In a narrow format that rounds to
+            nearest it is the mean square error, as nothing varies.
+        steps: how many steps it is a mean over.
+        trace: the same of each step, in order; empty where a method has no steps.
+        seconds: what finding it took.
+        gradients: by parameter and codec of gradients, what writing its gradient once in the codec adds to the variance of that; empty
+            where it was found before codecs were looked at.
+    """
+
+    method: str
+    model: str
+    variance: Mapping[str, Mapping[str, float]]
+    steps: int = 0
+    trace: Sequence[Mapping[str, Mapping[str, float]]] = field(default=(), repr=False)
+    seconds: float = 0.0
+    gradients: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trace", tuple(self.trace))
+        for table in (self.variance, *self.trace, self.gradients):
+            for operator, by in table.items():
+                for name, number in by.items():
+                    if not number >= 0:
+                        raise ProfileError(
+                            f"the sensitivity {number} is no variance",
+                            where=f"{operator}, {name}",
+                            do="look for NaN in the loss and the gradients of the model",
+                        )
+
+    @property
+    def operators(self) -> list[str]:
+        """The ids of the operators, in the order in which `explain` lists them."""
+        return list(self.variance)
+
+    @property
+    def precisions(self) -> list[str]:
+        """The precisions, in the order in which they were asked for."""
+        return list(dict.fromkeys(name for by in self.variance.values() for name in by))
+
+    def of(self, operator: str | OpId, precision: str) -> float:
+        """Returns the variance that an operator adds in a precision; none in one of 32 bits or more, measured or not.
+
+        Raises:
+            ProfileError: the operator or the precision is not in it.
+        """
+        by = self.variance.get(str(operator))
+        if by is None:
+            raise ProfileError(
+                f"nothing is known of the sensitivity of {shown(str(operator))}",
+                do=nearest(str(operator), self.variance),
+            )
+        if precision in by:
+            return by[precision]
+        if precision in FORMATS and FORMATS[precision].bits >= 32:
+            return 0.0
+        raise ProfileError(
+            f"the sensitivity in {shown(precision)} was not asked for", where=str(operator), do=nearest(precision, by)
+        )
+
+    def ranks(self, precision: str) -> list[dict[str, int]]:
+        """Returns the rank of each operator in each step, 0 for the most sensitive: QSync's Fig. 8."""
+        found = []
+        for values in self.trace:
+            known = [(by[precision], name) for name, by in values.items() if precision in by]
+            order = sorted(known, key=lambda pair: -pair[0])
+            found.append({name: rank for rank, (_, name) in enumerate(order)})
+        return found
+
+    def to_json(self) -> str:
+        """Returns it as JSON text."""
+        return SENSITIVITY.encode(self.finite())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Sensitivity:
+        """Reads the text of `to_json`. Raises `ProfileError`, and nothing else, for any other text."""
+        return SENSITIVITY.decode(text)
+
+    def save(self, path: Path) -> None:
+        """Writes it to a file in one step; raises `ProfileError` if it cannot."""
+        SENSITIVITY.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Sensitivity:
+        """Reads a file, which may come from anywhere; raises `ProfileError` saying what is wrong with it, and where."""
+        return SENSITIVITY.load(path)
+
+    def finite(self) -> Sensitivity:
+        """Returns it as files hold it."""
+        return Sensitivity(
+            self.method,
+            self.model,
+            _finite(self.variance),
+            self.steps,
+            [_finite(v) for v in self.trace],
+            self.seconds,
+            _finite(self.gradients),
+        )
+
+    def table(self) -> str:
+        """Returns the table that `print` shows."""
+
+        return table(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _finite(values: Values) -> dict[str, dict[str, float]]:
+    return {op: {name: min(v, sys.float_info.max) for name, v in by.items()} for op, by in values.items()}
+
+
+def check(found: Sensitivity) -> str | None:
+    """Returns why what a file says cannot be; None where it can."""
+    if found.steps < 0 or found.seconds < 0:
+        return "neither steps nor seconds are negative"
+    for table in (found.variance, *found.trace):
+        for operator, by in table.items():
+            try:
+                OpId.parse(operator)
+            except PlanError as error:
+                return error.what
+            if (unknown := next((name for name in by if name not in FORMATS), None)) is not None:
+                return f"{shown(unknown)} is not a precision"
+            if not all(v >= 0 and math.isfinite(v) for v in by.values()):
+                return f"a variance of {shown(operator)} is negative"
+    for parameter, by in found.gradients.items():
+        if not all(v >= 0 and math.isfinite(v) for v in by.values()):
+            return f"a variance of the gradient of {shown(parameter)} is negative"
+    return None
+
+
+CHECKS: Final = {Sensitivity: check}
+"""What a file that holds a sensitivity in a field of its own checks of it."""
+
+SENSITIVITY: Final = Schema(
+    Sensitivity,
+    noun="sensitivity",
+    error=ProfileError,
+    remedy="save what qsync_fx.sensitivity returned",
+    name="qsync-sensitivity",
+    largest=64 * 2**20,
+    checks=CHECKS,
+)
+"""Files of one alone."""

@@ -1,7 +1,0 @@
-"""From a plan to states, casts and seconds: what a `ModelGraph` and the `Times` of a device make of it."""
-
-from qsync_fx.predictor.mapper.cost_mapper import CostMapper, Totals
-from qsync_fx.predictor.mapper.schedule import scheduled
-from qsync_fx.predictor.mapper.states import Cast, States, states
-
-__all__ = ["Cast", "CostMapper", "States", "Totals", "scheduled", "states"]

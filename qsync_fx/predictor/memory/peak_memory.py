@@ -1,0 +1,288 @@
+"""The memory of a training step under a plan: what is held at each moment, by category and format, and the most of it.
+
+Invariant: a pure function of the model graph and the states of its operators; nothing runs.
+
+A predicted peak, corrected by what a profile measured of other plans.
+
+Invariant: a plan that was measured is predicted as measured. Between plans the error counts by how much of what is kept for the backward
+pass two of them keep alike, value by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.formats import FORMATS
+from qsync_fx.predictor.cost_mapper.plan_states import States
+from qsync_fx.predictor.memory.backward import Backward
+from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task, lives, whole
+from qsync_fx.predictor.memory.forward import Forward
+from qsync_fx.predictor.memory.kernel_order import ordered
+from qsync_fx.predictor.memory.outside_passes import LossMemory, Training
+from qsync_fx.predictor.model.model_graph import ModelGraph
+
+_HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
+_STEP = "optimizer"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step.
+
+    Attributes:
+        place: "forward", "backward" or "optimizer".
+        operator: the id of the operator that runs; "" for what belongs to none.
+        kinds: bytes by category and format; the format is None for what is in none, and where it does not matter.
+    """
+
+    place: str
+    operator: str
+    kinds: Mapping[Kind, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kinds.values())
+
+    def of(self, category: Category) -> int:
+        """Returns the bytes of a category."""
+        return sum(size for (found, _), size in self.kinds.items() if found is category)
+
+    def __str__(self) -> str:
+        where = f"{self.place}, {self.operator}" if self.operator else self.place
+        lines = [f"{self.bytes / 1e6:10.2f} MB  {where}"]
+        for (category, fmt), size in sorted(self.kinds.items(), key=lambda item: -item[1]):
+            lines.append(f"{size / 1e6:10.2f} MB    {category}{f' in {fmt}' if fmt else ''}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """
+    Attributes:
+        moments: of the step, in order.
+    """
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is held; the first of several."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held before the step: parameters, buffers, the batch, and the optimizer's state."""
+        return sum(self.moments[0].of(category) for category in _HELD)
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that the step holds beyond that, as `qsync_fx.profiler.timing.measured_memory.measured_peak` measures it."""
+        return self.peak.bytes - self.held_bytes
+
+    def __str__(self) -> str:
+        return f"most at once:\n{self.peak}"
+
+
+def step_memory(states: States, training: Training | None = None, tasks: Sequence[Task] | None = None) -> Memory:
+    """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are those of its `Orders`, where known.
+
+    Raises:
+        ProfileError: the model is known in symbolic sizes only.
+    """
+    training = training or Training()
+    tasks = step_tasks(states, training) if tasks is None else tasks
+    made = {buffer for task in tasks if not task.backward for buffer in task.writes}
+    saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
+
+    def kind(buffer: Buffer) -> Kind:
+        category = Category.SAVED if buffer in saved else buffer.category
+        return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
+
+    held, working = _held(states.graph, training), kind(Buffer("", None, 0))
+    found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
+    return Memory((*found, _optimizer(states.graph, training, held)))
+
+
+def step_tasks(states: States, training: Training | None = None) -> list[Task]:
+    """Returns the tasks of both passes of a step, in the order in which they run."""
+    return Orders.of(states, training).expected
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The tasks of both passes of a step in the two orders in which a compiler may have them run.
+
+    Attributes:
+        written: as the model is written.
+        expected: as a compiler is expected to sort them, by what it expects of their memory.
+    """
+
+    written: list[Task]
+    expected: list[Task]
+
+    @classmethod
+    def of(cls, states: States, training: Training | None = None) -> Orders:
+        """Returns both, of a training whose loss is known or not."""
+        loss = None if training is None else training.loss
+        forward = Forward(states)
+        backward = Backward(forward)
+        there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
+        kept, written, expected = set[Buffer](), list[Task](), list[Task]()
+        made = {buffer for part in there for task in part for buffer in task.writes}
+        # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
+        given = {buffer for task in backward.incoming for buffer in task.writes}
+        for part in reversed([*there, backward.incoming, *back]):
+            orders = list(part), ordered(part, kept | forward.outputs | given)
+            now, then = orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
+            written, expected = [*now, *written], [*then, *expected]
+            kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
+        if loss is not None:
+            written, expected = (_with_loss(tasks, loss, given) for tasks in (written, expected))
+        return cls(written, expected)
+
+
+def most_bytes(states: States, training: Training | None = None) -> int:
+    """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
+    orders = Orders.of(states, training)
+    return max(step_memory(states, training, tasks).peak.bytes for tasks in (orders.expected, orders.written))
+
+
+def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
+    """Returns the tasks of each of several graphs: a compiler sorts those of one."""
+    found: dict[int, list[Task]] = {}
+    at = -1
+    for task in tasks:
+        at = graph.operators[graph.places[task.operator]].graph if task.operator else at
+        found.setdefault(at, []).append(task)
+    return list(found.values())
+
+
+def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
+    """Returns the tasks of a pass, where the gradients that it is called with are held until it has ended.
+
+    Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and this is for one that is not
+    known.
+    """
+    there = made | {buffer for task in tasks for buffer in task.writes}
+    given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in there}
+    if given:
+        tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *given))
+    return tasks
+
+
+def _with_loss(tasks: list[Task], loss: LossMemory, given: Set[Buffer]) -> list[Task]:
+    """Returns the tasks with what the loss takes: beside the gradients that it gives while it runs, and till the pass has ended."""
+    ends = [at for at, task in enumerate(tasks) if not given.isdisjoint(task.writes)]
+    if not ends:
+        return tasks
+    found, begun = list(tasks), ends[-1]
+    more = max(0, loss.most - loss.held - sum(buffer.bytes for buffer in given))
+    kept = Buffer("loss", None, loss.held, Category.LOSS)
+    found[begun] = replace(found[begun], writes=(*found[begun].writes, kept), workspace=more)
+    found[-1] = replace(found[-1], holds=(*found[-1].holds, kept))
+    return found
+
+
+def peak_bytes(states: States, training: Training | None = None) -> int:
+    """Returns the most bytes that a step holds, parameters and the optimizer's state included; see `step_memory` for when and of what."""
+    return step_memory(states, training).peak.bytes
+
+
+def _held(graph: ModelGraph, training: Training) -> Mapping[Kind, int]:
+    parameters = sum(whole(p.numel) * p.dtype_bytes for p in graph.parameters)
+    found: dict[Kind, int] = {(Category.PARAMETERS, None): parameters + sum(_given(graph))}
+    if state := training.optimizer.state_bytes(_trained(graph)):
+        found[Category.OPTIMIZER, None] = state
+    if training.buckets:
+        found[Category.BUCKETS, None] = _gradients(graph)
+    return MappingProxyType(found)
+
+
+def _given(graph: ModelGraph) -> Iterator[int]:
+    for at, value in enumerate(graph.values):
+        if value.source in ("buffer", "input") and value.tensor == at:
+            itemsize = FORMATS[value.own].dtype.itemsize if value.own is not None else 0
+            yield whole(value.numel) * itemsize + whole(value.fixed)
+
+
+def _trained(graph: ModelGraph) -> list[int]:
+    return [whole(parameter.numel) for parameter in graph.parameters if parameter.trained]
+
+
+def _gradients(graph: ModelGraph) -> int:
+    return sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters if parameter.trained)
+
+
+def _moment(live: Live[Kind], held: Mapping[Kind, int]) -> Moment:
+    return Moment("backward" if live.backward else "forward", live.operator, MappingProxyType({**held, **live.kinds}))
+
+
+def _optimizer(graph: ModelGraph, training: Training, held: Mapping[Kind, int]) -> Moment:
+    kinds = {**held, (Category.GRADIENTS, None): _gradients(graph)}
+    if temporary := training.optimizer.step_bytes(_trained(graph)):
+        kinds[Category.TEMPORARY, None] = temporary
+    return Moment(_STEP, "", MappingProxyType(kinds))
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A plan whose peak was measured.
+
+    Attributes:
+        states: what it makes of the model.
+        step_bytes: the most that a step of one rank alone held beyond what was held before it.
+    """
+
+    states: States
+    step_bytes: int
+
+    def error(self, training: Training | None) -> int:
+        """Returns by how much more was measured than is predicted."""
+        if training not in self._errors:
+            # Without buckets, as it was measured: what these take is known.
+            alone = None if training is None else replace(training, buckets=False)
+            self._errors[training] = self.step_bytes - step_memory(self.states, alone).step_bytes
+        return self._errors[training]
+
+    @cached_property
+    def _errors(self) -> dict[Training | None, int]:
+        return {}
+
+
+def anchored_bytes(
+    states: States, anchors: Sequence[Anchor], training: Training | None = None, memory: Memory | None = None
+) -> int:
+    """Returns the most that a step holds beyond what is held before it, corrected by measured plans.
+
+    Args:
+        memory: what `step_memory` says of these states, where that is known already.
+
+    Raises:
+        ProfileError: there is no anchor, or what was measured cannot be.
+    """
+    if not anchors:
+        raise ProfileError("no measured plan to predict from", do="measure one, or use predictor.memory.peak_bytes")
+    if wrong := [anchor.step_bytes for anchor in anchors if anchor.step_bytes <= 0]:
+        raise ProfileError(f"a step is said to have taken {wrong[0]} bytes", do="measure it again")
+    pure = (memory or step_memory(states, training)).step_bytes
+    errors = [anchor.error(training) for anchor in anchors]
+    alike = [_alike(states, anchor.states) for anchor in anchors]
+    if 1.0 in alike:
+        return pure + errors[alike.index(1.0)]
+    total = sum(alike)
+    if not total:
+        return pure
+    return pure + round(sum(error * share for error, share in zip(errors, alike, strict=True)) / total)
+
+
+def _alike(first: States, second: States) -> float:
+    """The share of operators, by the elements that they give out, that are in one state in both."""
+    sizes = [int(first.graph.values[operator.result].numel) for operator in first.graph.operators]
+    same = [mine == theirs for mine, theirs in zip(first.names, second.names, strict=True)]
+    if all(same):
+        return 1.0
+    return min(sum(size for size, one in zip(sizes, same, strict=True) if one) / max(sum(sizes), 1), 1 - 1e-9)

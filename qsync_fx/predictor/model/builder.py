@@ -1,0 +1,343 @@
+"""One graph of an explanation as operators and values that refer to one another by their place.
+
+Invariant: what is read here is what the passes decide by: the rules of `graph/cascading.py`, `resolve`, and the places of casts. Nothing is
+decided anew, and the graph stays as it is.
+
+The model graph of an explanation: everything that the passes know of a model and that holds for every plan.
+
+Invariant: several graphs, where the model breaks, stand one behind the other, and sizes are in the form that files hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+
+from qsync_fx.devices.format_support import resolve, row_on, stays
+from qsync_fx.errors import ProfileError
+from qsync_fx.formats import FORMATS, FP32, Precision, precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.alias_analysis import operands as handed_in
+from qsync_fx.graph.cascade_rules import handed_on, rule_of, wide_readers
+from qsync_fx.graph.cost_algebra import Cost, Size
+from qsync_fx.graph.fx_utils import describe, expression, format_of, is_float, source_of, tensors
+from qsync_fx.graph.graph import VECTORS, Operator as Handle, PrecisionGraph, drawn, drops
+from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.operand_formats import Operand
+from qsync_fx.graph.operator_costs import Costing, Place
+from qsync_fx.graph.saved_tensors import Site
+from qsync_fx.ops.spec import Kind
+from qsync_fx.predictor.model.model_graph import (
+    Choices,
+    Follows,
+    ModelGraph,
+    ModelParameter,
+    Name,
+    Operator,
+    Read,
+    StateNames,
+    Value,
+    name_of,
+    reachable,
+    state_named,
+)
+from qsync_fx.predictor.model.symbolic_sizes import canonical
+from qsync_fx.serialization.strict_json import Malformed
+
+if TYPE_CHECKING:
+    from qsync_fx.diagnostics.explanation import Explanation
+
+
+class Reading:
+    """
+    Args:
+        graph: its place among those of the model.
+        values: those of the graphs before it, which its own are added to.
+        first: the place of its first operator.
+        points: the number of places of casts in graphs before it.
+        pinned: the formats of operators that a pass of the user's has assigned, by id.
+
+    Attributes:
+        operators: without their costs.
+        outputs: what the graph returns, if that is a tensor.
+        parameters: its parameters by path, each with the places of the operators that read it.
+        points: the places at which casts may stand, those before it included.
+    """
+
+    def __init__(
+        self, costing: Costing, graph: int, values: list[Value], first: int, points: int, pinned: dict[str, str]
+    ) -> None:
+        self.costing, self.flow = costing, costing.flow
+        self.number, self.values, self.pinned = graph, values, pinned
+        self.index = {site.node: first + at for at, site in enumerate(self.flow.sites)}
+        self._numbers: dict[fx.Node, int] = {}
+        self._given: dict[fx.Node, fx.Node] = {}
+        self._points: dict[Hashable, int] = {}
+        self._first_point = points
+        self._tables: dict[Hashable, Mapping[str, Name]] = {}
+        self._in_vectors = drawn(self.flow.graph)
+        found = [place for place in costing.places if isinstance(place, Place)]
+        self._places = {(p.reader.node, p.operand): p for p in found if p.reader is not None}
+        self._returned = {place.used: place for place in found if place.reader is None}
+        self._enter(self.flow.graph)
+        self.operators = [self._operator(site) for site in self.flow.sites]
+        self.outputs = [self._output(node) for node in self.flow.outputs if self._tensors(node)]
+        self.parameters = self._parameters()
+
+    @property
+    def points(self) -> int:
+        return self._first_point + len(self._points)
+
+    def name(self, node_name: str) -> str:
+        """Returns how a node is called in the whole model."""
+        return f"{self.number}:{node_name}" if self.number else node_name
+
+    def _enter(self, graph: PrecisionGraph) -> None:
+        for node in graph.nodes:
+            for body in node_metadata.bodies(node):
+                self._given |= {p: given for p, given in handed_in(node, body) if isinstance(given, fx.Node)}
+                self._enter(body)
+
+    # Values.
+
+    def _tensors(self, node: fx.Node) -> list[torch.Tensor]:
+        return tensors(self.flow.graph.value(node))
+
+    def _value(self, node: fx.Node) -> int:
+        if node not in self._numbers:
+            root = self.flow.tensor(node)
+            at = self._value(root) if root is not node else None
+            self._numbers[node] = len(self.values)
+            self.values.append(self._described(node, len(self.values) if at is None else at))
+        return self._numbers[node]
+
+    def _described(self, node: fx.Node, tensor: int) -> Value:
+        found = self._tensors(node)
+        fmt = format_of(self.flow.graph.value(node))
+        return Value(
+            name=self.name(node.name),
+            tensor=tensor,
+            operator=self.index.get(self.flow.source(node)),
+            source=self._source(node),
+            own=name_of(fmt),
+            numel=self._size(sum((expression(t.numel()) for t in found if is_float(t)), start=0)),
+            fixed=self._size(
+                sum((expression(t.numel()) * t.element_size() for t in found if not is_float(t)), start=0)
+            ),
+            differentiated=self.flow.needs(node),
+        )
+
+    def _size(self, size: Any) -> Size:
+        return canonical(size.xreplace(self.flow.sizes) if isinstance(size, sympy.Basic) else size)
+
+    def _source(self, node: fx.Node) -> str:
+        source = self.flow.source(node)
+        if source in self.index:
+            return "operator"
+        if isinstance(source.meta.get("val"), torch.nn.Parameter):
+            return "parameter"
+        held = node_metadata.PATH.get(source) or source.op == "get_attr"
+        return "buffer" if held else "input" if source.op == "placeholder" else "constant"
+
+    # Operators.
+
+    def _operator(self, site: Site) -> Operator:
+        note = node_metadata.NOTE[site.node]
+        source = source_of(site.node)
+        row = note.row
+        return Operator(
+            id=str(note.id),
+            kind=str(note.kind),
+            row=row.name if row is not None else note.id.operator,
+            shape=self._shape(site),
+            line=f"{Path(source.file).name}:{source.line}" if source is not None else "",
+            graph=self.number,
+            repeated=site.repeated,
+            result=self._value(site.node),
+            reads=tuple(self._read(site, o, need) for o, need in zip(site.operands, site.needs, strict=True)),
+            decided=self._choices(site, note) if note.kind is Kind.ADJUSTABLE else self._follows(site),
+            converts=row is not None and row.converts,
+            converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
+            costs={},
+            method=VECTORS if self._in_vectors and drops(site.node) else _method(site.node),
+        )
+
+    def _shape(self, site: Site) -> str:
+        text = describe(site.graph.value(site.node))
+        for symbol, name in self.flow.sizes.items():
+            text = re.sub(rf"\b{re.escape(str(symbol))}\b", str(name), text)
+        return text
+
+    def _read(self, site: Site, operand: Operand, gradient: bool) -> Read:
+        place = self._places.get((site.node, operand))
+        value = self._value(operand.node)
+        if place is None:
+            return Read(value, operand.role, {}, None, value, gradient)
+        return Read(value, operand.role, self._wanted(place), self._point(place), self._value(place.origin), gradient)
+
+    def _output(self, node: fx.Node) -> Read:
+        place, value = self._returned.get(node), self._value(node)
+        if place is None:
+            return Read(value, "output", {}, None, value, False)
+        return Read(value, "output", self._wanted(place), self._point(place), self._value(place.origin), False)
+
+    def _wanted(self, place: Place) -> Mapping[str, Name]:
+        """What a place wants, by what its reader computes in; places that want alike share the answer."""
+        found = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
+        return self._tables.setdefault(tuple(found.items()), found)
+
+    def _point(self, place: Place) -> int:
+        return self._first_point + self._points.setdefault(place.shared, len(self._points))
+
+    def _choices(self, site: Site, note: Note) -> Choices:
+        context, handle, row = site.graph.context, Handle(site.graph, site.node), note.row
+        assert row is not None, "adjustable operators have rows"
+        own = format_of(site.graph.value(site.node))
+        held, region = own or FP32, isinstance(note.autocast, Precision)
+        here = {fmt: row_on(context.device, fmt) for fmt in FORMATS.values()}
+        kept = [fmt for fmt in here if note.autocast == "off" or (not region and stays(held, here[fmt], False))]
+        refused, given = handle.refused, None if region else own
+        runs = {fmt: resolve(row, fmt, context.device, context.options.exact, given, refused)[0] for fmt in here}
+        scaled = own is not None and own.bits < 32
+        readers = wide_readers(site.node) if own is not None and not scaled else None
+        gradients = {fmt: here[fmt].gradient for fmt in runs.values() if fmt.scaled}
+        return Choices(
+            runs={fmt.name: found.name for fmt, found in runs.items()},
+            held=held.name,
+            keeps=tuple(fmt.name for fmt in kept),
+            outputs={}
+            if own is None
+            else {fmt.name: (own if fmt.scaled and scaled else here[fmt].output).name for fmt in runs.values()},
+            wide=own.name if own is not None and readers is not None else None,
+            readers=tuple(self.index[user] for user in readers or ()),
+            pinned=self.pinned.get(str(note.id)),
+            unpacked={fmt.name: gradient.name for fmt, gradient in gradients.items() if gradient.plain},
+        )
+
+    def _follows(self, site: Site) -> Follows:
+        rule = rule_of(site.graph, site.node, automatic=False)
+        sources = [self._decider(site.graph, used) for used in rule.inputs]
+        given = [found for found in sources if isinstance(found, Precision)]
+        widest = rule.promotion(given)
+        return Follows(
+            operators=tuple(dict.fromkeys(found for found in sources if isinstance(found, int))),
+            given=name_of(widest),
+            own=name_of(rule.own),
+            promotes=rule.promotes,
+            scalar=max(map(abs, rule.scalars), default=0.0),
+            named=name_of(rule.named),
+        )
+
+    def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
+        """The operator whose output a node's format is, or the format that it has whatever the plan."""
+        while node not in self.index:
+            source = self._given.get(node) or handed_on(graph, node, automatic=False)
+            if source is None:
+                return format_of(graph.value(node))
+            node = source
+        return self.index[node]
+
+    def _parameters(self) -> dict[str, tuple[torch.nn.Parameter, list[int]]]:
+        readers: dict[fx.Node, list[int]] = {}
+        for site in self.flow.sites:
+            for source in {self.flow.source(operand.node) for operand in site.operands}:
+                readers.setdefault(source, []).append(self.index[site.node])
+        found: dict[str, tuple[torch.nn.Parameter, list[int]]] = {}
+        for node in self.flow.graph.nodes:
+            value = self.flow.graph.value(node)
+            if node.op == "placeholder" and isinstance(value, torch.nn.Parameter):
+                found[node_metadata.PATH.get(node) or node.name] = (value, readers.get(node, []))
+        return found
+
+
+def _method(node: fx.Node) -> str:
+    """How an operator computes, of several ways: what a gelu approximates by."""
+    found = node.kwargs.get("approximate", "none")
+    return "" if found == "none" else str(found)
+
+
+def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
+    """Returns the graph of a model that was explained.
+
+    Args:
+        formats: what plans will ask for; every format by default. Costs are known of the states that these lead to.
+
+    Raises:
+        ProfileError: the model has no graph, or a size that cannot be written down.
+        PrecisionError: a format is unknown.
+    """
+    if not explanation.graphs:
+        why = "; ".join(text.partition("\n")[0] for text in explanation.breaks)
+        raise ProfileError("Dynamo compiled no part of the model, so there is nothing to predict", where=why or None)
+    wanted = tuple(FORMATS) if formats is None else tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
+    pinned = {str(op.id): str(op.precision) for op in explanation.operators if op.note.pinned}
+    values: list[Value] = []
+    graphs: list[Reading] = []
+    try:
+        with explanation.there():
+            for number, part in enumerate(explanation.graphs):
+                first = sum(len(graph.operators) for graph in graphs)
+                points = graphs[-1].points if graphs else 0
+                graphs.append(Reading(part.costing, number, values, first, points, pinned))
+            operators = _costed(graphs, wanted)
+    except Malformed as wrong:
+        do = "explain it with sizes that are numbers: torch._dynamo.mark_static, or inputs of one size"
+        raise ProfileError(f"the model{wrong.what}", do=do) from None
+    context = explanation.graphs[0].context
+    return ModelGraph(
+        device=context.options.target or context.device.type,
+        operators=tuple(operators),
+        values=tuple(values),
+        outputs=tuple(read for graph in graphs for read in graph.outputs),
+        parameters=tuple(_parameters(graphs, explanation)),
+        points=graphs[-1].points,
+        formats=wanted,
+    )
+
+
+def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]:
+    operators = [operator for graph in graphs for operator in graph.operators]
+    found = [(graph, site) for graph in graphs for site in graph.flow.sites]
+    states = reachable(operators, formats)
+    known: dict[Size, Size] = {}
+
+    def size(given: Size) -> Size:
+        if given not in known:
+            known[given] = canonical(given)
+        return known[given]
+
+    def cost(graph: Reading, node: fx.Node, state: StateNames) -> Cost:
+        own = graph.costing.own(node, state_named(state)).each(size)
+        return dataclasses.replace(own, saved={(graph.name(tensor), how): n for (tensor, how), n in own.saved.items()})
+
+    return [
+        dataclasses.replace(operator, costs={state: cost(graph, site.node, state) for state in can})
+        for operator, (graph, site), can in zip(operators, found, states, strict=True)
+    ]
+
+
+def _parameters(graphs: Sequence[Reading], explanation: Explanation) -> list[ModelParameter]:
+    """Those that the model registers, in its order; then those that graphs read and that it does not know by that path."""
+    readers: dict[str, list[int]] = {}
+    seen: dict[str, torch.nn.Parameter] = {}
+    for graph in graphs:
+        for path, (parameter, read) in graph.parameters.items():
+            seen.setdefault(path, parameter)
+            readers.setdefault(path, []).extend(read)
+    found = [
+        ModelParameter(entry.path, entry.numel, entry.dtype_bytes, entry.trained, tuple(readers.get(entry.path, ())))
+        for entry in explanation.parameters
+    ]
+    known = {parameter.path for parameter in found}
+    for path, held in seen.items():
+        if path not in known:
+            numel, itemsize = int(held.numel()), held.element_size()
+            found.append(ModelParameter(path, numel, itemsize, held.requires_grad, tuple(readers[path])))
+    return found

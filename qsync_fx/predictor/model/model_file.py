@@ -1,0 +1,338 @@
+"""A model graph in a file: JSON in which sizes, answers of places and pieces of work stand once and are referred to by their place.
+
+Invariant: what is read is a model graph that holds together, or a `ProfileError`: references point to what is there, operators follow from
+earlier ones, formats are known, and there is a cost for every state that a plan leads to.
+
+Whether a model graph that came from elsewhere holds together.
+
+Invariant: what passes can be asked for any plan: every reference points to what is there, operators follow from earlier ones, formats are
+known, and there is a cost for every state that a plan leads to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from qsync_fx.errors import PlanError, ProfileError
+from qsync_fx.formats import FORMATS
+from qsync_fx.graph.cost_algebra import WORKS, Cost, Size, Work
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.predictor.model.model_graph import (
+    Choices,
+    Follows,
+    ModelGraph,
+    ModelParameter,
+    Name,
+    Operator,
+    Read,
+    Value,
+    reachable,
+)
+from qsync_fx.predictor.model.symbolic_sizes import read as read_file, sizes_of, written
+from qsync_fx.serialization.schema import Schema
+from qsync_fx.serialization.strict_json import Malformed
+
+
+def check(graph: ModelGraph) -> None:
+    """Raises `Malformed`, or `PlanError` for an id that is none, where a graph does not hold together."""
+    reads = [read for operator in graph.operators for read in operator.reads] + list(graph.outputs)
+    if not 0 <= graph.points <= len(reads):
+        raise Malformed(f" has {graph.points} places of casts, and {len(reads)} readings")
+    _places(graph, reads)
+    if unknown := set(_formats(graph, reads)) - {None, *FORMATS}:
+        raise Malformed(f" speaks of formats that there are not: {', '.join(sorted(map(str, unknown)))[:120]}")
+    for operator in graph.operators:
+        _operator(graph, operator)
+        for read in operator.reads:
+            _answers(read, operator.id)
+    for read in graph.outputs:
+        _answers(read, "the model's caller")
+    origins = {read.point: read.origin for read in reads}
+    if any(read.point is not None and origins[read.point] != read.origin for read in reads):
+        raise Malformed(" has a place of casts at which two values are converted")
+    if len(graph.places) != len(graph.operators):
+        raise Malformed(" has two operators of one id")
+    if len({parameter.path for parameter in graph.parameters}) != len(graph.parameters):
+        raise Malformed(" has two parameters of one path")
+    if any(parameter.numel < 0 or not 0 < parameter.dtype_bytes <= 16 for parameter in graph.parameters):
+        raise Malformed(" has a parameter whose size is none")
+    if any(isinstance(size, int) and size < 0 for size in sizes_of(graph)):
+        raise Malformed(" has a size below zero")
+    for operator, states in zip(graph.operators, reachable(graph.operators, graph.formats), strict=True):
+        if missing := next((state for state in states if state not in operator.costs), None):
+            raise Malformed(f" has no cost of {operator.id} in {' and '.join(map(str, missing))}")
+
+
+def _places(graph: ModelGraph, reads: Iterable[Read]) -> None:
+    values, operators = range(len(graph.values)), range(len(graph.operators))
+    for value in graph.values:
+        _in(value.tensor, values, f"the memory of {value.name}")
+        if value.operator is not None:
+            _in(value.operator, operators, f"what makes {value.name}")
+    for read in reads:
+        _in(read.value, values, f"what is read as {read.role}")
+        _in(read.origin, values, f"what is read as {read.role}")
+        if read.point is not None:
+            _in(read.point, range(graph.points), f"where {read.role} is read")
+    for parameter in graph.parameters:
+        for reader in parameter.readers:
+            _in(reader, operators, f"a reader of {parameter.path}")
+    for number, operator in enumerate(graph.operators):
+        _in(operator.result, values, f"the result of {operator.id}")
+        decided = operator.decided
+        for other in decided.readers if isinstance(decided, Choices) else ():
+            _in(other, operators, f"a reader of {operator.id}")
+        for other in () if isinstance(decided, Choices) else decided.operators:
+            _in(other, range(number), f"an operator before {operator.id}")
+
+
+def _in(place: int, there: range, what: str) -> None:
+    if place not in there:
+        raise Malformed(f" names the {place}th of {len(there)} as {what[:120]}")
+
+
+def _formats(graph: ModelGraph, reads: Iterable[Read]) -> Iterator[Name]:
+    yield from graph.formats
+    for value in graph.values:
+        yield value.own
+    for read in reads:
+        yield from (name or None for name in read.wanted)
+        yield from read.wanted.values()
+    for operator in graph.operators:
+        decided = operator.decided
+        if isinstance(decided, Choices):
+            for table in (decided.runs, decided.outputs, decided.unpacked):
+                yield from (*table, *table.values())
+            yield from (decided.held, *decided.keeps, decided.wide, decided.pinned)
+        else:
+            yield from (decided.given, decided.own, decided.named)
+        for state in operator.costs:
+            yield from state
+
+
+def _operator(graph: ModelGraph, operator: Operator) -> None:
+    OpId.parse(operator.id)
+    decided = operator.decided
+    if isinstance(decided, Choices) is not (operator.kind == "adjustable"):
+        raise Malformed(f" says of {operator.id} that it is {operator.kind}, and that {decided.kind} decides on it")
+    if isinstance(decided, Choices):
+        if missing := {decided.held, *graph.formats} - decided.runs.keys():
+            raise Malformed(f" does not say what {operator.id} makes of {', '.join(sorted(missing))}")
+    elif not math.isfinite(decided.scalar):
+        raise Malformed(f" has a scalar of {operator.id} that is none")
+    if operator.converts and not operator.reads:
+        raise Malformed(f" has the conversion {operator.id}, which reads nothing")
+
+
+def _answers(read: Read, reader: str) -> None:
+    if read.point is not None and (missing := {"", *FORMATS} - read.wanted.keys()):
+        raise Malformed(f" does not say what {reader} reads in {', '.join(sorted(missing)) or 'no format'}")
+
+
+Source = Literal["operator", "parameter", "buffer", "input", "constant"]
+
+
+@dataclass(frozen=True)
+class StoredRead:
+    """A `Read`; `wanted` is a place among tables."""
+
+    value: int
+    role: str
+    wanted: int
+    point: int | None
+    origin: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A `Value`; `numel` and `fixed` are places among sizes."""
+
+    name: str
+    tensor: int
+    operator: int | None
+    source: Source
+    own: str | None
+    numel: int
+    fixed: int
+    differentiated: bool
+
+
+@dataclass(frozen=True)
+class StoredCost:
+    """What an operator costs in a state: the place of its works, and what is kept, each with the place of its size."""
+
+    precision: str | None
+    output: str | None
+    works: int
+    saved: list[tuple[str, str, int]]
+
+
+@dataclass(frozen=True)
+class StoredOperator:
+    """An `Operator`."""
+
+    id: str
+    kind: Literal["adjustable", "dependent", "fixed"]
+    row: str
+    shape: str
+    line: str
+    graph: int
+    repeated: bool
+    result: int
+    reads: list[StoredRead]
+    decided: Choices | Follows
+    converts: bool
+    converted: bool
+    costs: list[StoredCost]
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class StoredGraph:
+    """A `ModelGraph`, and what its parts refer to: texts of sizes, answers of places, and works as places of sizes."""
+
+    device: str
+    formats: list[str]
+    sizes: list[str]
+    tables: list[Mapping[str, str | None]]
+    works: list[list[int]]
+    values: list[StoredValue]
+    operators: list[StoredOperator]
+    outputs: list[StoredRead]
+    parameters: list[ModelParameter]
+    points: int
+
+
+FILE: Final = Schema(
+    StoredGraph,
+    noun="model graph",
+    error=ProfileError,
+    remedy="make it anew: qsync_fx.predictor.model.build_model_graph(qsync_fx.explain(model, ...)).save(path)",
+    name="qsync-model-graph",
+    largest=256 * 2**20,
+    smaller="make it for fewer formats: model_graph(explanation, formats=...)",
+)
+
+
+class _Once:
+    """Things that stand once in a list, by what tells them apart."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def place(self, key: Any, thing: Any) -> int:
+        if key not in self._places:
+            self._places[key] = len(self.found)
+            self.found.append(thing)
+        return self._places[key]
+
+
+def stored(graph: ModelGraph) -> StoredGraph:
+    """Returns a model graph as a file, or part of a file, holds it."""
+    sizes, tables, works = _Once(), _Once(), _Once()
+
+    def size(given: Size) -> int:
+        return sizes.place(given, written(given))
+
+    def reads(given: Iterable[Read]) -> list[StoredRead]:
+        tabled = ((read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in given)
+        return [StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled]
+
+    def cost(state: tuple[Name, Name], given: Cost) -> StoredCost:
+        all_works: Iterator[Work] = (getattr(given, name) for name in WORKS)
+        places = [at for work in all_works for at in (size(work.flops), size(work.bytes))]
+        saved = [(tensor, how, size(n)) for (tensor, how), n in given.saved.items()]
+        return StoredCost(*state, works.place(tuple(places), places), saved)
+
+    operators = [
+        StoredOperator(
+            **{name: getattr(op, name) for name in _SAME},
+            reads=reads(op.reads),
+            costs=[cost(state, given) for state, given in op.costs.items()],
+        )
+        for op in graph.operators
+    ]
+    values = [
+        StoredValue(**{**_fields(value), "numel": size(value.numel), "fixed": size(value.fixed)})
+        for value in graph.values
+    ]
+    outputs = reads(graph.outputs)
+    return StoredGraph(
+        graph.device,
+        list(graph.formats),
+        sizes.found,
+        tables.found,
+        works.found,
+        values,
+        operators,
+        outputs,
+        list(graph.parameters),
+        graph.points,
+    )
+
+
+def restored(found: StoredGraph) -> ModelGraph:
+    """Returns the model graph that a file holds; raises `ProfileError` where its parts do not fit together."""
+    try:
+        graph = _restored(found)
+        check(graph)
+    except (Malformed, PlanError, IndexError, KeyError) as wrong:
+        what = (
+            wrong.what if isinstance(wrong, (Malformed, PlanError)) else f" refers to {wrong}, which it does not hold"
+        )
+        raise ProfileError(f"the model graph{what}" if what.startswith(" ") else what, do=FILE.remedy) from None
+    return graph
+
+
+def _restored(found: StoredGraph) -> ModelGraph:
+    sizes = list(map(read_file, found.sizes))
+    works = [[_at(sizes, at) for at in places] for places in found.works]
+    if any(len(places) != 2 * len(WORKS) for places in works):
+        raise Malformed(f" has works that are not {2 * len(WORKS)} sizes")
+
+    def cost(given: StoredCost) -> Cost:
+        pairs = iter(_at(works, given.works))
+        parts = {name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)}
+        return Cost(**parts, saved={(tensor, how): _at(sizes, at) for tensor, how, at in given.saved})
+
+    def reads(given: Iterable[StoredRead]) -> tuple[Read, ...]:
+        return tuple(Read(r.value, r.role, _at(found.tables, r.wanted), r.point, r.origin, r.gradient) for r in given)
+
+    return ModelGraph(
+        found.device,
+        tuple(
+            Operator(
+                **{name: getattr(op, name) for name in _SAME},
+                reads=reads(op.reads),
+                costs={(given.precision, given.output): cost(given) for given in op.costs},
+            )
+            for op in found.operators
+        ),
+        tuple(
+            Value(**{**_fields(value), "numel": _at(sizes, value.numel), "fixed": _at(sizes, value.fixed)})
+            for value in found.values
+        ),
+        reads(found.outputs),
+        tuple(found.parameters),
+        found.points,
+        tuple(found.formats),
+    )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+_SAME: Final = [field.name for field in dataclasses.fields(StoredOperator) if field.name not in ("reads", "costs")]
+
+
+def _at(things: list[Any], at: int) -> Any:
+    if not 0 <= at < len(things):
+        raise Malformed(f" refers to the {at}th of {len(things)} things")
+    return things[at]

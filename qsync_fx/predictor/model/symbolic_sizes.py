@@ -1,0 +1,262 @@
+"""Sizes as text, and back: whole numbers, and expressions of symbolic sizes such as "64*batch*sequence + 4".
+
+The text comes from anywhere, so it is read by the grammar below and never evaluated as code:
+
+    sum     = ["-"] product (("+" | "-") product)*
+    product = power ("*" power | "/" number)*
+    power   = atom ["**" number]
+    atom    = number | name | function "(" sum ("," sum)* ")" | "(" sum ")"
+
+Invariant: `read(written(size)) == size` for what `canonical` returns; any other text ends in a `Malformed`, within bounded time.
+
+Numbers in the place of a model's symbolic sizes, so that another batch needs no other trace.
+
+Invariant: nothing but sizes changes: plans mean what they meant, and states, casts and places are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import sympy
+from torch.utils._sympy import functions
+
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.graph.cost_algebra import ON_NUMBERS, Size, numbers
+from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.serialization.strict_json import Malformed
+
+FUNCTIONS: Final = {name: getattr(functions, name) for name in ON_NUMBERS}
+"""What torch writes of symbolic sizes beside sums and products."""
+
+_LONGEST, _DEEPEST, _DEGREE, _DIGITS = 4000, 24, 64, 40
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z_0-9]*)|(\*\*|[-+*/(),]))")
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """Returns the symbol of a size."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def canonical(size: Any) -> Size:
+    """Returns a size in the form that `read` gives it; raises `Malformed` for what no size of a tensor is."""
+    return size if type(size) is int else read(written(size))
+
+
+def written(size: Any) -> str:
+    """Returns a size as text; raises `Malformed` for what no size of a tensor is."""
+    if isinstance(size, int):
+        return str(int(size))
+    if isinstance(size, float) and size.is_integer():
+        return str(int(size))
+    if isinstance(size, sympy.Rational):
+        return str(size)
+    if isinstance(size, sympy.Symbol):
+        return str(size.name)
+    if isinstance(size, sympy.Add):
+        return " + ".join(map(written, size.as_ordered_terms())).replace("+ -", "- ")
+    if isinstance(size, sympy.Mul):
+        return _product(size)
+    if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
+        return f"{_factor(size.base)}**{size.exp}"
+    name = type(size).__name__
+    if name in FUNCTIONS:
+        return f"{name}({', '.join(map(written, size.args))})"
+    raise Malformed(f"{str(size)[:120]} is no size that a file can hold")
+
+
+def read(text: str) -> Size:
+    """Returns the size that a text says; raises `Malformed` for any other text."""
+    if len(text) > _LONGEST:
+        raise Malformed(f" has a size of {len(text)} characters")
+    reader = _Reader(text)
+    try:
+        found, _ = reader.sum(0)
+    except Malformed:
+        raise
+    except Exception as error:  # noqa: BLE001 - what torch's functions of sizes say of arguments that they do not take
+        raise Malformed(f" has a size that is none: {text[:120]!r}: {error}") from None
+    reader.end()
+    return int(found) if found.is_Integer else found
+
+
+def _product(size: sympy.Mul) -> str:
+    number, factors = size.as_coeff_mul()
+    parts = [_factor(factor) for factor in sorted(factors, key=sympy.default_sort_key)]
+    if number == -1:
+        return "-" + "*".join(parts)
+    top, bottom = number.as_numer_denom()
+    head = [] if top == 1 else [str(top)]
+    return "*".join([*head, *parts]) + (f"/{bottom}" if bottom != 1 else "")
+
+
+def _factor(size: Any) -> str:
+    return f"({written(size)})" if isinstance(size, (sympy.Add, sympy.Mul)) or size.is_negative else written(size)
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.token: str = ""
+        self._next()
+
+    def sum(self, depth: int) -> tuple[Any, int]:
+        """Returns an expression, and a bound for its degree."""
+        if depth > _DEEPEST:
+            raise self._wrong("is nested too deeply")
+        negative = self._take("-")
+        found, degree = self._product(depth)
+        terms = [-found if negative else found]
+        while self.token in ("+", "-") and self.token:
+            negative = self._take("-") or not self._take("+")
+            term, other = self._product(depth)
+            terms.append(-term if negative else term)
+            degree = max(degree, other)
+        return sympy.Add(*terms), degree
+
+    def end(self) -> None:
+        if self.token:
+            raise self._wrong(f"has {self.token!r} behind its end")
+
+    def _product(self, depth: int) -> tuple[Any, int]:
+        found, degree = self._power(depth)
+        factors = [found]
+        while self.token in ("*", "/") and self.token:
+            if self._take("/"):
+                number = self._number()
+                if not number:
+                    raise self._wrong("divides by zero")
+                factors.append(sympy.Rational(1, number))
+            else:
+                self._take("*")
+                factor, other = self._power(depth)
+                factors.append(factor)
+                degree += other
+        if degree > _DEGREE:
+            raise self._wrong(f"is of a degree above {_DEGREE}")
+        return sympy.Mul(*factors), degree
+
+    def _power(self, depth: int) -> tuple[Any, int]:
+        found, degree = self._atom(depth)
+        if self._take("**"):
+            exponent = self._number()
+            degree = max(degree, 1) * exponent
+            if degree > _DEGREE:
+                raise self._wrong(f"is of a degree above {_DEGREE}")
+            found = sympy.Pow(found, exponent)
+        return found, degree
+
+    def _atom(self, depth: int) -> tuple[Any, int]:
+        if self.token.isdecimal():
+            return sympy.Integer(self._number()), 0
+        if self._take("("):
+            found = self.sum(depth + 1)
+            self._expect(")")
+            return found
+        name = self.token
+        if not name.isidentifier():
+            raise self._wrong(f"has {name!r} in place of a number or name" if name else "ends too early")
+        self._next()
+        if not self._take("("):
+            return symbol(name), 1
+        if name not in FUNCTIONS:
+            raise self._wrong(f"has an unknown function {name!r}")
+        arguments = [self.sum(depth + 1)]
+        while self._take(","):
+            arguments.append(self.sum(depth + 1))
+        self._expect(")")
+        return FUNCTIONS[name](*(argument for argument, _ in arguments)), sum(degree for _, degree in arguments)
+
+    def _number(self) -> int:
+        if not self.token.isdecimal() or len(self.token) > _DIGITS:
+            raise self._wrong("has no whole number, or a very long one, where it needs one")
+        found = int(self.token)
+        self._next()
+        return found
+
+    def _take(self, token: str) -> bool:
+        if self.token != token:
+            return False
+        self._next()
+        return True
+
+    def _expect(self, token: str) -> None:
+        if not self._take(token):
+            raise self._wrong(f"lacks {token!r}")
+
+    def _next(self) -> None:
+        if not self.text[self.at :].strip():
+            self.token = ""
+            return
+        match = _TOKEN.match(self.text, self.at)
+        if match is None:
+            raise self._wrong(f"has {self.text[self.at : self.at + 10]!r}")
+        self.token, self.at = match.group().strip(), match.end()
+
+    def _wrong(self, why: str) -> Malformed:
+        return Malformed(f" has a size that {why}: {self.text[:120]!r}")
+
+
+_SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
+"""The sides of a tensor in the description of its shape."""
+
+
+def symbols(graph: ModelGraph) -> frozenset[str]:
+    """Returns the names of a model's symbolic sizes."""
+    found = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
+    return frozenset(symbol.name for size in found for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol))
+
+
+def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
+    """Returns the model with numbers for the sizes that are named."""
+    known = symbols(graph)
+    for name, number in given.items():
+        if name not in known:
+            do = (
+                nearest(name, known)
+                if known
+                else "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
+            )
+            raise ProfileError(f"the model has no symbolic size {name!r}", do=do)
+        if type(number) is not int or number < 1:
+            raise ProfileError(f"a size is a whole number from 1, not {number!r}", where=name)
+    distinct = [size for size in dict.fromkeys(sizes_of(graph)) if isinstance(size, sympy.Basic)]
+    now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, given), strict=True))
+
+    def size(before: Size) -> Size:
+        return now.get(before, before) if isinstance(before, sympy.Basic) else before
+
+    values = [dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed)) for value in graph.values]
+    operators = [
+        dataclasses.replace(
+            op,
+            shape=_shaped(op.shape, given),
+            costs={state: before.each(size) for state, before in op.costs.items()},
+        )
+        for op in graph.operators
+    ]
+    return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
+
+
+def _shaped(text: str, given: Mapping[str, int]) -> str:
+    """Returns the description of a shape with numbers for the sizes that are named; what cannot be read stays as it is."""
+
+    def side(before: str) -> str:
+        try:
+            return written(numbers([read(before)], given)[0])
+        except Malformed:
+            return before
+
+    return _SIDES.sub(lambda found: ", ".join(map(side, found[0].split(", "))), text)
+
+
+def sizes_of(graph: ModelGraph) -> Iterator[Size]:
+    """Yields every size that a model graph holds, as often as it does."""
+    for value in graph.values:
+        yield from (value.numel, value.fixed)
+    for operator in graph.operators:
+        for cost in operator.costs.values():
+            yield from cost.sizes

@@ -1,0 +1,97 @@
+"""Blocks of a model that are equal in structure, such as the layers of a transformer: what is decided for one holds for the others.
+
+A block is what runs in a module and in those inside it. Blocks of one code run their operators in one order, so two blocks are equal where
+the operators at each place are, and what each of them reads comes from the same place of the block, or from outside.
+
+Invariant: operators at one place of equal blocks cost the same in every state, and no operator is in two of the blocks that are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from qsync_fx.plan.operator_id import OpId
+from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, Operator
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks that are equal.
+
+    Attributes:
+        modules: the path of each block's module.
+        operators: the ids of each block's operators, in the order in which they run.
+    """
+
+    modules: tuple[str, ...]
+    operators: tuple[tuple[str, ...], ...]
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """The operators that stand at one place of each block."""
+        return tuple(zip(*self.operators, strict=True))
+
+
+def isomorphic_blocks(graph: ModelGraph, sizes: bool = True, least: int = 2) -> tuple[Blocks, ...]:
+    """Returns the largest blocks of a model that are equal to others, those of more operators first.
+
+    Args:
+        sizes: whether sizes and costs must be equal, too, and not operators and connections alone.
+        least: operators that a block has at least.
+    """
+    inside = _operators_of_modules(graph)
+    alike: dict[Hashable, list[str]] = {}
+    for module, places in inside.items():
+        if len(places) >= least:
+            alike.setdefault(_structure(graph, places, sizes), []).append(module)
+    found: list[Blocks] = []
+    taken: set[int] = set()
+    for modules in sorted(alike.values(), key=lambda modules: -len(inside[modules[0]])):
+        free: list[str] = []
+        for module in modules:
+            # A module that only wraps another one is the same block.
+            if taken.isdisjoint(inside[module]) and all(inside[module] != inside[other] for other in free):
+                free.append(module)
+        if len(free) > 1:
+            taken.update(place for module in free for place in inside[module])
+            names = (tuple(graph.operators[place].id for place in inside[module]) for module in free)
+            found.append(Blocks(tuple(free), tuple(names)))
+    return tuple(found)
+
+
+def _operators_of_modules(graph: ModelGraph) -> Mapping[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for place, operator in enumerate(graph.operators):
+        parts = OpId.parse(operator.id).module.split(".")
+        for end in range(1, len(parts) + 1):
+            if parts[0]:
+                found.setdefault(".".join(parts[:end]), []).append(place)
+    return found
+
+
+def _structure(graph: ModelGraph, places: list[int], sizes: bool) -> Hashable:
+    """What blocks have in common that are equal."""
+    numbers = {place: number for number, place in enumerate(places)}
+    points: dict[int | None, int] = {}
+    return tuple(_operator(graph, graph.operators[place], numbers, points, sizes) for place in places)
+
+
+def _operator(
+    graph: ModelGraph, operator: Operator, numbers: Mapping[int, int], points: dict[int | None, int], sizes: bool
+) -> Hashable:
+    reads: list[Hashable] = []
+    for read in operator.reads:
+        value = graph.values[read.value]
+        maker = value.operator if value.operator is not None else -1
+        source = numbers.get(maker, "outside" if maker >= 0 else value.source)
+        shared = points.setdefault(read.point, len(points)) if read.point is not None else None
+        much = (value.numel, value.fixed) if sizes else ()
+        reads.append((read.role, source, value.own, read.gradient, shared, tuple(read.wanted.items()), much))
+    decided = operator.decided
+    if isinstance(decided, Choices):
+        how: Hashable = (tuple(decided.runs.items()), decided.held, decided.keeps, decided.pinned, decided.wide)
+    else:
+        how = (decided.own, decided.promotes, decided.scalar, decided.named)
+    costs = tuple((state, *cost.sizes) for state, cost in operator.costs.items()) if sizes else ()
+    return operator.row, operator.kind, operator.repeated, operator.converts, how, tuple(reads), costs

@@ -1,0 +1,283 @@
+"""Execution traces, as `torch.profiler.ExecutionTraceObserver` writes them (Chakra's host traces): which operator was called by which, on
+tensors of which sizes. They hold no times; those are in Kineto's trace of the same run, under the same numbers of recorded functions.
+
+Invariant: nodes form a tree: each was called by one that there is, and none, over whatever others, by itself.
+
+The JSON of a trace, plain or compressed with gzip.
+
+Invariant: reading ends in a tree or in a `ProfileError`, within the memory that `_LARGEST` allows.
+
+Kineto's traces, as `torch.profiler.profile(...).export_chrome_trace` writes them: what ran when, on hosts and devices.
+
+Invariant: events are in the order of their begins, an event before those within it; all times are finite, none is negative.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from qsync_fx.errors import ProfileError, shown
+from qsync_fx.serialization.schema import Path, Schema
+
+_LARGEST: Final = 2**30
+_CUT: Final = "trace again, with fewer steps where the file is large"
+
+
+def read(path: Path, noun: str) -> Mapping[str, Any]:
+    """Returns the object that a file holds."""
+    where = shown(str(path))
+    # Its reading of files is all that is used: events of a trace are no dataclass.
+    data = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST).read(path)
+    if data[:2] == b"\x1f\x8b":
+        try:
+            with gzip.open(io.BytesIO(data)) as file:
+                data = file.read(_LARGEST + 1)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ProfileError(f"the {noun} is cut off or damaged: {error}", where=where, do=_CUT) from None
+    if len(data) > _LARGEST:
+        raise ProfileError(f"the {noun} is larger than {_LARGEST} bytes", where=where, do=_CUT)
+    try:
+        tree = json.loads(data)
+    except json.JSONDecodeError as error:
+        ends = error.pos >= len(data.rstrip()) - 1 or error.msg.startswith("Unterminated")
+        what = "ends in the middle" if ends else f"is no JSON: {error.msg}"
+        place = f"{where}, line {error.lineno}, column {error.colno}"
+        raise ProfileError(f"the {noun} {what}", where=place, do=_CUT) from None
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ProfileError(f"the {noun} is no JSON: {error}", where=where, do=_CUT) from None
+    if not isinstance(tree, dict):
+        raise ProfileError(f"the {noun} is no JSON object", where=where, do=_CUT)
+    return tree
+
+
+def number(value: object) -> float | None:
+    """Returns a finite number; None for anything else. Some versions of Kineto write numbers as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+_HOW_TO_EXPORT: Final = "export the trace with torch.profiler.profile(...).export_chrome_trace once profiling has ended"
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """A stretch of time on a thread or a stream.
+
+    Attributes:
+        name: as the profiler calls it.
+        category: "cpu_op", "user_annotation", "kernel" and others.
+        track: process and thread, or device and stream.
+        begin, end: microseconds.
+        args: what else is known of it.
+    """
+
+    name: str
+    category: str
+    track: tuple[str, str]
+    begin: float
+    end: float
+    args: Mapping[str, Any] = field(repr=False)
+
+    def number(self, name: str) -> int | None:
+        """Returns a whole number that is known of it; None where there is none."""
+        found = number(self.args.get(name))
+        return None if found is None else int(found)
+
+
+@dataclass(frozen=True)
+class Kineto:
+    """
+    Attributes:
+        path: of the file.
+        rank: of torch.distributed; 0 where there was none.
+        ranks: how many there were.
+        events: of all threads and streams.
+    """
+
+    path: str
+    rank: int
+    ranks: int
+    events: Sequence[Event]
+
+
+def kineto(path: Path) -> Kineto:
+    """Reads a trace, compressed or not; raises `ProfileError` saying what is wrong with it."""
+    tree, where = read(path, "trace"), shown(str(path))
+    entries = tree.get("traceEvents")
+    if not isinstance(entries, list):
+        raise ProfileError("the trace has no list of traceEvents", where=where, do=_HOW_TO_EXPORT)
+    events = [_event(entry, f"{where}, traceEvents[{at}]") for at, entry in enumerate(entries) if _lasts(entry)]
+    if not events:
+        raise ProfileError(
+            "the trace has no event that lasts",
+            where=where,
+            do=f"{_HOW_TO_EXPORT}; an unfinished cycle of its schedule is empty",
+        )
+    _forwards(entries, where)
+    group = tree.get("distributedInfo")
+    group = group if isinstance(group, dict) else {}
+    rank, ranks = number(group.get("rank", 0)), number(group.get("world_size", 1))
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise ProfileError(
+            "the trace's rank is not one of its ranks", where=f"{where}, distributedInfo", do=_HOW_TO_EXPORT
+        )
+    events.sort(key=lambda event: (event.begin, -event.end))
+    return Kineto(str(path), int(rank), int(ranks), events)
+
+
+def outermost(events: Sequence[Event]) -> list[Event]:
+    """Returns those events that lie within no other of the same track."""
+    until: dict[tuple[str, str], float] = {}
+    found = []
+    for event in events:
+        if event.begin >= until.get(event.track, float("-inf")):
+            until[event.track] = event.end
+            found.append(event)
+    return found
+
+
+def _lasts(entry: object) -> bool:
+    return isinstance(entry, dict) and entry.get("ph") == "X" and entry.get("cat") not in ("Trace", "overhead")
+
+
+def _event(entry: Mapping[str, Any], where: str) -> Event:
+    name, args = entry.get("name"), entry.get("args", {})
+    begin, duration = number(entry.get("ts")), number(entry.get("dur"))
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise ProfileError("the event has no name", where=where, do=_HOW_TO_EXPORT)
+    if begin is None or duration is None or duration < 0:
+        wrong = "ts" if begin is None else "dur"
+        what = f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
+        raise ProfileError(what, where=where, do=_HOW_TO_EXPORT)
+    track = (str(entry.get("pid")), str(entry.get("tid")))
+    return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
+
+
+def _forwards(entries: Sequence[Any], where: str) -> None:
+    """Raises `ProfileError` where a backward pass runs before the forward pass that it belongs to."""
+    begun: dict[object, float] = {}
+    arrows = [entry for entry in entries if isinstance(entry, dict) and entry.get("cat") == "fwdbwd"]
+    for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
+        at, name = number(entry.get("ts")), str(entry.get("id"))
+        if at is None:
+            raise ProfileError(f"the arrow {shown(name)} has no time", where=where, do=_HOW_TO_EXPORT)
+        if entry.get("ph") == "s":
+            begun[name] = at
+        elif at < begun.get(name, at):
+            what = (
+                f"the trace runs in a circle: backward work {shown(name)} is before the forward work that it belongs to"
+            )
+            raise ProfileError(what, where=where, do=_HOW_TO_EXPORT)
+
+
+_HOW_TO_RECORD: Final = (
+    "write it with torch.profiler.ExecutionTraceObserver, and unregister that before the file is read"
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A call.
+
+    Attributes:
+        name: of the operator or annotation.
+        parent: the number of the call that it was made in.
+        function: the number that Kineto calls "Record function id"; None where the trace says none.
+        tensors: elements and bytes an element of the tensors that it was given, those in lists, too.
+    """
+
+    name: str
+    parent: int
+    function: int | None
+    tensors: tuple[tuple[int, int], ...]
+
+
+def execution_trace(path: Path) -> Mapping[int, Node]:
+    """Reads an execution trace, by numbers of calls; raises `ProfileError` saying what is wrong with it."""
+    tree, where = read(path, "execution trace"), shown(str(path))
+    entries = tree.get("nodes")
+    if not isinstance(entries, list) or not entries:
+        raise ProfileError("the execution trace has no nodes", where=where, do=_HOW_TO_RECORD)
+    nodes: dict[int, Node] = {}
+    for at, entry in enumerate(entries):
+        identity, node = _node(entry, f"{where}, nodes[{at}]")
+        if identity in nodes:
+            raise ProfileError(f"two nodes have the id {identity}", where=f"{where}, nodes[{at}]", do=_HOW_TO_RECORD)
+        nodes[identity] = node
+    _check_tree(nodes, where)
+    return nodes
+
+
+def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, int]]:
+    """Returns elements and bytes an element of the first tensor of each call, by the number that Kineto has for it.
+
+    Raises:
+        ProfileError: the two are not of one run.
+    """
+    by_function = {node.function: node for node in nodes.values() if node.function is not None}
+    functions = {event.number("Record function id") for event in traced.events if event.category == "cpu_op"} - {None}
+    if missing := functions - by_function.keys():
+        what = f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
+        raise ProfileError(what, where=shown(traced.path), do="give the two traces of one run, over the same steps")
+    return {function: node.tensors[0] for function, node in by_function.items() if node.tensors}
+
+
+def _node(entry: object, where: str) -> tuple[int, Node]:
+    if not isinstance(entry, dict):
+        raise ProfileError("the node is no object", where=where, do=_HOW_TO_RECORD)
+    identity, parent, name = entry.get("id"), entry.get("ctrl_deps"), entry.get("name")
+    if type(identity) is not int or type(parent) is not int or not isinstance(name, str):
+        raise ProfileError("the node lacks its id, its name or ctrl_deps", where=where, do=_HOW_TO_RECORD)
+    attributes = entry.get("attrs", [])
+    attributes = attributes if isinstance(attributes, list) else []
+    function = next(
+        (one.get("value") for one in attributes if isinstance(one, dict) and one.get("name") == "rf_id"), None
+    )
+    given = entry.get("inputs")
+    values = given.get("values") if isinstance(given, dict) else None
+    tensors = tuple(_tensors(values if isinstance(values, list) else []))
+    return identity, Node(name, parent, function if type(function) is int else None, tensors)
+
+
+def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
+    """Returns elements and bytes of tensors, which are written as [tensor, storage, offset, elements, bytes, device]."""
+    found = []
+    for value in values:
+        if not isinstance(value, list):
+            continue
+        if len(value) == 6 and isinstance(value[5], str) and all(type(part) is int for part in value[:5]):
+            found.append((value[3], value[4]))
+        elif value and isinstance(value[0], list):
+            found += _tensors(value)
+    return found
+
+
+def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
+    # The process is the root: it is its own caller, and named in brackets.
+    settled = {at for at, node in nodes.items() if node.parent == at and node.name.startswith("[")}
+    for start in nodes:
+        path: dict[int, None] = {}
+        at = start
+        while at not in settled and at not in path:
+            path[at] = None
+            before, at = at, nodes[at].parent
+            if at not in nodes:
+                what = f"the execution trace is cut off: {shown(nodes[before].name)} was called by {at}, which is not in it"
+                raise ProfileError(what, where=f"{where}, node {before}", do=_HOW_TO_RECORD)
+        if at in path:
+            circle = list(path)[list(path).index(at) :]
+            names = " by ".join(shown(nodes[one].name) for one in [*circle[:5], at])
+            raise ProfileError(f"calls run in a circle: {names}", where=f"{where}, node {at}", do=_HOW_TO_RECORD)
+        settled |= path.keys()

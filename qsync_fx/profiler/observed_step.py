@@ -1,0 +1,155 @@
+"""What a user's step gives its model, and what the backend makes of that model: found by running the step once, as written.
+
+Under which plans a model runs so that its other plans can be foreseen.
+
+An operator's time depends on its own state and on what its neighbours hand over. Uniform plans alone never show an INT8 product among
+FP32 operators, nor an FP32 one among narrow ones. So products take each format in turn, and all else each float format.
+
+Invariant: no two plans put all operators into the same states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from qsync_fx.diagnostics.explain_model import explain
+from qsync_fx.diagnostics.explanation import Explanation
+from qsync_fx.diagnostics.replay_passes import WRITTEN
+from qsync_fx.errors import ProfileError
+from qsync_fx.formats import Precision
+from qsync_fx.graph.fx_utils import describe
+from qsync_fx.graph.graph import Operator
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.ops.spec import Kind
+from qsync_fx.options import Options
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan_cache import Fingerprint, fingerprint
+from qsync_fx.predictor.memory.outside_passes import LossMemory
+from qsync_fx.profiler.profile import Model
+from qsync_fx.profiler.timing.measured_memory import loss_in_step
+from qsync_fx.profiler.timing.step_timers import StepSeconds, Training
+from qsync_fx.profiler.timing.step_validation import checking
+
+
+@dataclass(frozen=True)
+class Observed:
+    """
+    Attributes:
+        explanation: what the backend does to the model, with no plan.
+        model: which model that is.
+        fingerprint: by which its graphs are known for its.
+        seconds: how long the step took as written.
+        loss: what its loss takes; None where that could not be found out.
+    """
+
+    explanation: Explanation
+    model: Model
+    fingerprint: Fingerprint
+    seconds: StepSeconds
+    loss: LossMemory | None
+
+
+def observed(module: nn.Module, training: Training, options: Mapping[str, object]) -> Observed:
+    """Runs a step twice, and explains the model with the inputs that it was called with first; then its loss, without the model.
+
+    The second step is the one that is timed: the first one makes what all others find there.
+
+    Raises:
+        ProfileError: the step does not train the model: it does not call it, returns no loss or one that is no number, or differentiates
+            that itself.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    results: list[Any] = []
+    before = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    behind = module.register_forward_hook(lambda _, args, result: results.append(_alone(result)))
+    try:
+        replace(training, step=checking(training.step, module)).run(module)
+    finally:
+        before.remove()
+        behind.remove()
+    if not calls:
+        raise ProfileError(
+            f"the step did not call the model, a {type(module).__name__}",
+            where="step",
+            do="write step(model, batch) so that it calls the model it is given and returns the loss",
+        )
+    seconds = training.run(module)
+    # A model that is called several times has its results beside one another, of which a model graph does not tell.
+    loss = loss_in_step(training.step, module, training.batch, results[0]) if len(results) == 1 else None
+    results.clear()
+    args, kwargs = calls[0]
+    # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        # What a profile of the model has found before is nothing to what it is.
+        explanation = explain(module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs)
+    if not explanation.operators:
+        raise ProfileError(
+            "Dynamo compiled no part of the model, so there is nothing to measure",
+            where="; ".join(explanation.breaks) or type(module).__name__,
+            do="remove the graph break; qsync_fx.explain says more",
+        )
+    written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
+    found = fingerprint(module, written, Options.parse(options))
+    return Observed(explanation, model_of(module, explanation, options), found, seconds, loss)
+
+
+def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
+    """Returns what tells a model in its mode, with inputs of these shapes and under these options, from others."""
+    lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
+    lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
+    evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
+    asked = Options.parse(options).beside_plan
+    digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [asked])]).encode()).hexdigest()[:16]
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return Model(type(module).__name__, digest, parameters, asked, len(evaluated))
+
+
+def _alone(returned: Any) -> Any:
+    """Returns what a model returned, without what it was computed from; what is one tensor stays one."""
+    found: dict[int, Tensor] = {}
+
+    def detached(tensor: Tensor) -> Tensor:
+        return found.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+
+    return tree_map_only(Tensor, detached, returned)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+States = tuple[tuple[str, State], ...]
+"""Each operator's id, in program order, with its state."""
+
+
+def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> dict[str, tuple[Plan, States]]:
+    """Returns the plans that a model is to be measured under, each by what it is in words and with the states that it makes."""
+    found: dict[str, tuple[Plan, States]] = {}
+    for fmt in precisions:
+        add(found, str(fmt), Plan.uniform(fmt), explanation)
+    chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
+    for products in precisions:
+        # A scaled format is one for products: what else is planned in it runs in another, which is measured by itself.
+        for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
+            plan = Plan(operators={op.id: products if _multiplies(op) else others for op in chosen})
+            add(found, f"{products} products, {others} else", plan, explanation)
+    return found
+
+
+def add(found: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
+    """Adds a plan to others, unless one of them puts all operators into the same states."""
+    states = tuple((str(op.id), State.of(op.note)) for op in explanation.replanned(plan).operators)
+    if states not in [known for _, known in found.values()]:
+        found[label] = plan, states
+
+
+def _multiplies(operator: Operator) -> bool:
+    return operator.row is not None and operator.row.products

@@ -1,0 +1,434 @@
+"""What was measured of one model on one device: the value that `measure` returns and files hold.
+
+Invariant: every number in it was measured there, in seconds or bytes, and none is negative or NaN. A profile needs no model beside it: it
+says of what and where it was taken, and is refused for anything else.
+
+The plans that a profile measured, as what a prediction of memory is corrected by.
+
+Invariant: a profile's own model is the model that is predicted.
+
+The table of a profile.
+
+Invariant: one operator a line, the dearest first; its time in each format is that of the run in which all operators were planned in it.
+Those that take no time and keep nothing in any of them, as views do, are counted alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from qsync_fx.devices.machine import Machine, here_for
+from qsync_fx.errors import ProfileError
+from qsync_fx.formatting import many, milliseconds, short
+from qsync_fx.plan.plan import Plan
+from qsync_fx.plan_cache import Fingerprint
+from qsync_fx.predictor.cost_mapper.plan_states import states
+from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
+from qsync_fx.predictor.memory.outside_passes import LossMemory, OptimizerMemory
+from qsync_fx.predictor.memory.peak_memory import Anchor
+from qsync_fx.predictor.model.model_file import StoredGraph, restored
+from qsync_fx.predictor.model.model_graph import ModelGraph
+from qsync_fx.predictor.times import Times
+from qsync_fx.profiler.run_statistics import Measured, Quantized, Run, sizes, whole
+from qsync_fx.serialization.schema import Path, Schema
+from qsync_fx.text_tables import plain, table_of
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of what a profile was taken.
+
+    Attributes:
+        name: of the model's class.
+        digest: of its operators and of all shapes, of the modules that are in the mode to evaluate, and of the backend's options.
+        parameters: how many numbers it holds.
+        options: those of the backend that were not as by default, in words.
+        evaluated: how many of its modules were in the mode to evaluate.
+    """
+
+    name: str
+    digest: str
+    parameters: int
+    options: str = ""
+    evaluated: int = 0
+
+    @property
+    def conditions(self) -> str:
+        """In words, what is not as by default: times hold under these conditions alone."""
+        modes = f"{self.evaluated} modules in the mode to evaluate" if self.evaluated else ""
+        return ", ".join(filter(None, (self.options, modes)))
+
+    def check(self, here: Model) -> None:
+        """Raises `ProfileError` where this is another model than `here`."""
+        if self.digest != here.digest:
+            raise ProfileError(
+                f"it was taken of another model: {self}, and this is {here}",
+                do="measure this model; its layers, the shapes of its inputs, its mode (train or eval) and options of the backend matter",
+            )
+
+    def __str__(self) -> str:
+        conditions = f" with {self.conditions}" if self.conditions else ""
+        return f"{self.name} of {self.parameters} parameters ({self.digest[:8]}){conditions}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How long an all-reduce takes.
+
+    Attributes:
+        backend: of torch.distributed.
+        ranks: how many took part.
+        seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
+        busy: what of these a rank that computes beside it computes later for; more than 1 where both slow one another down.
+        coding: the same of the seconds in which codecs write and read; None where that was not measured.
+        slowdown: how much longer than the profile says this rank's steps take while others train beside it, and nothing is sent.
+        copies: seconds that DistributedDataParallel takes on this device to copy a byte of gradients into its bucket, and again out of it;
+            by the profile's pace; None where no steps say it, and in files of before it was asked.
+        buffers: seconds that each step waits until all ranks have rank 0's buffers, such as means of batch norms; 0 where there are none.
+    """
+
+    backend: str
+    ranks: int
+    seconds: list[tuple[int, float]]
+    busy: float = 0.0
+    slowdown: float = 1.0
+    copies: float | None = None
+    buffers: float = 0.0
+    coding: float | None = None
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """How fast the device writes and reads gradients in a codec.
+
+    Attributes:
+        codec: its name.
+        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+    """
+
+    codec: str
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """
+    Attributes:
+        machine: where it was taken.
+        model: of what.
+        stored: the model, as files hold it.
+        precisions: names of the formats that were measured.
+        runs: one a plan; the first ones are those that all profiles have, further ones are plans that were measured themselves.
+        optimizer: the class of the optimizer; "" where none was given.
+        collectives: of each backend that was up.
+        sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
+        optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
+        codecs: how fast gradients are coded; empty where that was not measured.
+        loss_memory: what the loss takes behind the model; None where that could not be found out, and in files of before it was asked.
+        fingerprint: by which the model's graphs are known when they are compiled; None where it was not run here.
+    """
+
+    machine: Machine
+    model: Model
+    stored: StoredGraph
+    precisions: list[str]
+    runs: list[Run]
+    optimizer: str = ""
+    collectives: list[Collective] = field(default_factory=list)
+    sensitivity: Sensitivity | None = None
+    optimizer_memory: OptimizerMemory | None = None
+    fingerprint: Fingerprint | None = None
+    codecs: list[CodecSpeed] = field(default_factory=list)
+    loss_memory: LossMemory | None = None
+
+    @functools.cached_property
+    def graph(self) -> ModelGraph:
+        """The model, from which states, casts and memory of any plan follow."""
+        return restored(self.stored)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """The optimizer's step, the median over all steps: it follows no format."""
+        return statistics.median(step[2] for run in self.runs for step in run.steps)
+
+    def save(self, path: Path | None = None) -> pathlib.Path:
+        """Writes the profile in one step, and returns its path.
+
+        Args:
+            path: of the file; by default one in the cache, beside the plan that is the fastest one within the variance of what trains
+                where nothing is asked for, BF16 mostly. From then on `torch.compile(model, backend="qsync")` without a plan or a precision
+                trains this model on this machine under that plan.
+
+        Raises:
+            ProfileError: it cannot be written. For the cache: it was not measured on this machine, or without sensitivity.
+        """
+        if path is None:
+            from qsync_fx.allocator.api import keep
+
+            return keep(self)
+        PROFILE.write(path, self.to_json())
+        return pathlib.Path(path)
+
+    def to_json(self) -> str:
+        """Returns what a file holds."""
+        finite = None if self.sensitivity is None else self.sensitivity.finite()
+        return PROFILE.encode(replace(self, sensitivity=finite))
+
+    @classmethod
+    def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
+        """Reads a profile.
+
+        Args:
+            path: of a file that `save` wrote.
+            any_machine: also takes one that was measured on another machine, or with other versions of torch or qsync_fx, as for the other
+                devices of a cluster.
+
+        Raises:
+            ProfileError: the file is no profile, or one of another machine.
+        """
+        found = PROFILE.load(path)
+        try:
+            if not any_machine:
+                found.machine.check(here_for(found.machine))
+            _check_operators(found)
+        except ProfileError as error:
+            raise PROFILE.within(path, error) from None
+        return found
+
+    def times(self) -> Times:
+        """Returns how long operators take under any plan, as the cost mapper asks it."""
+        from qsync_fx.profiler.profiled_times import InContext
+
+        return InContext(self)
+
+    def interpolated(self, plan: Plan) -> list[str]:
+        """Returns the operators that no run had in the state that a plan puts them into, whose times are reckoned from similar ones."""
+        from qsync_fx.profiler.profiled_times import interpolated
+
+        return interpolated(self, plan)
+
+    def __repr__(self) -> str:
+        """One line, as notebooks and debuggers show it."""
+        from qsync_fx.formatting import duration, many
+
+        run = self.runs[0]
+        return (
+            f"Profile({self.model}, {self.machine.name}, {', '.join(self.precisions)}, {many(len(run.operators), 'operator')}, "
+            f"{duration(run.passes)} in {run.label})"
+        )
+
+    def __str__(self) -> str:
+
+        return profile_text(self)
+
+
+def _table(collective: Collective) -> str | None:
+    if (wrong := sizes(collective)) is not None:
+        return wrong
+    if not collective.slowdown:
+        return " has the slowdown 0, which no measurement gives"
+    if not collective.seconds:
+        return " has an empty table of seconds"
+    for (nbytes, seconds), (after, _) in zip(
+        collective.seconds, [*collective.seconds[1:], (math.inf, 0.0)], strict=True
+    ):
+        if not (0 < nbytes < after and seconds > 0):
+            return f" has the seconds {seconds} for {nbytes} bytes; both are positive, and bytes grow"
+    return None
+
+
+def _speed(speed: CodecSpeed) -> str | None:
+    if not (0 < speed.encode < math.inf and 0 < speed.decode < math.inf):
+        return f" has the speeds {speed.encode} and {speed.decode}; both are positive"
+    return None
+
+
+def _check_operators(profile: Profile) -> None:
+    """Raises `ProfileError` where the operators that were measured are not those of the model."""
+    measured, held = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
+    if measured != held:
+        strange = sorted({*measured} ^ {*held}) or measured
+        raise ProfileError(
+            "what was measured is another model than the profile holds", where=strange[0], do="measure it anew"
+        )
+
+
+def _profile(profile: Profile) -> str | None:
+    if not profile.runs:
+        return " holds no run"
+    if (wrong := sizes(profile)) is not None:
+        return wrong
+    first = [measured.operator for measured in profile.runs[0].operators]
+    for run in profile.runs:
+        if [measured.operator for measured in run.operators] != first:
+            return f" holds other operators in the run {run.label!r} than in {profile.runs[0].label!r}"
+    return None
+
+
+_CHECKS: Final[Mapping[Any, Any]] = {
+    Measured: sizes,
+    Run: whole,
+    Quantized: sizes,
+    Model: sizes,
+    Collective: _table,
+    CodecSpeed: _speed,
+    LossMemory: sizes,
+    Profile: _profile,
+    **SENSITIVITY.checks,
+}
+
+PROFILE = Schema(
+    Profile,
+    noun="profile",
+    error=ProfileError,
+    remedy="write profiles with Profile.save",
+    name="qsync-profile",
+    largest=64 * 2**20,
+    smaller="measure fewer plans",
+    checks=_CHECKS,
+)
+
+
+def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
+    """Returns each run of a profile with the states of its operators and the most that a step held.
+
+    Args:
+        planned: whether of the user's plans alone, and of these those whose peak was measured.
+    """
+    graph = profile.graph
+    adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
+    found: list[Anchor] = []
+    for run in profile.runs:
+        if planned and not (run.planned and run.peak_bytes):
+            continue
+        asked = {one.operator: one.precision for one in run.operators if one.operator in adjustable and one.precision}
+        found.append(Anchor(states(graph, asked), run.peak_bytes))
+    return found
+
+
+_PEAK: Final = "peak beyond state"
+
+
+def profile_text(profile: Profile, width: int | None = None) -> str:
+    """Returns the profile as plain text, fitted to a width where one is given."""
+    return plain(profile_table(profile), width)
+
+
+def profile_table(profile: Profile) -> RenderableType:
+    """Returns the profile for a rich console: operators, then whole steps."""
+    uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
+    free = _free(profile, uniform)
+    left = [Text(f"{many(len(free), 'operator')} more: no time, and nothing kept")] if free else []
+    return Group(_operators(profile, uniform, free), *left, _runs(profile), *(Text(line) for line in _notes(profile)))
+
+
+def _free(profile: Profile, uniform: list[Run]) -> frozenset[str]:
+    """Returns the operators that cost nothing in any format."""
+    dear = {
+        measured.operator
+        for run in uniform
+        for measured in run.operators
+        if measured.forward + measured.backward > 0 or _kept(profile, measured)
+    }
+    return frozenset(measured.operator for measured in uniform[0].operators) - dear
+
+
+def _kept(profile: Profile, measured: Measured) -> Any:
+    """What an operator keeps for its backward pass, in bytes."""
+    return profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
+
+
+def _operators(profile: Profile, uniform: list[Run], free: frozenset[str]) -> Table:
+    first, others = uniform[0], uniform[1:]
+    beside = [name for run in others for name in (*_columns(profile, run), "wins ms")]
+    table = _empty_table("operator", ["share", *_columns(profile, first), *beside])
+    taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
+    for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
+        if measured.operator in free:
+            continue
+        seconds = measured.forward + measured.backward
+        cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
+        for run in others:
+            other = taken[run.label][measured.operator]
+            cells += [*_cells(profile, run, other), milliseconds(seconds - other.forward - other.backward)]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _columns(profile: Profile, run: Run) -> list[str]:
+    return [f"{run.label} ms", "keeps", *(["variance"] if _variances(profile, run) else [])]
+
+
+def _cells(profile: Profile, run: Run, measured: Measured) -> list[str]:
+    variances = _variances(profile, run)
+    found = variances.get(measured.operator, {}).get(run.label)
+    added = [("" if found is None else f"{found:.2g}")] if variances else []
+    return [milliseconds(measured.forward + measured.backward), short(_kept(profile, measured), "B"), *added]
+
+
+def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
+    """What operators add to the variance of the gradients, where any does in the format of a run."""
+    known = profile.sensitivity
+    return known.variance if known is not None and run.label in known.precisions else {}
+
+
+def _runs(profile: Profile) -> Table:
+    table = _empty_table("plan", ["forward ms", "backward ms", "outside ms", "spread", _PEAK])
+    for run in profile.runs:
+        cells = (
+            run.label,
+            milliseconds(run.forward),
+            milliseconds(run.backward),
+            milliseconds(sum(run.outside)),
+            f"{run.spread:.1%}",
+            short(run.peak_bytes, "B"),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _empty_table(name: str, numbers: Sequence[str]) -> Table:
+    """Returns an empty table whose first column wraps, before those of numbers."""
+    table = table_of([name, *numbers], right=numbers)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    return table
+
+
+def _notes(profile: Profile) -> list[str]:
+    from qsync_fx.profiler.timing.attribution import fitted
+
+    machine = profile.machine
+    lines = [f"{profile.model}"]
+    if profile.optimizer:
+        lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
+    lines.append(f"{_PEAK}: without parameters, buffers, batch and the optimizer's state, which a replay counts in")
+    if profile.loss_memory is None:
+        lines.append(
+            "loss: what it takes is not known; peaks count the gradients that it gives as held throughout the backward pass"
+        )
+    for (before, after), line in fitted(profile.runs).items():
+        lines.append(
+            f"quantizing {before} to {after}: {line.fixed * 1e6:.0f} us and {line.each * 1e12:.0f} ps an element"
+        )
+    for collective in profile.collectives:
+        size, seconds = collective.seconds[-1]
+        lines.append(
+            f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
+            + (f", of which {collective.busy:.0%} are the processor's" if collective.busy else "")
+            + (f"; into buckets and out of them at {short(1 / collective.copies, 'B/s')}" if collective.copies else "")
+            + (f"; buffers in {milliseconds(collective.buffers)} ms" if collective.buffers else "")
+        )
+    threads = many(machine.threads, "thread")
+    lines.append(f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}")
+    return lines

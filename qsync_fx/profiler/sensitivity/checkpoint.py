@@ -1,0 +1,200 @@
+"""What has been found so far of a sensitivity, in a file, so that one that was interrupted goes on from there.
+
+Invariant: what is in the file are whole steps, which all methods have looked at, and what methods have learned in these; it is replaced
+whole after each. It goes on for the same model, weights, batches' shapes and questions, and is refused for others.
+
+What has been found so far of a sensitivity, in memory and in a file beside it.
+
+Invariant: the file is written after each step; what is taken up from it are whole steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.graph.fx_utils import describe
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.profiler.sensitivity.gradient_step import Key, Method
+from qsync_fx.serialization.schema import Path, Schema
+
+Values = dict[str, dict[str, float]]
+"""By operator and precision."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one method has found.
+
+    Attributes:
+        trace: of each step.
+        seconds: that it took.
+        learned: what it keeps from step to step, by name.
+    """
+
+    trace: list[Values] = field(default_factory=list)
+    seconds: float = 0.0
+    learned: dict[str, Values] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """
+    Attributes:
+        about: what is asked, and of what model, in words.
+        weights: a digest of the model's tensors.
+        methods: what each has found.
+    """
+
+    about: str
+    weights: str
+    methods: dict[str, Found]
+
+    @property
+    def steps(self) -> int:
+        """How many steps all methods have looked at."""
+        return min((len(found.trace) for found in self.methods.values()), default=0)
+
+
+def _wrong(found: Found) -> str | None:
+    numbers = [v for table in (*found.trace, *found.learned.values()) for by in table.values() for v in by.values()]
+    if not all(v >= 0 and math.isfinite(v) for v in (*numbers, found.seconds)):
+        return " holds a number that is negative"
+    return None
+
+
+INTERRUPTED = Schema(
+    Interrupted,
+    noun="interrupted sensitivity",
+    error=ProfileError,
+    remedy="remove it to start anew",
+    name="qsync-interrupted-sensitivity",
+    largest=256 * 2**20,
+    smaller="ask for fewer steps",
+    checks={Found: _wrong},
+)
+
+
+def resumed(path: Path, empty: Interrupted) -> Interrupted:
+    """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+
+    Raises:
+        ProfileError: the file is none, or one of something else.
+    """
+
+    def differs(found: Interrupted) -> str | None:
+        if found.about != empty.about or found.methods.keys() != empty.methods.keys():
+            return f"it was asked of {found.about}; this is {empty.about}"
+        return None if found.weights == empty.weights else "the model had other weights or another mode (train or eval)"
+
+    return INTERRUPTED.resumed(path, empty, differs)
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A method whose numbers depend on the steps before."""
+
+    @property
+    def learned(self) -> dict[str, Values]:
+        """What it keeps of these, by name."""
+
+    def learn(self, learned: Mapping[str, Values]) -> None:
+        """Takes that up again."""
+
+
+def weights_of(model: nn.Module) -> str:
+    """Returns a digest of a model's parameters and buffers, names and training modes included."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {describe(tensor)} {tensor.requires_grad}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(" ".join(name for name, module in model.named_modules() if module.training).encode())
+    return digest.hexdigest()[:16]
+
+
+def shapes_of(batch: Any) -> str:
+    """Returns the shapes of a batch in words."""
+    if isinstance(batch, torch.Tensor):
+        return describe(batch)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return f"({', '.join(map(shapes_of, items))})"
+
+
+def by_operator(values: Mapping[Key, float]) -> Values:
+    """Returns values by operator and precision as files hold them: what overflows is the largest float there."""
+    found: Values = {}
+    for (operator, name), value in values.items():
+        found.setdefault(operator, {})[name] = min(value, sys.float_info.max)
+    return found
+
+
+def by_key(values: Values) -> dict[Key, float]:
+    """Returns the same by key."""
+    return {(operator, name): value for operator, by in values.items() for name, value in by.items()}
+
+
+class Kept:
+    """
+    Args:
+        path: of the file; None to keep none.
+        methods: by name.
+        about: what is asked, in words.
+        model: of what.
+
+    Attributes:
+        steps: how many were found before.
+        traces, seconds: of each method, of all steps so far.
+    """
+
+    def __init__(self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module) -> None:
+        self.path, self.methods, self.steps = path, methods, 0
+        self.traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
+        self.seconds = dict.fromkeys(methods, 0.0)
+        self._about, self._weights = about, "" if path is None else weights_of(model)
+
+    def resume(self, batch: Any) -> None:
+        """Takes up what is in the file, where there is one; `batch` is the first. Raises `ProfileError` where it is of something else."""
+        if self.path is None:
+            return
+        self._about = f"{self._about}, batches of {shapes_of(batch)}"
+        found = resumed(self.path, self._interrupted())
+        self.steps = found.steps
+        for name, one in found.methods.items():
+            self.traces[name] = [by_key(values) for values in one.trace[: found.steps]]
+            self.seconds[name] = one.seconds
+            method = self.methods[name]
+            if isinstance(method, Learning):
+                method.learn(one.learned)
+
+    def add(self, found: Mapping[str, tuple[dict[Key, float], float]]) -> None:
+        """Keeps what each method has found in a step, and the seconds that it took."""
+        for name, (values, seconds) in found.items():
+            Sensitivity(name, "", by_operator(values))  # refuses what is no variance now, and not after all steps
+            self.traces[name].append(values)
+            self.seconds[name] += seconds
+        if self.path is not None:
+            INTERRUPTED.write(self.path, INTERRUPTED.encode(self._interrupted()))
+
+    def seconds_left(self, steps: int, done: int) -> float:
+        """Returns what the rest of so many steps will take."""
+        return sum(self.seconds.values()) / max(done, self.steps) * (steps - max(done, self.steps))
+
+    def _interrupted(self) -> Interrupted:
+        methods = {
+            name: Found(
+                [by_operator(values) for values in self.traces[name]],
+                self.seconds[name],
+                dict(method.learned) if isinstance(method, Learning) else {},
+            )
+            for name, method in self.methods.items()
+        }
+        return Interrupted(self._about, self._weights, methods)

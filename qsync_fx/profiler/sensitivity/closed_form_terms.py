@@ -1,0 +1,188 @@
+"""The methods that reckon from the tensors of one ordinary step: "paper", "depth" and "fisher".
+
+Invariant: one forward and one backward pass; tensors are looked at where they lie.
+
+The method "random": QSync's other baseline. What an operator adds in the narrowest precision is drawn, and half of it in the next.
+
+Invariant: an operator's number is drawn once, and is the same in all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from qsync_fx.formats import FORMATS, precision
+from qsync_fx.graph import node_metadata
+from qsync_fx.graph.graph import PrecisionGraph
+from qsync_fx.ops.spec import Kind, Place
+from qsync_fx.predictor.indicator import formulas
+from qsync_fx.predictor.indicator.formulas import depths, omega
+from qsync_fx.predictor.indicator.rounding_variance import input_gradient_noise, product_noise, weight_gradient_noise
+from qsync_fx.profiler.sensitivity.checkpoint import Values
+from qsync_fx.profiler.sensitivity.gate_flips import factored
+from qsync_fx.profiler.sensitivity.gradient_step import Key, Step
+from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
+from qsync_fx.profiler.tensor_capture.rounding_sites import Change
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Seen, Taps, tapped
+
+
+@dataclass(frozen=True)
+class Looked:
+    """One call of an operator after a step.
+
+    Attributes:
+        seen: the call.
+        gradients: of its tensors, by place.
+        depth, deepest: its own, and the model's.
+        gamma: the derivative of a mean over the batch.
+    """
+
+    seen: Seen
+    gradients: Mapping[Place, Tensor]
+    depth: int
+    deepest: int
+    gamma: float
+
+
+Formula = Callable[[Looked, str, Change], float]
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """
+    Args:
+        formula: what an operator adds in a precision.
+    """
+
+    formula: Formula
+
+    def look(self, step: Step) -> dict[Key, float]:
+        taps = Taps({op: places | {OUTPUT} for op, places in step.places.items()})
+        step.again(0)
+        with step.captured.running(tapped(taps.tap)):
+            loss = step.loss()
+        edges = taps.edges
+        found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
+        gradients: dict[int, dict[Place, Tensor]] = {}
+        for (at, place), g in zip(edges, found, strict=True):
+            if g is not None:
+                gradients.setdefault(at, {})[place] = g
+        deep = model_depths(step)
+        deepest = max(deep.values(), default=0)
+        sums: dict[Key, float] = {}
+        for at, seen in enumerate(taps.seen):
+            looked = Looked(seen, gradients.get(at, {}), deep[seen.operator], deepest, 1 / step.samples)
+            for name, change in step.changes[seen.operator].items():
+                if change.places:
+                    key = seen.operator, name
+                    sums[key] = sums.get(key, 0.0) + self.formula(looked, name, change)
+        return sums
+
+
+def model_depths(step: Step) -> dict[str, int]:
+    """Returns the number of adjustable operators on the longest path to each, itself included; graphs follow on one another."""
+    found: dict[str, int] = {}
+    for part in step.captured.graphs:
+        inputs: dict[fx.Node, list[fx.Node]] = {}
+        _flatten(part.graph, {}, inputs)
+        ids = {node: str(node_metadata.NOTE[node].id) for node in inputs if node in node_metadata.NOTE}
+        counted = [node for node in ids if node_metadata.NOTE[node].kind is Kind.ADJUSTABLE]
+        before = max(found.values(), default=0)
+        for node, depth in depths(inputs, counted).items():
+            if node in ids:
+                found.setdefault(ids[node], before + depth)
+    return found
+
+
+def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]) -> None:
+    """Adds what each node of a graph and of its bodies reads."""
+    for node in graph.nodes:
+        for body in node_metadata.bodies(node):
+            placeholders = [p for p in body.nodes if p.op == "placeholder"]
+            given = {p: used for p, used in zip(placeholders, node.args[1:], strict=True) if isinstance(used, fx.Node)}
+            _flatten(body, given, into)
+            into[node] = [body.nodes[-1]]
+        if not node_metadata.bodies(node):
+            into[node] = [outside[node]] if node in outside else list(node.all_input_nodes)
+
+
+def of_paper(looked: Looked, name: str, change: Change) -> float:
+    """Return QSync's indicator, Eq. (3), of one call of an operator.
+
+    Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,
+    such as softmax and norms, the variance of their inputs in the forward pass and none in the
+    backward pass; an embedding, which reads indices, has none at all. Products of two activations,
+    which the paper leaves in FP32, are treated as products with a weight.
+    """
+    fmt = precision(name)
+    values = looked.seen.tensors
+    factors = [formulas.moments(values[place].value, fmt) for place in looked.seen.row.scaled if place in values]
+    if len(factors) == 2:
+        gradient = looked.gradients.get(OUTPUT)
+        of_gradient = formulas.Moments(0, 0)
+        if gradient is not None:
+            of_gradient = formulas.moments(gradient, formulas.gradient_format(fmt))
+        forward = formulas.forward(*factors)
+        backward = formulas.backward(factors[0], of_gradient)
+    else:
+        inputs = (tensor for place, tensor in values.items() if place != OUTPUT)
+        forward = sum(formulas.moments(tensor.value, fmt).spread for tensor in inputs) / 6
+        backward = 0.0
+    return formulas.indicator(looked.gamma, looked.depth, looked.deepest, forward, backward)
+
+
+def by_depth(looked: Looked, name: str, change: Change) -> float:
+    """The closed form with exact variances of each product."""
+    errors = erring(looked.seen, change, looked.gradients)
+    x, weight = (_square(errors, place) for place in looked.seen.row.scaled) if looked.seen.row.scaled else (None, None)
+    g = _square(errors, OUTPUT, gradient=True)
+    rest = sum(float(e.square.sum()) for e in errors if not e.gradient and e.place not in looked.seen.row.scaled)
+    incoming = looked.gradients.get(OUTPUT)
+    if x is None or weight is None or incoming is None:
+        backward = sum(float(e.square.sum()) for e in errors if e.gradient)
+        return omega(looked.gamma, looked.depth, looked.deepest, rest, 0.0, backward)
+    product, a, b = factored(looked.seen)
+    nothing = torch.zeros_like(incoming, dtype=torch.float64)
+    forward = float(product_noise(product, a, b, x, weight).sum())
+    to_weight = float(weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum())
+    to_input = float(input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum())
+    return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
+
+
+def by_fisher(looked: Looked, name: str, change: Change) -> float:
+    """The mean square of what the loss changes by to first order: squared gradients, weighed with the variance."""
+    found = 0.0
+    for one in erring(looked.seen, change, looked.gradients):
+        slope = looked.gradients.get(one.place)
+        if not one.gradient and slope is not None:
+            found += float((one.square * slope.double().square()).sum())
+    return found
+
+
+def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tensor | None:
+    return next((e.square for e in errors if e.place == place and e.gradient is gradient), None)
+
+
+@dataclass(frozen=True)
+class Chance:
+    _drawn: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def learned(self) -> dict[str, Values]:
+        return {"drawn": {name: {"": value} for name, value in self._drawn.items()}}
+
+    def learn(self, learned: Mapping[str, Values]) -> None:
+        self._drawn.update({name: by[""] for name, by in learned.get("drawn", {}).items()})
+
+    def look(self, step: Step) -> dict[Key, float]:
+        found: dict[Key, float] = {}
+        for name, by in step.changes.items():
+            drawn = self._drawn.setdefault(name, float(torch.rand((), generator=step.generator)))
+            narrow = [fmt for fmt, change in by.items() if change.places]
+            for place, fmt in enumerate(sorted(narrow, key=lambda p: (FORMATS[p].bits, FORMATS[p].mantissa))):
+                found[name, fmt] = drawn / 2**place
+        return found

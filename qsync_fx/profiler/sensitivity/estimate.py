@@ -1,0 +1,324 @@
+"""`sensitivity`: runs a model for some steps and says what each operator in each precision adds to the variance of its gradients.
+
+Invariant: as it was before, whatever happens, are the model's parameters, gradients, buffers and training mode, and the random generators.
+What was found before an interruption is not looked for again.
+
+When a sensitivity is known well enough: where more steps would only say again what those so far have said.
+
+A plan weighs operators against one another. What makes all of them more or less in a step, as a batch with a greater loss does, says
+nothing of that; so it is asked how well the ratio of each operator to the sum over all of them is known, and of that sum itself half as
+well is enough.
+
+Invariant: it goes by what has been found alone, so that a run that goes on from one that was interrupted ends at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_fx.devices.format_support import support
+from qsync_fx.errors import ProfileError
+from qsync_fx.formats import FORMATS, Precision, precisions
+from qsync_fx.module_paths import unwrapped
+from qsync_fx.options import Options
+from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
+from qsync_fx.profiler.progress import progress
+from qsync_fx.profiler.sensitivity.checkpoint import INTERRUPTED, Kept
+from qsync_fx.profiler.sensitivity.gradient_step import Key, Method, Step, gradients_of, of_gradients, samples, stepped
+from qsync_fx.profiler.sensitivity.indicator_registry import method as method_called
+from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
+from qsync_fx.profiler.tensor_capture.rounding_sites import Change, changes
+from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, checked_loss, finite
+from qsync_fx.profiler.timing.step_validation import left_to_us
+from qsync_fx.profiler.training_state import repeatable, trained, undisturbed
+from qsync_fx.serialization.schema import Path
+
+LEAST: Final = 4
+"""Steps without which nothing is known of how steps differ."""
+SHARE: Final = 0.2
+"""Of the sum over all operators in a precision: that and less of an operator's own weighs no more where plans are chosen."""
+
+
+def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
+    """Returns whether the mean over steps is known of each operator and precision.
+
+    Args:
+        trace: of each step, the variance that an operator adds in a precision.
+        within: the standard error that is allowed of a mean in proportion to the sum over all operators in that precision, as a share of
+            that mean or, where that is more, of a fifth of the sum's; of the sum's own mean twice that is.
+    """
+    if len(trace) < LEAST:
+        return False
+    # Graphs that came with a later step have operators that the first ones do not know: they add nothing there.
+    found = {key: [step.get(key, 0.0) for step in trace] for key in set().union(*trace)}
+    sums: dict[str, list[float]] = {}
+    for (_, precision), values in found.items():
+        sums[precision] = [a + b for a, b in zip(sums.get(precision, [0.0] * len(trace)), values, strict=True)]
+    whole = {precision: statistics.fmean(values) for precision, values in sums.items()}
+    if not all(_error(values) <= 2 * within * whole[precision] for precision, values in sums.items()):
+        return False
+    for (_, precision), values in found.items():
+        mean, beside = statistics.fmean(values), sums[precision]
+        # A step's own sum tells how much of the mean is to be expected in it.
+        share = mean / whole[precision] if whole[precision] else 0.0
+        left = [value - share * total for value, total in zip(values, beside, strict=True)]
+        if _error(left) > within * max(mean, SHARE * whole[precision]):
+            return False
+    return True
+
+
+def _error(values: Sequence[float]) -> float:
+    """Returns the standard error of a mean."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+Say = Callable[[str], None]
+Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+STEPS, FRACTION = 50, 0.5
+"""Over how many batches a mean is taken, and how much of each is used, where nothing else is asked for, as QSync does."""
+
+
+def sensitivity(
+    model: nn.Module,
+    step: StepFunction,
+    batches: Iterable[Any],
+    method: str = "exact",
+    precisions: Sequence[str | Precision] | None = None,
+    steps: int = STEPS,
+    fraction: float = FRACTION,
+    optimizer: Optimizer | None = None,
+    options: dict[str, object] | Options | None = None,
+    seed: int = 0,
+    say: Say | None = None,
+    path: Path | None = None,
+) -> Sensitivity:
+    """Finds what each operator in each precision adds to the variance of a model's gradients.
+
+    Args:
+        model: what is to be trained; it is left as it was.
+        step: `step(model, batch)` returns the loss; it calls the model through its first argument.
+        batches: a list starts again where it is shorter than `steps`; an iterator ends them.
+        method: one of `METHODS`.
+        precisions: by default those narrower than 32 bits that the device has units for.
+        steps: over how many batches the mean is taken.
+        fraction: how much of each batch is used.
+        optimizer: makes what trains the model between the steps, such as `lambda p: torch.optim.SGD(p, lr=0.1)`; by default nothing does,
+            and all steps see the same parameters. Parameters are put back at the end.
+        options: of the backend: how values are rounded and scaled.
+        seed: of all that is drawn.
+        say: is told what it will cost, and how far it is; by default standard error is, with a bar on a terminal, else a line now and
+            then.
+        path: where it is written. What is found is kept beside it after each step, in a file that ends with ".partial", until all is, so
+            that what was interrupted goes on from there when it is called again, with the same weights and batches.
+
+    Raises:
+        ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, there is no batch, or
+            something else was interrupted at `path`, or nothing can be written there.
+    """
+    if path is not None:
+        SENSITIVITY.check_writable(path)
+    partial = None if path is None else pathlib.Path(f"{path}.partial")
+    (found,) = several(
+        model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say, partial
+    )
+    if path is not None and partial is not None:
+        found.save(path)
+        partial.unlink(missing_ok=True)
+    return found
+
+
+def several(
+    model: nn.Module,
+    step: StepFunction,
+    batches: Iterable[Any],
+    methods: Sequence[str],
+    precisions: Sequence[str | Precision] | None = None,
+    steps: int = STEPS,
+    fraction: float = FRACTION,
+    optimizer: Optimizer | None = None,
+    options: dict[str, object] | Options | None = None,
+    seed: int = 0,
+    say: Say | None = None,
+    partial: Path | None = None,
+    within: float = 0.0,
+    shown: bool = True,
+) -> list[Sensitivity]:
+    """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
+    once all methods have settled `within` a share. Where nobody is to be told, it is `shown` on standard error, or not."""
+    check_batches(batches)
+    known = {name: method_called(name) for name in methods}
+    made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
+    root = unwrapped(model)
+    _check(root, fraction)
+    names = _names(precisions, root)
+    captured = Captured(root, Options.parse(options))
+    about = f"{type(root).__name__} in {', '.join(names)}, {steps} steps of {fraction} of a batch, seed {seed}"
+    about = ", ".join(
+        filter(None, (about, captured.options.beside_plan, "" if optimizer is None else "trained between"))
+    )
+    if partial is not None:
+        INTERRUPTED.check_writable(partial)
+    kept = Kept(partial, made, about, root)
+    # From the first pass on: Dynamo would capture the model again for another kernel of attention.
+    attention = (
+        sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in known.values()) else contextlib.nullcontext()
+    )
+    tell: Say = say or (_on_a_terminal if shown else lambda _: None)
+    bar = progress(f"sensitivity of {type(root).__name__}", steps, shown and say is None)
+    with undisturbed(root), attention, bar as done:
+        looking = _Looking(captured, step, names, seed)
+        trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
+        for at, batch in enumerate(stepped(batches, steps, fraction)):
+            if at == 0:
+                kept.resume(batch)
+            if within and at >= kept.steps and all(settled(trace, within) for trace in kept.traces.values()):
+                break
+            with looking.at(at, batch) as now:
+                if at == 0:
+                    many = len({name for name, _ in now().keys})
+                    for name, entry in known.items():
+                        passes = entry.passes(many, len(names))
+                        most = f"{'at most ' if within else ''}{steps - kept.steps} steps"
+                        cost = f"{name}: {most} of about {passes} passes, {many} operators in {', '.join(names)}"
+                        tell(cost)
+                if at < kept.steps:
+                    looking.through(now)
+                else:
+                    kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
+                if trainer is not None:
+                    _train(trainer, now())
+            left = kept.seconds_left(steps, at + 1)
+            done(f"step {at + 1}", left)
+            if say is not None:
+                say(f"step {at + 1} of {steps}, about {left:.0f} s left")
+    order = [str(operator.id) for operator in captured.operators]
+    return [
+        _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], looking.coding)
+        for name in methods
+    ]
+
+
+def _timed(look: Callable[[], dict[Key, float]]) -> tuple[dict[Key, float], float]:
+    begin = time.perf_counter()
+    return look(), time.perf_counter() - begin
+
+
+def _on_a_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
+
+
+class _Looking:
+    """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step. What codecs add
+    to gradients is found in the pass that makes the first of them, also where a run goes on from one that was interrupted."""
+
+    def __init__(self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int) -> None:
+        self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
+        self.changes: dict[str, dict[str, Change]] = {}
+        self.coding: Mapping[str, Mapping[str, float]] = {}
+        self._known = 0
+
+    @contextlib.contextmanager
+    def at(self, at: int, batch: Any) -> Iterator[Callable[[], Step]]:
+        """Yields what makes the step of a batch, the same each time."""
+        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {at}".encode(), digest_size=4).digest(), "little")
+
+        def loss() -> Tensor:
+            return _checked(self.step(self.captured.call, batch), at)
+
+        with repeatable(self.captured.model, seed) as again:
+
+            def now() -> Step:
+                if not self._known:
+                    again(0)
+                    with self.captured.running(as_it_is), left_to_us(f"step {at + 1}"):
+                        exact = gradients_of(loss(), self.captured.model)
+                    self.learn()
+                    self.coding = of_gradients(exact)
+                generator = torch.Generator().manual_seed(seed)
+                return Step(self.captured, loss, again, self.changes, generator, samples(batch))
+
+            yield now
+
+    def through(self, now: Callable[[], Step]) -> None:
+        """Sees the graphs of a step, and no more."""
+        step = now()
+        step.again(0)
+        with self.captured.running(as_it_is):
+            step.loss()
+        self.learn()
+
+    def settled(self, method: Method, now: Callable[[], Step]) -> dict[Key, float]:
+        """Returns what a method finds once no graph is new."""
+        step = now()
+        while True:
+            found = method.look(step)
+            if not self.learn():
+                return found
+            step = now()
+
+    def learn(self) -> bool:
+        """Takes in the graphs that have been made since; returns whether there were any."""
+        self.captured.require()
+        new = self.captured.graphs[self._known :]
+        for part in new:
+            for operator, by in changes(part, self.names, self.captured.options).items():
+                self.changes.setdefault(operator, by)
+        self._known += len(new)
+        return bool(new)
+
+
+def _check(model: nn.Module, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ProfileError(f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1")
+    if not trained(model):
+        what = f"{type(model).__name__} has no parameter that requires a gradient"
+        raise ProfileError(what, do="measure what is to be trained")
+
+
+def _names(given: Sequence[str | Precision] | None, model: nn.Module) -> list[str]:
+    if given is not None:
+        return [fmt.name for fmt in precisions(given)]
+    device = next(model.parameters()).device
+    return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).how == "native"]
+
+
+def _checked(given: object, at: int) -> Tensor:
+    where = f"step {at + 1}"
+    return finite(checked_loss(given, where), where)
+
+
+def _train(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    found = step.gradients()
+    for name, parameter in trained(step.captured.model).items():
+        parameter.grad = found.get(name)
+    optimizer.step()
+
+
+def _value(
+    name: str,
+    model: nn.Module,
+    order: Sequence[str],
+    made: dict[str, dict[str, Change]],
+    steps: Sequence[dict[Key, float]],
+    seconds: float,
+    coding: Mapping[str, Mapping[str, float]],
+) -> Sensitivity:
+    trace = [{op: {p: found.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for found in steps]
+    mean = {
+        op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]} for op in order if op in made
+    }
+    return Sensitivity(name, type(model).__name__, mean, len(trace), trace, seconds, coding)

@@ -1,0 +1,79 @@
+"""The ways to find a sensitivity, by name: the one list of them.
+
+Invariant: all give variances of one thing, what is added to the gradients of all parameters; but the numbers of "hessian", "fisher" and
+"random" rank operators and mean nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from qsync_fx.errors import ProfileError, nearest
+from qsync_fx.profiler.sensitivity.closed_form_terms import Chance, Formulas, by_depth, by_fisher, of_paper
+from qsync_fx.profiler.sensitivity.gradient_step import Method
+from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
+from qsync_fx.profiler.sensitivity.noise_injection import Injected
+from qsync_fx.profiler.sensitivity.second_order import Hessian, SecondOrder
+
+
+@dataclass(frozen=True)
+class Known:
+    """
+    Attributes:
+        make: makes one for a model.
+        about: what it does, for lists.
+        passes: how many forward and backward passes a step costs, of a number of operators and of precisions, about.
+        twice: whether it differentiates twice, which fused kernels of attention cannot.
+    """
+
+    make: Callable[[], Method]
+    about: str
+    passes: Callable[[int, int], int]
+    twice: bool = False
+
+
+METHODS: Final[dict[str, Known]] = {
+    "exact": Known(
+        SecondOrder,
+        "exact variances, carried to the gradients by second derivatives, and the gates that flip",
+        lambda operators, precisions: 20,
+        twice=True,
+    ),
+    "injected": Known(
+        Injected,
+        "noise of the exact variance is put in at each operator in turn",
+        lambda operators, precisions: 1 + 2 * operators * precisions,
+    ),
+    "depth": Known(
+        lambda: Formulas(by_depth),
+        "exact variances of each product, weighed with how deep the operator stands",
+        lambda operators, precisions: 2,
+    ),
+    "paper": Known(
+        lambda: Formulas(of_paper), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
+    ),
+    "hessian": Known(
+        Hessian,
+        "HAWQ: the top eigenvalue of each weight's Hessian",
+        lambda operators, precisions: 2 + 8 * operators,
+        twice=True,
+    ),
+    "fisher": Known(
+        lambda: Formulas(by_fisher), "squared gradients, weighed with exact variances", lambda operators, precisions: 1
+    ),
+    "random": Known(Chance, "drawn, halved with each wider precision", lambda operators, precisions: 0),
+    "monte_carlo": Known(
+        MonteCarlo,
+        "each operator in turn runs in the precision: the truth that the others are held to",
+        lambda operators, precisions: 1 + 4 * operators * precisions,
+    ),
+}
+
+
+def method(name: str) -> Known:
+    """Returns the method called `name`; raises `ProfileError` where there is none."""
+    if name not in METHODS:
+        raise ProfileError(f"{name!r} is no method to find a sensitivity", do=nearest(str(name), METHODS))
+    return METHODS[name]

@@ -1,0 +1,92 @@
+"""The truth that indicators are held to: one operator at a time really runs in a precision, and the gradients are compared with FP32's.
+
+Invariant: two runs differ by roundings alone: weights, batch, dropout and statistics are the same. What runs is what the backend runs under
+the plan that names this operator: casts, cascaded neighbours and lowered operators included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qsync_fx.diagnostics.explanation import Explained
+from qsync_fx.diagnostics.replay_passes import Replanned
+from qsync_fx.plan import Plan
+from qsync_fx.profiler.sensitivity.gradient_step import Gradients, Key, Step
+from qsync_fx.profiler.tensor_capture.graph_capture import Run
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What an operator in a precision does to the gradients, summed over all elements of all parameters.
+
+    Attributes:
+        variance: of the gradients over draws of roundings.
+        bias: the square of the difference of their mean from FP32's gradients.
+    """
+
+    variance: float
+    bias: float
+
+    @property
+    def square(self) -> float:
+        """The mean square error: what deterministic roundings, too, add."""
+        return self.variance + self.bias
+
+
+@dataclass(frozen=True)
+class MonteCarlo:
+    """The method "monte_carlo".
+
+    Args:
+        draws: passes an operator, precision and step; one where nothing is rounded at random.
+    """
+
+    draws: int = 4
+    _lowered: dict[Key, Run] = field(default_factory=dict)
+
+    def look(self, step: Step) -> dict[Key, float]:
+        return {key: found.square for key, found in self.truths(step).items()}
+
+    def truths(self, step: Step) -> dict[Key, Truth]:
+        """Returns what each operator does in each precision."""
+        exact = step.gradients()
+        found: dict[Key, Truth] = {}
+        for key in step.keys:
+            name, precision = key
+            run = self._lowered.setdefault(key, lowered(Plan("fp32", operators={name: precision})))
+            found[key] = truth(step, run, self.draws if step.changes[name][precision].random else 1, exact)
+        return found
+
+
+def lowered(plan: Plan) -> Run:
+    """Returns what runs graphs as the backend does under `plan`."""
+    modules: dict[int, Any] = {}
+
+    def run(part: Explained, inputs: Sequence[Any]) -> Any:
+        if id(part) not in modules:
+            with part.context.there():
+                modules[id(part)] = Replanned(part.snapshots, part.costing, plan).graph.module
+        return modules[id(part)](*inputs)
+
+    return run
+
+
+def truth(step: Step, run: Run, draws: int, exact: Gradients) -> Truth:
+    """Returns what running graphs by `run` does to the gradients `exact`."""
+    mean = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in exact.items()}
+    total = 0.0
+    for sample in range(draws):
+        for name, g in step.gradients(run, sample).items():
+            difference = g.double() - exact[name].double()
+            total += float(difference.square().sum()) / draws
+            mean[name] += difference / draws
+    of_mean = sum(float(m.square().sum()) for m in mean.values())
+    if draws == 1:
+        return Truth(0.0, of_mean)
+    # The mean of n draws errs by a variance of its own, 1/n of theirs.
+    variance = max(0.0, total - of_mean) * draws / (draws - 1)
+    return Truth(variance, max(0.0, total - variance))

@@ -1,0 +1,1 @@
+"""Tensors of a running model, as measured indicators read them."""

@@ -1,0 +1,116 @@
+"""Training that leaves no trace: all that a step changes is put back.
+
+Invariant: after `untouched` parameters, buffers, gradients, training modes, the optimizer's state and settings, and the random number
+generators of torch, numpy and Python are what they were before, in the same objects.
+
+Runs that leave a model as it was, and repeat themselves.
+
+Invariant: after `undisturbed` parameters, gradients, buffers, training mode, torch's random generators and the rounding stream are what
+they were. Each `again` within it starts from the same buffers and random numbers, so that two passes differ by what is put into them alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from qsync_fx.diagnostics.explain_model import unchanged
+from qsync_fx.rounding import rounding_stream
+
+Again = Callable[[int], None]
+"""Puts buffers and random numbers back; its number tells apart what is rounded."""
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts back, at the end, all that running and differentiating a model changes."""
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    place = rounding_stream.state_dict()
+    try:
+        with unchanged(tensors, tensors), torch.enable_grad():
+            yield
+    finally:
+        rounding_stream.load_state_dict(place)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def repeatable(model: nn.Module, seed: int) -> Iterator[Again]:
+    """Yields what starts a pass again."""
+    buffers = list(model.buffers())
+    kept = [buffer.detach().clone() for buffer in buffers]
+
+    def again(sample: int) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        torch.manual_seed(seed)
+        rounding_stream.load_state_dict({"seed": seed, "draws": sample << 20})
+
+    yield again
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that get gradients, each once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Lets a model be trained for a while; while that lasts, the optimizer's learning rates are zero, so that values stay what they are."""
+    with undisturbed(model), _generators(), _optimizer(optimizer):
+        for parameter in model.parameters():
+            parameter.grad = None
+        yield
+
+
+@contextlib.contextmanager
+def _generators() -> Iterator[None]:
+    kept = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(kept)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _optimizer(optimizer: Optimizer | None) -> Iterator[None]:
+    if optimizer is None:
+        yield
+        return
+    groups = [dict(group) for group in optimizer.param_groups]
+    states = {parameter: (state, dict(state)) for parameter, state in optimizer.state.items()}
+    values = {t: t.detach().clone() for _, state in states.values() for t in state.values() if isinstance(t, Tensor)}
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = group["lr"] * 0
+    try:
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(kept)
+        optimizer.state.clear()
+        with torch.no_grad():
+            for tensor, value in values.items():
+                tensor.copy_(value)
+        for parameter, (state, entries) in states.items():
+            state.clear()
+            state.update(entries)
+            optimizer.state[parameter] = state

@@ -1,1 +1,0 @@
-"""The ways to find a sensitivity; `methods` lists them."""

@@ -1,0 +1,270 @@
+"""A kind of file: what its errors call it, its version, its limits, and the dataclass that is its format.
+
+Invariant: whatever the bytes, reading ends within bounded memory and time in a valid value or in an error of the schema's class, with what
+is wrong, where in the file, and what to do. A version that this code does not know is an error before anything else is looked at. A path
+that held a file before a failed write holds it afterwards.
+
+Files of TOML that people write, read as strictly as those of JSON.
+
+Invariant: that of `schema`, but for the head: what people write by hand says no version, and its fields are all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from cattrs import Converter
+
+from qsync_fx.errors import QSyncError, nearest, shown
+from qsync_fx.serialization.atomic_files import check_writable, write_text
+from qsync_fx.serialization.convert import Check, converter, structured
+from qsync_fx.serialization.strict_json import (
+    Malformed,
+    Number,
+    Parsed,
+    decoded,
+    kind,
+    parse as parse_json,
+    written_twice,
+)
+
+T = TypeVar("T")
+V = TypeVar("V")
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Schema(Generic[T]):
+    """
+    Attributes:
+        holds: the dataclass that its fields make.
+        noun: what errors call it: "plan".
+        error: what they are raised as.
+        remedy: what to do about one where nothing special helps.
+        name: what its field "format" says; None for a file whose field "format" holds the version.
+        version: the one that is written and read.
+        largest: bytes of the largest file that is read.
+        smaller: how a file that would be larger is made smaller.
+        checks: by class, what returns why a value cannot be, or None.
+    """
+
+    holds: type[T]
+    noun: str
+    error: type[QSyncError]
+    remedy: str
+    name: str | None
+    version: int = 1
+    largest: int = 8 * 2**20
+    smaller: str = "keep less in one file"
+    checks: Mapping[Any, Check] = field(default_factory=dict)
+
+    def plain(self, value: T) -> dict[str, Any]:
+        """Returns what is written of a value, as `json` takes it."""
+        return {**self._head, **self.part(value)}
+
+    def part(self, value: object) -> Any:
+        """Returns what is written of a value that is part of such files."""
+        return self._converter.unstructure(value)
+
+    def encode(self, value: T) -> str:
+        """Returns the text of a file."""
+        return json.dumps(self.plain(value), indent=1, allow_nan=False) + "\n"
+
+    def decode(self, text: str | bytes | Parsed) -> T:
+        """Returns the value that a text holds; raises `error` for any other text."""
+        return self._complaining(self._decoded, text)
+
+    def parsed(self, text: str | bytes) -> Parsed:
+        """Returns a text as `decode` takes it, which may hold a file of another kind; raises `error` for what is no JSON."""
+        return self._complaining(lambda text: Parsed(parse_json(text)), text)
+
+    def read(self, path: Path) -> bytes:
+        """Returns the bytes of a file; raises `error` where there is no file, or one that is not readable."""
+        name = self._name(path)
+        try:
+            with open(name, "rb", opener=_open_at_once) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    what = f"the {self.noun} is not a file"
+                    raise self.error(what, where=shown(name), do="give the path of a regular file")
+                return file.read(self.largest + 1)
+        # ValueError: a path with a null character, or one that the file system cannot encode.
+        except (OSError, ValueError) as error:
+            raise self.error(
+                f"the {self.noun} cannot be read: {getattr(error, 'strerror', None) or error}",
+                where=shown(name),
+                do="check the path and its permissions",
+            ) from error
+
+    def load(self, path: Path) -> T:
+        """Returns the value in a file, which may come from anywhere; raises `error` saying what is wrong with it, and where."""
+        data = self.read(path)
+        try:
+            return self.decode(data)
+        except self.error as error:
+            raise self.within(path, error) from None
+
+    def resumed(self, path: Path, empty: T, differs: Callable[[T], str | None]) -> T:
+        """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+
+        Args:
+            path: of the file.
+            empty: what a run begins with.
+            differs: says what a file is of that is not of this run; None where it is of this one.
+
+        Raises `error` for a file that is none, or one of something else.
+        """
+        if not pathlib.Path(path).exists():
+            return empty
+        found = self.load(path)
+        if (what := differs(found)) is not None:
+            raise self.error(f"an {self.noun} is in the way: {what}", where=str(path), do=self.remedy)
+        return found
+
+    def within(self, path: Path, error: QSyncError) -> QSyncError:
+        """Returns an error about the text of a file as one about the file."""
+        where = ", ".join(filter(None, (shown(str(path)), error.where)))
+        return self.error(error.what, where=where, do=error.do)
+
+    def write(self, path: Path, text: str) -> None:
+        """Replaces the file at `path` by `text` in one step; on any failure raises `error` and leaves what was there.
+
+        A link is written through.
+        """
+        name = self._name(path)
+        if len(text.encode()) > self.largest:
+            raise self.error(f"the {self.noun} is larger than {self.largest} bytes", where=shown(name), do=self.smaller)
+        with self._saving(name):
+            write_text(pathlib.Path(name), text)
+
+    def check_writable(self, path: Path) -> None:
+        """Raises `error` where `write` would whatever the text, before there is one."""
+        name = self._name(path)
+        with self._saving(name):
+            check_writable(name)
+
+    @contextlib.contextmanager
+    def _saving(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (QSyncError, ValueError) as error:
+            if isinstance(error, self.error):
+                raise
+            what, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
+            raise self.error(f"the {self.noun} is not saved: {what}", where=shown(name), do=do) from error
+
+    def is_named_in(self, text: Parsed) -> bool:
+        """Whether a text says that it is such a file, right or wrong."""
+        tree = text.tree
+        return self.name is not None and isinstance(tree, dict) and tree.get("format") == self.name
+
+    @cached_property
+    def _head(self) -> dict[str, object]:
+        return {"format": self.version} if self.name is None else {"format": self.name, "version": self.version}
+
+    @cached_property
+    def _converter(self) -> Converter:
+        return converter(self.checks)
+
+    def _name(self, path: Path) -> str:
+        try:
+            name = os.fspath(path)
+        except TypeError:
+            name = None
+        if not isinstance(name, str):
+            what = f"a {self.noun} lives at a path, not {kind(path)}"
+            raise self.error(what, do=f'give a path such as "{self.noun.split()[-1]}.json"')
+        return name
+
+    def _complaining(self, read: Callable[[Any], V], text: str | bytes | Parsed) -> V:
+        """Returns what is read of a text; raises `error` for what is wrong with it."""
+        try:
+            if not isinstance(text, str | bytes | Parsed):
+                raise Malformed(f"a {self.noun} is read from text, not {kind(text)}", do="give text, or load a file")
+            if not isinstance(text, Parsed) and len(text) > self.largest:
+                raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
+            return read(text)
+        except Malformed as wrong:
+            what = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
+            raise self.error(what, where=wrong.where or None, do=wrong.do or self.remedy) from None
+
+    def _decoded(self, text: str | bytes | Parsed) -> T:
+        tree = text.tree if isinstance(text, Parsed) else parse_json(text)
+        if not isinstance(tree, dict):
+            raise Malformed(f"a {self.noun} is a JSON object, not {kind(tree)}")
+        self._check_head(tree)
+        body = {key: value for key, value in tree.items() if key not in self._head}
+        known = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
+        if (unknown := next((key for key in body if key not in known), None)) is not None:
+            raise Malformed(f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], known))
+        if (wrong := written_twice(tree)) is not None:
+            raise wrong
+        found: T = structured(self._converter, body, self.holds)
+        return found
+
+    def _check_head(self, tree: Mapping[str, object]) -> None:
+        if self.name is not None and tree.get("format") != self.name:
+            what = f"the JSON does not say that it is a {self.noun}"
+            head = f'a {self.noun} has "format": "{self.name}" and "version": {self.version}'
+            raise Malformed(what, "format", f"{head}; {self.remedy}")
+        key = list(self._head)[-1]
+        given = tree.get(key)
+        number = int(given.text) if isinstance(given, Number) and given.text.isdecimal() and len(given.text) < 10 else 0
+        if number > self.version:
+            what = f" has version {number}, and this qsync_fx reads version {self.version}"
+            raise Malformed(what, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version")
+        if number != self.version:
+            found = kind(given) if key in tree else "missing"
+            raise Malformed(f"the {self.noun}'s {key} is {found}", key, f'write "{key}": {self.version}')
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    # A pipe without a writer would block `open`; that it is no file is found afterwards.
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+class TomlSchema(Schema[T]):
+    """A kind of file that is TOML; such files are read and never written."""
+
+    def _decoded(self, text: str | bytes | Parsed) -> T:
+        tree = text.tree if isinstance(text, Parsed) else parse(text)
+        found: T = structured(self._converter, tree, self.holds)
+        return found
+
+
+def parse(text: str | bytes) -> object:
+    """Returns the tree of a text; raises `Malformed` for anything that is not TOML."""
+    text = decoded(text)
+    try:
+        # Windows ends lines with two characters, which tomllib takes in files but not in text.
+        return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
+    except tomllib.TOMLDecodeError as error:
+        what, _, where = str(error).rpartition(" (at ")
+        raise Malformed(f" is not TOML: {what or error}", where.rstrip(")"), "correct it there") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise Malformed(f" is not TOML: {error}") from None
+    except RecursionError:
+        raise Malformed(" is nested too deeply") from None
+
+
+def _numbers(tree: Any) -> Any:
+    """Returns the tree with numbers as written, as that of JSON has them."""
+    match tree:
+        case bool():
+            return tree
+        case int():
+            return Number(str(tree))
+        case dict():
+            return {key: _numbers(part) for key, part in tree.items()}
+        case list():
+            return [_numbers(part) for part in tree]
+        case _:
+            return tree

@@ -1,0 +1,130 @@
+"""`qsync_fx.replay`: from plans and profiles to a timeline.
+
+Invariant: one device needs a plan and a profile; several need a cluster, and one of each for every class of its devices. What is missing
+is an error that says what, before anything is replayed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from qsync_fx.errors import PlanError
+from qsync_fx.formats import FORMATS
+from qsync_fx.plan import ClusterPlan, Plan
+from qsync_fx.plan.plan_loading import HoldsPlan, given_plan, read_plan
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper import CostMapper
+from qsync_fx.predictor.memory import peak_bytes
+from qsync_fx.predictor.replayer.cluster import Cluster
+from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.trace_schedules import played_traces, read_steps
+from qsync_fx.serialization import Path
+from qsync_fx.timeline.codec_costs import compression
+from qsync_fx.timeline.device_profiles import (
+    ALONE,
+    Given,
+    Known,
+    by_name,
+    conditions,
+    for_all,
+    graph_of,
+    known_devices,
+    read_cluster,
+    training_of,
+)
+from qsync_fx.timeline.timeline import Timeline
+
+GivenPlan = Plan | ClusterPlan | HoldsPlan | Path
+
+
+def replay(
+    plan: GivenPlan | Mapping[str, GivenPlan],
+    profile: Given | Mapping[str, Given],
+    *,
+    cluster: Cluster | Path | None = None,
+    any_machine: bool = False,
+) -> Timeline:
+    """Returns what a training step will look like.
+
+    Args:
+        plan: of the device, or of each class of devices by name, as find_plan returns it, too, or the path of its file; one plan for
+            several classes is the plan of all. Where a plan for a cluster says in which codecs gradients go, the step is that of a training
+            whose gradients are compressed so.
+        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that it names are as a
+            profile reckoned for the same device says, or reckoned with the model of one of a device on which the same formats run: for
+            other devices they are made first, by `qsync_fx.devices.get(...).profile(...)`.
+        cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
+        any_machine: whether the file of the profile of one device, without a name and a cluster, may be one that was measured on another
+            machine, or with other versions of torch or qsync_fx, as those of a fleet may. What is reckoned by the catalog always may.
+
+    Raises:
+        ProfileError: the cluster is none, a plan or profile is missing, or refused, a time is not known.
+        PlanError: a plan is none, or not one of the model.
+    """
+    plans, codecs = _plans(plan)
+    fleet, profiles = known_devices(profile, cluster, len(plans), any_machine)
+    plans = for_all(plans, fleet)
+    fleet.check_names(plans, "plans")
+    mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}
+    schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
+    peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
+    known = {name: peak for name, peak in peaks.items() if peak is not None}
+    step = played(schedules, fleet, compression(schedules, fleet, codecs, profiles))
+    return Timeline(step, known, conditions(profiles))
+
+
+def replay_traces(
+    traces: Mapping[str, Path], execution: Mapping[str, Path] | None = None, *, cluster: Cluster | Path | None = None
+) -> Timeline:
+    """Returns what the typical step of traced runs looked like, or would look like on a cluster.
+
+    Args:
+        traces: traces of Kineto by name, of each rank; with a cluster, of one rank of each class of devices.
+        execution: execution traces of the same runs, by the same names.
+        cluster: what to replay them on, in place of what was traced.
+
+    Raises:
+        ProfileError: a trace is none, is cut off, or does not go with the others.
+    """
+    fleet = read_cluster(cluster)
+    read = {name: read_steps(path, (execution or {}).get(name)) for name, path in traces.items()}
+    return Timeline(played_traces(read, fleet))
+
+
+def _plans(given: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan], Mapping[str, str]]:
+    """Returns the plan of each class that was given one, and the codec of each parameter that has one."""
+    plans: dict[str, Plan] = {}
+    codecs: dict[str, str] = {}
+    for name, one in by_name(given).items():
+        plan = _plan(one)
+        if isinstance(plan, Plan):
+            plans[name] = plan
+        else:
+            plans |= plan.classes if name == ALONE else {name: plan.for_class(name)}
+            codecs |= plan.codecs
+    return plans, codecs
+
+
+def _plan(found: object) -> Plan | ClusterPlan:
+    given = given_plan(found)
+    if isinstance(given, Plan | ClusterPlan):
+        return given
+    if isinstance(given, str) and given in FORMATS:
+        do = f"write Plan.uniform({given!r}) for a plan that has every operator in it"
+        raise PlanError(f"{given!r} is a format, and no plan", where="plan", do=do)
+    if isinstance(given, str | os.PathLike):
+        return read_plan(given)
+    do = "give a Plan, a ClusterPlan, what find_plan returned, or the path of a file that one was saved to"
+    raise PlanError(f"what was given is of type {type(given).__name__}, and no plan", where="plan", do=do)
+
+
+def _mapper(name: str, plan: Plan, profile: Known) -> CostMapper:
+    times = profile if isinstance(profile, DeviceTimes) else profile.times()
+    return CostMapper(graph_of(name, profile), times, plan)
+
+
+def _peak(mapper: CostMapper, profile: Known, sends: bool) -> int | None:
+    """Returns the most bytes that a step holds; None where nothing says what the optimizer takes."""
+    training = training_of(profile, sends)
+    return None if training is None else peak_bytes(mapper.states(), training)

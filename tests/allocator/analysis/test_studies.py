@@ -1,0 +1,185 @@
+"""What is asked of an answer: allocators side by side, formats of an operator, what if, and time against variance."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qsync_fx import OptionError, PlanError
+from qsync_fx.allocator import Answer, NoteKind, Problem, judged
+from qsync_fx.allocator.analysis import (
+    Why,
+    changes_table,
+    compare,
+    comparison_table,
+    front_table,
+    one_step,
+    pareto,
+    side_by_side,
+    steps_table,
+    what_if,
+)
+from qsync_fx.allocator.baselines import Hessian
+from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.pareto_svg import front_svg, save_front
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.times import Seconds
+from qsync_fx.text_tables import plain
+from tests.support.planning.allocation_problems import PlainTimes, alone, drawn_sensitivity, fleet
+
+
+class NarrowIsFaster(PlainTimes):
+    """Times that fall with the bits of the format."""
+
+    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+        found, share = self._drawn(operator), (state.precision.bits if state.precision else 32) / 32
+        return Seconds(found.forward * share, found.backward * share)
+
+    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+        return Seconds(1e-6, 0.0)
+
+
+def tight() -> Problem:
+    """Returns a problem in which not everything can be FP32."""
+    problem = fleet("mlp", times=NarrowIsFaster)
+    fastest = Exact().allocate(replace(problem, least="seconds", variance=float("inf"))).judged.seconds
+    return replace(problem, seconds=fastest * 1.1)
+
+
+def answered(problem: Problem | None = None) -> Answer:
+    return Exact().allocate(problem or tight())
+
+
+def test_allocators_stand_side_by_side() -> None:
+    problem = tight()
+    graph = problem.classes["slow"].graph
+    done: list[str] = []
+    found = compare(problem, side_by_side(problem, [Hessian(drawn_sensitivity(graph, 3))]), done.append)
+    names = [one.allocator for one in found]
+    assert names == done
+    formats = [f"uniform-{fmt}" for fmt in ("int8", "bf16", "fp32")]
+    assert sorted(names) == sorted(["exact", "paper", *formats, "full-precision", "random", "hessian"])
+    exact = next(one for one in found if one.allocator == "exact")
+    assert exact.answer is not None
+    assert exact.gap is not None
+    for one in found:
+        assert one.answer is not None
+        assert one.answer.judged == judged(problem, one.answer.plans)
+        if one.answer.fits:
+            assert one.gap is not None
+            assert one.gap >= exact.gap
+        else:
+            assert one.gap is None
+    text = plain(comparison_table(found))
+    for part in (*names, "waiting slow", "memory fast", "variance", "seconds +"):
+        assert part in text, part
+
+
+def test_one_that_finds_no_plan_stands_beside_the_others() -> None:
+    problem = replace(tight(), seconds=1e-9)
+    found = {one.allocator: one for one in compare(problem, side_by_side(problem))}
+    assert found["paper"].answer is None
+    assert "more" in str(found["paper"].error)
+    assert found["full-precision"].answer is not None
+    assert "none: " in plain(comparison_table(list(found.values())))
+
+
+def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
+    answer, seen = answered(), set()
+    for operator in answer.problem.classes["slow"].choices:
+        steps = one_step(answer, operator)
+        assert [step.fmt for step in steps] == ["int8", "bf16", "fp32"]
+        for step in steps:
+            plans = {**answer.plans, "slow": {**answer.plans["slow"], operator: step.fmt}}
+            then = judged(answer.problem, plans)
+            assert step.judged == then
+            assert step.seconds == then.seconds - answer.judged.seconds
+            assert step.variance == then.variance - answer.judged.variance
+            assert step.computing == then.classes["slow"].computing - answer.judged.classes["slow"].computing
+            assert step.exceeds == then.exceeds(answer.problem)
+            assert (step.why is Why.CHOSEN) == (answer.plans["slow"][operator] == step.fmt)
+            seen.add(step.why)
+        text = plain(steps_table(steps))
+        assert all(part in text for part in (operator, *(str(step.why) for step in steps)))
+    assert {Why.CHOSEN, Why.BREAKS} <= seen
+    assert Why.BETTER not in seen
+
+
+def test_what_the_allocator_missed_is_told() -> None:
+    problem = alone("mlp")
+    answer = what_if(answered(problem), dict.fromkeys(problem.classes["device"].choices, "int8"))
+    steps = one_step(answer, next(iter(problem.classes["device"].choices)))
+    assert {step.fmt: step.why for step in steps} == {"int8": Why.CHOSEN, "bf16": Why.BETTER, "fp32": Why.BETTER}
+
+
+def test_what_is_tied_changes_together() -> None:
+    problem = fleet("mlp", times=PlainTimes)
+    first, second = list(problem.classes["slow"].choices)[:2]
+    answer = replace(answered(problem), problem=replace(problem, tied=[[first, second]]))
+    both = {**answer.plans["slow"], first: "int8", second: "int8"}
+    assert one_step(answer, second)[0].judged == judged(problem, {**answer.plans, "slow": both})
+
+
+def test_what_if_says_what_it_breaks() -> None:
+    answer = answered()
+    changed = what_if(answer, dict.fromkeys(answer.problem.classes["slow"].choices, "fp32"))
+    assert changed.judged == judged(answer.problem, changed.plans)
+    assert set(changed.plans["slow"].values()) == {"fp32"}
+    (note,) = changed.notes
+    assert note.kind is NoteKind.UNFIT
+    assert note.numbers == changed.judged.exceeds(answer.problem)
+    text = plain(changes_table(answer, changed))
+    assert "exceeds limits: seconds +" in text
+    assert "computing slow" in text
+    assert what_if(answer, {}).judged == answer.judged
+    assert "all limits are kept" in plain(changes_table(answer, what_if(answer, {})))
+
+
+def test_operators_and_devices_that_are_none() -> None:
+    answer = answered()
+    with pytest.raises(PlanError, match="no operator '0/linaer'") as caught:
+        one_step(answer, "0/linaer")
+    assert "did you mean '0/linear'" in str(caught.value)
+    with pytest.raises(PlanError, match="which is dependent"):
+        one_step(answer, "1/relu")
+    with pytest.raises(PlanError, match="no plan was chosen for devices 'fast'"):
+        one_step(answer, "0/linear", "fast")
+    with pytest.raises(PlanError, match="do not ask for 'fp8'"):
+        what_if(answer, {"0/linear": "fp8"})
+    both = {name: replace(part, kept=None) for name, part in answer.problem.classes.items()}
+    several = replace(answer, problem=replace(answer.problem, classes=both))
+    with pytest.raises(PlanError, match="2 classes"):
+        one_step(several, "0/linear")
+    assert one_step(several, "0/linear", "fast")
+
+
+def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: Path) -> None:
+    answer = answered(replace(alone("mlp", times=NarrowIsFaster), seconds=1.0))
+    front = pareto(answer.problem, Exact(), 7, answer)
+    seconds = [one.judged.seconds for one in front.points]
+    variances = [one.judged.variance for one in front.points]
+    assert len(front.points) >= 2
+    assert seconds == sorted(seconds)
+    assert variances == sorted(variances, reverse=True)
+    assert variances[-1] == 0
+    assert set(front.uniform) == {"int8", "bf16", "fp32"}
+    for other in [*front.uniform.values(), answer]:
+        assert seconds[0] <= other.judged.seconds * (1 + 1e-9)
+    text = plain(front_table(front))
+    assert "uniform bf16" in text
+    assert "chosen" in text
+    picture = ElementTree.fromstring(front_svg(front))
+    circles = list(picture.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len([dot for dot in circles if dot.get("class") == "point"]) == len(front.points)
+    assert all(0 <= float(dot.get("cx") or -1) <= 720 and 0 <= float(dot.get("cy") or -1) <= 440 for dot in circles)
+    for name in ("front.svg", "front.html"):
+        save_front(front, tmp_path / name)
+        assert "<svg" in (tmp_path / name).read_text()
+    with pytest.raises(OptionError, match="no picture"):
+        save_front(front, tmp_path / "front.png")
+    with pytest.raises(PlanError, match="1 points"):
+        pareto(answer.problem, Exact(), 1)

@@ -1,0 +1,158 @@
+"""Compilers as processes: one compiles where two want a library, none outlives an interrupt, as many run as memory holds."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qsync_fx.backend.cuda.kernel_build import compiler, jobs
+from qsync_fx.backend.cuda.kernel_build.jobs import Waiting
+from tests.support import tiers
+from tests.support.cuda.compiled.kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
+from tests.support.cuda.compiled.small_units import small_unit
+
+pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
+tools_or_skip()
+
+
+BUILDER = """\
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.support.cuda.compiled.small_units import small_unit
+from qsync_fx.backend.cuda.kernel_build import compiler
+
+compile_units = compiler.compile_units
+
+def found_none(*given):
+    if "WANTED" in os.environ:
+        Path(os.environ["WANTED"], str(os.getpid())).touch()
+    compile_units(*given)
+
+compiler.compile_units = found_none
+print(*compiler.build([small_unit("raced"), small_unit("raced_too")]).values(), sep="\\n")
+"""
+
+WAITS_FOR_TWO = "for i in $(seq 3000); do [ $(ls '{}' | wc -l) -ge 2 ] && break; sleep 0.05; done"
+"""Ends, too, where there will never be two."""
+
+
+def builder() -> subprocess.Popen[str]:
+    code = BUILDER.format(tests=str(Path(__file__).parents[4]))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@tiers.ALL
+def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    monkeypatch.setenv("WANTED", str(wanted))
+    calls = watched(tmp_path, monkeypatch, before=WAITS_FOR_TWO.format(wanted))
+    processes = [builder(), builder()]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert len(list(wanted.iterdir())) == 2, "both wanted what was not there"
+    assert calls() == 2, "two units, each compiled once"
+    assert nothing_is_left(home)
+
+
+def test_who_waits_for_another_process_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("RANK", "3")
+    say = Waiting()
+
+    def said(at: float, *names: str) -> str:
+        clock[0] = at
+        say(names)
+        return capsys.readouterr().err
+
+    assert said(10.0, "raced", "raced_too") == said(14.0, "raced", "raced_too") == ""
+    words = said(15.0, "raced", "raced_too")
+    assert "qsync (rank 3): has waited 5 s for another process that compiles raced and 1 others" in words
+    assert "qsync kernels build" in words
+    assert said(70.0, "raced") == "" and "has waited 65 s" in said(75.0, "raced")
+    # A process that compiles itself in between begins to wait anew.
+    assert said(80.0) == said(81.0, "raced") == said(85.0, "raced") == "" and "has waited 5 s" in said(86.0, "raced")
+
+
+def test_an_interrupt_leaves_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    calls = watched(tmp_path, monkeypatch, before=f"sleep 300 & echo $! >> '{pids}'; wait")
+    process = builder()
+    while not pids.exists() or not pids.read_text().strip():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    assert list((home / "kernels").glob(".build-*"))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=200)
+    assert "KeyboardInterrupt" in said
+    assert calls() >= 1
+    assert nothing_is_left(home)
+    # A process that was killed is gone soon, not at once.
+    until = time.monotonic() + 30
+    while any(alive(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < until, "a compiler goes on running"
+        time.sleep(0.05)
+    assert entry_of(home).manifest.name == "small"
+
+
+def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    watched(tmp_path, monkeypatch, before=f"echo $$ >> '{pids}'; sleep 300")
+    start = jobs.start
+
+    def interrupted(*args: object) -> subprocess.Popen[bytes]:
+        process = start(*args)  # type: ignore[arg-type]
+        while not pids.exists() or not pids.read_text().strip():
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(jobs, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.build([small_unit("interrupted")], progress=False)
+    assert not alive(int(pids.read_text()))
+    assert nothing_is_left(home)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_compilers_run_side_by_side_as_far_as_memory_goes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = tmp_path / "marks"
+    watched(tmp_path, monkeypatch, before=f"echo start >> {marks}; sleep 0.3; echo end >> {marks}; exit 9")
+
+    def most_at_once(jobs: int, heavy: bool) -> int:
+        marks.write_text("")
+        units = [small_unit(f"unit_{number}", heavy=heavy) for number in range(4)]
+        assert len(compiler.attempt(units, progress=False, jobs=jobs).failures) == 4
+        steps = [1 if line == "start" else -1 for line in marks.read_text().split()]
+        assert steps.count(1) == 4
+        return max(sum(steps[: count + 1]) for count in range(len(steps)))
+
+    monkeypatch.setattr(jobs, "memory", lambda: 10_000_000_000)
+    assert most_at_once(jobs=1, heavy=False) == 1
+    assert most_at_once(jobs=4, heavy=True) == 2
+    assert most_at_once(jobs=3, heavy=False) == 3
+    monkeypatch.setattr(jobs, "memory", lambda: 100)
+    assert most_at_once(jobs=4, heavy=False) == 1

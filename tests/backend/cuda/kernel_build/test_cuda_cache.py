@@ -1,0 +1,271 @@
+"""Building, keeping and loading libraries: real nvcc on units of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.kernel_build import compiler, library
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import content_key
+from qsync_fx.backend.cuda.kernel_build.library import GemmArguments
+from qsync_fx.errors import KernelError, ToolchainError
+from tests.support.cuda.compiled.kernel_caches import UNIT, entry_of, nothing_is_left, tools_or_skip
+from tests.support.cuda.compiled.small_units import SPILLS, small_unit
+
+pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
+TOOLS = tools_or_skip()
+
+
+def test_what_is_built_is_kept(home: Path, calls: Callable[[], int]) -> None:
+    path = compiler.build([UNIT, UNIT])[UNIT]
+    assert path == entry_of(home).library
+    assert path.is_file()
+    assert calls() == 0
+    assert nothing_is_left(home)
+
+
+def test_a_library_answers(home: Path) -> None:
+    path = compiler.build([UNIT])[UNIT]
+    loaded = library.load(path, UNIT)
+    assert loaded is library.load(path, UNIT)
+    assert loaded.can_implement(GemmArguments(n=8)) is None
+    assert loaded.can_implement(GemmArguments(n=3)) == "Error Misaligned Operand"
+    # More than 32 bits.
+    assert loaded.workspace(GemmArguments(m=5000)) == 5000 * 1000000007
+    assert loaded.shared_memory() == 4096
+    with pytest.raises(KernelError, match="Error Workspace Null"):
+        loaded.run(GemmArguments(n=8), 0, 0)
+    assert not hasattr(ctypes.CDLL(None), "qsync_run"), "its symbols must not be seen by others"
+
+
+def test_no_process_unloads_what_it_compiled(home: Path, tmp_path: Path) -> None:
+    """On a GPU, a library that was loaded to look at it, unloaded, and loaded again died or hung when it was started."""
+    ran = tmp_path / "ran"
+    tells = f"""
+#include <cstdio>
+#include <unistd.h>
+__attribute__((constructor)) static void loaded() {{
+    if (std::FILE *file = std::fopen("{ran}", "a")) {{ std::fprintf(file, "%d\\n", int(getpid())); std::fclose(file); }}
+}}
+"""
+    unit = small_unit("tells")
+    unit = dataclasses.replace(unit, source=unit.source + tells)
+    path = compiler.build([unit])[unit]
+    looked = [int(line) for line in ran.read_text().split()]
+    assert len(looked) == 1
+    assert os.getpid() not in looked
+    assert library.load(path, unit).shared_memory() == 4096
+    assert os.getpid() in [int(line) for line in ran.read_text().split()]
+
+
+OUTLIVES = """
+import sys
+from pathlib import Path
+from tests.support.cuda.compiled.kernel_caches import UNIT
+from qsync_fx.backend.cuda.kernel_build import library
+from qsync_fx.backend.cuda.kernel_build.library import GemmArguments
+
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+loaded = library.load(path, UNIT)
+{change}
+assert loaded.can_implement(GemmArguments(n=3)) == "Error Misaligned Operand"
+assert loaded.workspace(GemmArguments(m=5000)) == 5000 * 1000000007
+print("answered")
+"""
+
+
+@pytest.mark.parametrize(
+    "change", ["path.write_bytes(b'')", "path.write_bytes(whole[:-1])", "path.write_bytes(whole)", "path.unlink()"]
+)
+def test_a_library_outlives_its_file(home: Path, change: str) -> None:
+    """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
+    script = OUTLIVES.format(change=change)
+    python = [sys.executable, "-c", script, str(entry_of(home).library)]
+    around = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
+    done = subprocess.run(python, env=around, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
+
+
+def test_what_the_manifest_says(home: Path) -> None:
+    found = entry_of(home).manifest
+    assert (found.name, found.arch, found.refused) == ("small", "sm_80", "")
+    assert 0 < found.resources.registers < 40
+    assert (found.resources.stack, found.resources.spills) == (0, 0)
+    assert found.seconds > 0
+    assert abs(found.created - time.time()) < 3600
+    assert found.compilers.startswith(f"nvcc {toolchain.dotted(TOOLS.nvcc.version)}, host compiler ")
+
+
+def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> None:
+    path = compiler.build([UNIT])[UNIT]
+    with pytest.raises(KernelError, match="it is 'small', not 'other'"):
+        library.load(path, small_unit("other"))
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(KernelError, match="cannot load it"):
+        library.load(tmp_path / "text.so", UNIT)
+    libm = next(Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libm." in line)
+    with pytest.raises(KernelError, match="no function qsync_"):
+        library.load(libm, UNIT)
+
+
+def test_a_library_of_another_version_is_not_taken(home: Path) -> None:
+    unit = small_unit(abi="QSYNC_ABI_VERSION + 1")
+    with pytest.raises(KernelError, match="version 2 of the interface, not 1"):
+        library.load(compiler.build([unit])[unit], unit)
+
+
+@pytest.mark.parametrize("change", [{"arch": "sm_86"}, {"opcode": "FFMA"}, {"remark": "!"}, {"interface": "conv"}])
+def test_the_key_holds_everything(change: dict[str, str]) -> None:
+    assert content_key(small_unit(**change)) != content_key(UNIT)
+    assert content_key(small_unit()) == content_key(UNIT)
+
+
+def test_headers_of_ours_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qsync_fx.backend.cuda.kernel_build import kernel_cache
+
+    (tmp_path / "abi.h").write_text('#pragma once\n#  include "inner.cuh"\n')
+    (tmp_path / "inner.cuh").write_text("// one\n")
+    (tmp_path / "unused.h").write_text("// one\n")
+    monkeypatch.setattr(kernel_cache, "TEMPLATES", tmp_path)
+    assert set(kernel_cache.included(UNIT.source)) == {"abi.h", "inner.cuh"}
+    before = content_key(UNIT)
+    (tmp_path / "unused.h").write_text("// two\n")
+    assert content_key(UNIT) == before
+    (tmp_path / "inner.cuh").write_text("// two\n")
+    assert content_key(UNIT) != before
+
+
+def test_flags_in_the_environment_are_in_the_key(
+    home: Path, calls: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
+    compiler.build([UNIT])
+    assert calls() == 1
+
+
+def test_the_digest_of_headers_is_remembered_and_made_anew(tmp_path: Path) -> None:
+    from qsync_fx.backend.cuda.kernel_build.kernel_cache import headers_digest
+
+    folder = tmp_path / "include"
+    folder.mkdir()
+    (folder / "a.h").write_text("one")
+    headers = toolchain.Headers((folder,), (4, 2, 0))
+    first = headers_digest(headers, tmp_path)
+    assert headers_digest(headers, tmp_path) == headers_digest(headers) == first
+    (remembered,) = tmp_path.glob("headers-*")
+    remembered.write_text("f" * 64)
+    assert headers_digest(headers, tmp_path) == "f" * 64
+    remembered.write_text("something else")
+    assert headers_digest(headers, tmp_path) == first
+    (folder / "a.h").write_text("three")
+    assert headers_digest(headers, tmp_path) not in (first, "f" * 64)
+
+
+# Failing.
+
+
+def test_a_source_that_does_not_compile(home: Path) -> None:
+    bad, good = small_unit("bad", body="int x = nowhere_defined;"), UNIT
+    result = compiler.attempt([bad, good], progress=False)
+    assert list(result.libraries) == [good]
+    error = result.failures[bad]
+    assert isinstance(error, ToolchainError)
+    assert 'identifier "nowhere_defined" is undefined' in str(error)
+    assert 'identifier "nowhere_defined" is undefined' in error.output
+    assert nothing_is_left(home)
+    # The command that the error shows can be run, and says the same.
+    assert error.where is not None
+    again = subprocess.run(error.where, shell=True, capture_output=True, text=True, check=False)
+    assert again.returncode != 0
+    assert "nowhere_defined" in again.stderr + again.stdout
+    with pytest.raises(ToolchainError, match="nowhere_defined"):
+        compiler.build([bad, good], progress=False)
+
+
+def test_a_kernel_that_keeps_its_values_on_the_stack_is_refused_and_remembered(
+    home: Path, calls: Callable[[], int]
+) -> None:
+    unit = small_unit("slow", body=SPILLS)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="must not be used: it keeps 1200 bytes on the stack"):
+            compiler.build([unit], progress=False)
+    assert calls() == 1
+
+
+def test_an_instruction_that_is_not_there_is_refused(home: Path) -> None:
+    from qsync_fx.backend.cuda.kernel_build import sass
+
+    if sass.disassembler() is None:
+        pytest.skip("no cuobjdump and nvdisasm")
+    units = [small_unit(opcode="FFMA"), small_unit("other", opcode="IMMA")]
+    result = compiler.attempt(units, progress=False)
+    assert result.libraries.keys() == {units[0]}
+    assert "has no IMMA" in str(result.failures[units[1]])
+
+
+def test_a_target_that_nvcc_has_not(home: Path) -> None:
+    try:
+        toolchain.toolchain("sm_70")
+    except ToolchainError:
+        with pytest.raises(ToolchainError, match="V100"):
+            compiler.build([small_unit(arch="sm_70")])
+    else:
+        pytest.skip("something here compiles for sm_70")
+    assert not home.exists() or nothing_is_left(home)
+
+
+def test_a_name_that_leads_elsewhere(home: Path) -> None:
+    with pytest.raises(KernelError, match="makes no file name"):
+        compiler.build([dataclasses.replace(UNIT, name="../../x")])
+    assert nothing_is_left(home)
+
+
+# Machines without a compiler.
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QSYNC_NVCC", "/nowhere/nvcc")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_what_is_cached_serves(home: Path) -> None:
+    assert compiler.build([UNIT])[UNIT] == entry_of(home).library
+    with pytest.raises(ToolchainError, match="QSYNC_NVCC=/nowhere/nvcc"):
+        compiler.build([UNIT, small_unit("other")])
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_what_was_built_ahead_of_time_serves(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(home / "kernels", tmp_path / "brought here")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("QSYNC_KERNELS_PATH", f"{tmp_path / 'empty'}{os.pathsep}{tmp_path / 'brought here'}")
+    path = compiler.build([UNIT])[UNIT]
+    assert path.is_relative_to(tmp_path / "brought here")
+    assert library.load(path, UNIT).shared_memory() == 4096
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ToolchainError):
+        compiler.build([UNIT])
+    monkeypatch.setenv("QSYNC_KERNELS_PATH", str(tmp_path / "missing"))
+    with pytest.raises(KernelError, match=r"does not exist[\s\S]*QSYNC_KERNELS_PATH"):
+        compiler.build([UNIT])
+
+
+def test_a_folder_of_its_own(home: Path, tmp_path: Path, calls: Callable[[], int]) -> None:
+    """What `qsync kernels build --output` does: the folder holds all of it, whatever the cache has."""
+    path = compiler.build([UNIT], folder=tmp_path / "to carry")[UNIT]
+    assert path.is_relative_to(tmp_path / "to carry")
+    assert calls() == 1

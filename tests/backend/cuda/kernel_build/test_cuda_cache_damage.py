@@ -1,0 +1,124 @@
+"""Libraries and manifests that are damaged or of somebody else: each is as if it were not there, and is built anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, library
+from qsync_fx.backend.cuda.kernel_build.library import Manifest, Resources
+from tests.support.cuda.compiled.kernel_caches import UNIT, entry_of, nothing_is_left, tools_or_skip
+
+pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
+tools_or_skip()
+
+
+def truncate(entry: kernel_cache.Entry) -> None:
+    entry.library.write_bytes(entry.library.read_bytes()[:-100])
+
+
+def flip_a_bit(entry: kernel_cache.Entry) -> None:
+    content = bytearray(entry.library.read_bytes())
+    content[len(content) // 2] ^= 1
+    entry.library.write_bytes(content)
+
+
+def link(entry: kernel_cache.Entry) -> None:
+    entry.library.rename(entry.folder / "moved.so")
+    entry.library.symlink_to(entry.folder / "moved.so")
+
+
+def change(**fields: object) -> Callable[[kernel_cache.Entry], None]:
+    def do(entry: kernel_cache.Entry) -> None:
+        path = entry.folder / library.FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return do
+
+
+def text(content: str | bytes) -> Callable[[kernel_cache.Entry], None]:
+    def do(entry: kernel_cache.Entry) -> None:
+        (entry.folder / library.FILE).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return do
+
+
+DAMAGE: dict[str, Callable[[kernel_cache.Entry], None]] = {
+    "truncated library": truncate,
+    "changed library": flip_a_bit,
+    "link in place of the library": link,
+    "no library": lambda entry: entry.library.unlink(),
+    "folder in place of the library": lambda entry: (entry.library.unlink(), entry.library.mkdir())[1],
+    "no manifest": lambda entry: (entry.folder / library.FILE).unlink(),
+    "empty manifest": text(""),
+    "half a manifest": lambda entry: text((entry.folder / library.FILE).read_text()[:200])(entry),
+    "other bytes": text(b"\xff\xfe\x00"),
+    "nested": text("[" * 50_000),
+    "long": text(" " * 100_000 + "{}"),
+    "no object": text("[]"),
+    "another key": change(content="0" * 64),
+    "another tool": change(tools="0" * 64),
+    "a name that leads elsewhere": change(name="../../../small"),
+    "another name": change(name="other"),
+    "another digest": change(sha256="0" * 64),
+    "another size": change(size=1),
+    "a size that is no number": change(size="1"),
+    "not a number": change(seconds=float("nan")),
+    "a later format": change(format=2),
+    "a field too many": change(extra=1),
+    "refused and there": change(refused="because"),
+    "control characters": change(compilers="\x1b[31m"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_entry_is_as_if_it_were_not_there(how: str, home: Path) -> None:
+    entry = entry_of(home)
+    key = entry.manifest.content, entry.manifest.tools
+    assert kernel_cache.find(home / "kernels", *key) == entry
+    DAMAGE[how](entry)
+    assert kernel_cache.find(home / "kernels", *key) is None
+    assert kernel_cache.find(home / "kernels", key[0], None) is None
+    assert list(kernel_cache.entries(home / "kernels")) == [entry.folder]
+
+
+def test_a_damaged_entry_is_built_anew(home: Path, calls: Callable[[], int]) -> None:
+    DAMAGE["truncated library"](entry_of_damaged := entry_of(home))
+    path = compiler.build([UNIT])[UNIT]
+    assert calls() == 1
+    assert path == entry_of_damaged.library
+    assert entry_of(home).library == path
+    assert nothing_is_left(home)
+
+
+@given(
+    st.text()
+    | st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists).map(json.dumps)
+)
+def test_any_text_is_a_manifest_or_a_value_error(anything: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 each says something else
+        library.parse(anything)
+
+
+VALID = Manifest(
+    "0" * 64, "1" * 64, "small", "sm_90a", "2" * 64, 12345, "", Resources(1, 2, 3, 4), "IMMA.16832.S8", 1.5, 2.5, "nvcc"
+)
+
+
+@given(
+    st.sampled_from([*Manifest.__dataclass_fields__, "format"]),
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+)
+def test_a_manifest_with_another_value_is_valid_or_a_value_error(name: str, value: object) -> None:
+    fields = json.loads(VALID.text())
+    assert library.parse(VALID.text()) == VALID
+    try:
+        parsed = library.parse(json.dumps(fields | {name: value}))
+    except ValueError:
+        return
+    assert library.parse(parsed.text()) == parsed
+    assert (name == "format" and value == 1) or getattr(parsed, name) == value

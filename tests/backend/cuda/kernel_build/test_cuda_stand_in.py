@@ -1,0 +1,216 @@
+"""What kernels ask of CUDA, on a runtime that is not there: grids, shared memory, clusters, tensor maps, the stream, and nothing else.
+
+The fast tier runs a quantizer and a copy, the tier all a kernel of each operation and order as well, not for each target, and the tier
+every one of each kind for each target. Compiling is what takes time, of large tiles most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsync_fx.backend.cuda import codegen
+from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, Arch, KernelConfig
+from qsync_fx.backend.cuda.selection import candidates
+from tests.support import tiers
+from tests.support.cuda.compiled import kernel_caches
+from tests.support.cuda.on_cpu import cutlass_cpu
+from tests.support.cuda.stand_ins import stand_in
+from tests.support.cuda.stand_ins.stand_in import Call
+
+TOOLS = kernel_caches.tools_or_skip()
+SOMEWHERE = 1 << 20
+"""An address: nothing is read or written."""
+
+ARCHITECTURES = [arch for arch in dict.fromkeys(BY_CAPABILITY.values()) if arch != "sm_70"]
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in.runtime(tmp_path_factory.mktemp("runtime"))
+
+
+def pointers(*names: str) -> dict[str, int]:
+    return {name: SOMEWHERE * (at + 1) for at, name in enumerate(names)}
+
+
+def quantized(rows: int, columns: int, group: int = 0) -> dict[str, int]:
+    return {
+        **pointers("x", "q", "scale", "seed"),
+        "rows": rows,
+        "columns": columns,
+        "ldx": columns,
+        "rounding": 1,
+        "group": group,
+        "multiprocessors": 40,
+    }
+
+
+def copied(rows: int, columns: int) -> dict[str, int]:
+    sizes = {
+        "batches": 1,
+        "rows": rows,
+        "columns": columns,
+        "ldx": columns,
+        "y_batches": 1,
+        "y_rows": columns,
+        "y_columns": rows,
+    }
+    return {
+        **pointers("x", "y"),
+        **sizes,
+        "x_type": CONVERT_TYPES["bits8"],
+        "y_type": CONVERT_TYPES["bits8"],
+        "turned": 1,
+        "multiprocessors": 40,
+    }
+
+
+def plain(arch: Arch) -> list[tuple[Unit, dict[str, int]]]:
+    quantizer, copier = kernel_registry.quantizer(arch, "fp32", "int8"), kernel_registry.copier(arch)
+    sizes = ((1, 1), (33, 70), (4096, 4096), (2, 2**24))
+    return [(quantizer, quantized(*size, group)) for size in sizes for group in (0, 1, 2)] + [
+        (copier, copied(*size)) for size in sizes
+    ]
+
+
+def products(arch: Arch, whole: bool) -> list[tuple[KernelConfig, dict[str, int]]]:
+    """Kernels on sizes from one tile to many: those of `one_of_each`; with `whole` one for each pair of formats and layout, too."""
+    chosen: dict[tuple[object, ...], KernelConfig] = {}
+    for config in candidates.all_configs(arch) if whole else one_of_each(arch):
+        more = (config.a, config.schedule, config.a_major, config.b_major) if whole else ()
+        chosen.setdefault((config.operation, config.order, *more), config)
+    return [
+        (config, given)
+        for config in chosen.values()
+        for given in (_gemms(config) if config.operation == "gemm" else _convs(config))
+    ]
+
+
+def one_of_each(arch: Arch) -> list[KernelConfig]:
+    """The kernels that are looked at first: on Hopper those that it has alone, and elsewhere small ones, on sm_75 in one order.
+
+    Hopper's gradient of the input is launched as its convolution is: tests/backend/cuda/source computes it on the CPU.
+    """
+    every = candidates.all_configs(arch)
+    if arch == "sm_90a":
+        products = [config for config in every if codegen.gemm_on_hopper(config)]
+        return [
+            *products,
+            *(config for config in every if codegen.conv_on_hopper(config) and config.operation == "fprop"),
+        ]
+    narrow = [config for config in every if config.a in ("int8", "bf16", "fp16")]
+    return sorted(
+        (config for config in narrow if arch != "sm_75" or config.order == "identity"), key=cutlass_cpu.bytes_a_tile
+    )
+
+
+def _gemms(config: KernelConfig) -> list[dict[str, int]]:
+    found = []
+    for m, n, k in ((128, 128, 128), (16, 16, 64), (4096, 8192, 1024), (65536 * 16, 128, 64)):
+        lda, ldb = (k if config.a_major == "row" else m), (k if config.b_major == "column" else n)
+        found.append(
+            {
+                **pointers("a", "b", "d"),
+                "lda": lda,
+                "ldb": ldb,
+                "ldd": n,
+                "m": m,
+                "n": n,
+                "k": k,
+                "split": 1,
+                "multiprocessors": 40,
+            }
+        )
+    return found
+
+
+def _convs(config: KernelConfig) -> list[dict[str, int]]:
+    found = []
+    for n, size, c, k in ((2, 14, 64, 128), (64, 56, 64, 64)):
+        stride = 2 if config.operation == "dgrad" and config.strided else 1
+        out = (size + 2 - 3) // stride + 1
+        sizes = {"n": n, "h": size, "w": size, "c": c, "k": k, "r": 3, "s": 3, "p": out, "q": out}
+        window = {"pad_h": 1, "pad_w": 1, "stride_h": stride, "stride_w": stride, "dilation_h": 1, "dilation_w": 1}
+        found.append({**pointers("a", "b", "d"), **sizes, **window, "split": 1, "multiprocessors": 40})
+    return found
+
+
+@functools.cache
+def library(unit: Unit) -> Path:
+    return compiler.build([unit], progress=False)[unit]
+
+
+def check(runtime: Path, given: list[tuple[Unit, dict[str, int]]]) -> list[dict[str, Any]]:
+    compiler.build(list({unit: None for unit, _ in given}), progress=False)
+    calls = [Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields) for unit, fields in given]
+    answers = stand_in.checked(runtime, calls)
+    for call, answer in zip(calls, answers, strict=True):
+        assert not answer["wrong"] and not answer["elsewhere"], (call.name, call.arguments, answer)
+        assert answer["status"] == 0, (call.name, call.arguments, answer)
+        assert any(line.startswith("launch") for line in answer["lines"]), (call.name, answer)
+    return answers
+
+
+@pytest.mark.parametrize("arch", ["sm_75"])
+def test_a_quantizer_and_a_copy(runtime: Path, arch: Arch) -> None:
+    answers = check(runtime, plain(arch))
+    # One kernel finds the largest magnitude and one rounds, for one scale; a second pass joins parts where there are many scales.
+    assert {len(answer["lines"]) for answer in answers} <= {1, 2, 3}
+
+
+@tiers.ALL
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_a_kernel_of_each_operation(runtime: Path, arch: Arch) -> None:
+    judge(runtime, arch, whole=False)
+
+
+@tiers.EVERY
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kind_of_kernel(runtime: Path, arch: Arch) -> None:
+    judge(runtime, arch, whole=True)
+
+
+def judge(runtime: Path, arch: Arch, whole: bool) -> None:
+    given = [(kernel_registry.unit_of(config), fields) for config, fields in products(arch, whole)]
+    answers = check(runtime, [*(plain(arch) if whole else ()), *given])
+    lines = [line for answer in answers for line in answer["lines"]]
+    assert any(line.startswith("map") for line in lines) is (arch == "sm_90a"), (
+        "Hopper's kernels have tensor maps, and no others"
+    )
+    shared = [int(found[1]) for line in lines if (found := re.search(r"shared (\d+)", line))]
+    assert max(shared) > 48 << 10 or arch == "sm_75", "some kernels ask for more than a launch has by default"
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+def test_the_stand_in_does_complain(tmp_path: Path) -> None:
+    """Else the tests above could not fail. It is loaded into this process, whose other tests want the runtime itself."""
+    library = ctypes.CDLL(str(stand_in.runtime(tmp_path, "libcudart_apart.so.1")))
+    library.stand_in_lines.restype = ctypes.c_char_p
+    library.cudaLaunchKernel.argtypes = [ctypes.c_void_p, Dim3, Dim3, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+    def launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> list[str]:
+        library.stand_in_reset(7, 5, 40, 64 << 10)
+        library.cudaLaunchKernel(1, Dim3(*grid), Dim3(*block), None, shared, None)
+        lines = library.stand_in_lines().decode().splitlines()
+        return [line.removeprefix("wrong ") for line in lines if line.startswith("wrong") and "no kernel" not in line]
+
+    assert launch((2**31 - 1, 65535, 1), (1024, 1, 1), 48 << 10) == []
+    assert launch((1, 65536, 1), (32, 1, 1), 0) == launch((0, 1, 1), (32, 1, 1), 0) == ["grid"]
+    assert launch((1, 1, 1), (1025, 1, 1), 0) == launch((1, 1, 1), (1, 1, 65), 0) == ["block"]
+    assert launch((1, 1, 1), (32, 1, 1), 49 << 10) == ["shared memory beyond what the kernel has asked for"]
+    assert "shared memory beyond the GPU's" in launch((1, 1, 1), (32, 1, 1), 65 << 10)
+    library.cudaDeviceSynchronize()
+    assert library.stand_in_lines().decode().endswith("wrong cudaDeviceSynchronize\n")

@@ -1,0 +1,223 @@
+"""Finding nvcc, the host compiler and CUTLASS, on machines that this one is not: programs here are scripts that tell a version."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.toolchain import Program
+from qsync_fx.errors import ToolchainError
+
+VARIABLES = "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH"
+
+
+@pytest.fixture(autouse=True)
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing: no variable, an empty PATH, no toolkit in the usual place."""
+    for name in VARIABLES.split():
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "path").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(toolchain, "USUAL", str(tmp_path / "usual/bin"))
+    monkeypatch.setattr(toolchain, "package_folders", lambda name: [])
+    monkeypatch.setattr(toolchain, "BESIDE", tmp_path / "third_party/cutlass")
+    return tmp_path
+
+
+def program(path: Path, says: str, status: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{says}'\nexit {status}\n")
+    path.chmod(0o755)
+    return path
+
+
+def nvcc(path: Path, version: str = "13.0.88") -> Path:
+    return program(path, f"Cuda compilation tools, release {version[:4]}, V{version}")
+
+
+def cutlass(root: Path, version: str = "4 2 0") -> Path:
+    (root / "tools/util/include").mkdir(parents=True)
+    (root / "include/cutlass").mkdir(parents=True)
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split(), strict=True)
+    (root / "include/cutlass/version.h").write_text("".join(f"#define CUTLASS_{part} {n}\n" for part, n in parts))
+    return root
+
+
+def complains(*words: str) -> ToolchainError:
+    with pytest.raises(ToolchainError) as raised:
+        toolchain.toolchain()
+    error = raised.value
+    assert error.where
+    assert error.do
+    for word in words:
+        assert word in str(error), str(error)
+    return error
+
+
+def test_everything_is_missing_one_after_the_other(bare: Path) -> None:
+    complains("no nvcc of 12.4 or later", "QSYNC_NVCC", "QSYNC_KERNELS_PATH")
+    nvcc(bare / "path/nvcc")
+    complains("C++ compiler", "apt-get install g++")
+    program(bare / "path/g++", "12.2.0")
+    complains("headers of CUTLASS are missing", "pip install --no-deps nvidia-cutlass")
+
+
+def test_finds_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc(bare / "path/nvcc")
+    program(bare / "path/g++", "12.2.0")
+    monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
+    found = toolchain.toolchain("sm_90a")
+    assert found.nvcc == Program(bare / "path/nvcc", (13, 0, 88))
+    assert found.host == Program(bare / "path/g++", (12, 2, 0))
+    assert found.cutlass.version == (4, 2, 0)
+    assert [path.relative_to(bare).as_posix() for path in found.cutlass.folders] == [
+        "a checkout/include",
+        "a checkout/tools/util/include",
+    ]
+
+
+def test_the_order_of_places(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc(bare / "usual/bin/nvcc", "12.4.1")
+    nvcc(bare / "path/nvcc", "12.5.1")
+    for version, name, path in (
+        ("12.6.1", "CUDA_HOME", "home"),
+        ("12.8.1", "CUDACXX", "b/nvcc"),
+        ("12.9.1", "QSYNC_NVCC", "c/nvcc"),
+    ):
+        assert toolchain.nvcc().version < tuple(map(int, version.split(".")))
+        nvcc(bare / path / "bin/nvcc" if name == "CUDA_HOME" else bare / path, version)
+        monkeypatch.setenv(name, str(bare / path))
+        assert toolchain.dotted(toolchain.nvcc().version) == version
+
+
+def test_one_too_old_is_passed_over_and_told(bare: Path) -> None:
+    nvcc(bare / "path/nvcc", "11.8.89")
+    complains("no nvcc of 12.4 or later", f"{bare}/path/nvcc is 11.8.89")
+    nvcc(bare / "usual/bin/nvcc", "12.8.93")
+    assert toolchain.nvcc().path == bare / "usual/bin/nvcc"
+
+
+def test_one_that_fails_is_told(bare: Path) -> None:
+    program(bare / "path/nvcc", "error while loading shared libraries", status=127)
+    complains("path/nvcc does not run")
+
+
+@pytest.mark.parametrize("name", ["QSYNC_NVCC", "CUDACXX"])
+def test_one_that_the_user_named_is_not_passed_over(name: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc(bare / "path/nvcc")
+    monkeypatch.setenv(name, str(bare / "nowhere"))
+    complains("this is no nvcc that runs", f"{name}={bare}/nowhere")
+    monkeypatch.setenv(name, str(nvcc(bare / "old/nvcc", "12.3.0")))
+    complains("nvcc is 12.3.0", f"correct {name}")
+
+
+def test_volta_needs_cuda_12(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QSYNC_NVRTC", raising=False)
+    program(bare / "path/g++", "12.2.0")
+    monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
+    for installed in (None, "13.0.88"):
+        if installed:
+            nvcc(bare / "path/nvcc", installed)
+        with pytest.raises(ToolchainError, match=r"pip install 'qsync-fx\[volta\]'"):
+            toolchain.toolchain("sm_70")
+    named = nvcc(bare / "named/nvcc", "12.9.86")
+    monkeypatch.setenv("QSYNC_NVCC", str(named))
+    assert toolchain.toolchain("sm_70").nvcc == Program(named, (12, 9, 86))
+    monkeypatch.setenv("QSYNC_NVCC", str(bare / "nowhere"))
+    with pytest.raises(ToolchainError, match="no nvcc that runs"):
+        toolchain.toolchain("sm_70")
+
+
+@pytest.mark.parametrize("kind", ["wheels", "toolkit"])
+def test_nvrtc_is_found_where_the_user_says(kind: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nvcc, and with a g++ that is newer than nvcc would accept."""
+    program(bare / "path/g++", "16.1.0")
+    monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
+    monkeypatch.setenv("QSYNC_NVRTC", str(bare / "cuda"))
+    with pytest.raises(ToolchainError, match="holds no NVRTC") as raised:
+        toolchain.toolchain("sm_70")
+    assert f"QSYNC_NVRTC={bare}/cuda" in str(raised.value)
+    if kind == "wheels":
+        library = bare / "cuda/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+        headers = [bare / f"cuda/nvidia/{name}/include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc")]
+        (bare / "cuda/nvidia_cuda_nvrtc_cu12-12.9.86.dist-info").mkdir(parents=True)
+    else:
+        library = bare / "cuda/lib64/libnvrtc.so.12"
+        headers = [bare / "cuda/include/cccl", bare / "cuda/include"]
+    for folder, names in zip(headers, (("cuda/std/cstdint",), ("cuda.h", "cuda_runtime_api.h"), ()), strict=False):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    crt = headers[-1] / "crt/host_defines.h"
+    crt.parent.mkdir(parents=True)
+    library.parent.mkdir(parents=True)
+    library.with_suffix(".12.9.86").touch()
+    library.symlink_to(library.with_suffix(".12.9.86"))
+    with pytest.raises(ToolchainError, match="holds no NVRTC"):
+        toolchain.toolchain("sm_70")
+    crt.touch()
+    found = toolchain.toolchain("sm_70")
+    assert found.nvcc == Program(library, (12, 9, 86))
+    assert set(found.toolkit) == set(headers)
+    assert found.host.version == (16, 1, 0)
+
+
+def test_a_host_compiler_too_new_gives_way_to_one_that_fits(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Program(nvcc(bare / "path/nvcc", "12.8.93"), (12, 8, 93))
+    program(bare / "path/g++", "15.1.0")
+    with pytest.raises(ToolchainError, match="GCC up to 14"):
+        toolchain.host_compiler(cuda)
+    program(bare / "path/g++-12", "12.2.0")
+    assert toolchain.host_compiler(cuda) == Program(bare / "path/g++-12", (12, 2, 0))
+    program(bare / "path/g++-14", "14.2.0")
+    assert toolchain.host_compiler(cuda).version == (14, 2, 0)
+    # An nvcc that is newer than the table decides for itself, and the user's word counts.
+    assert toolchain.host_compiler(Program(cuda.path, (14, 0, 0))).version == (15, 1, 0)
+    monkeypatch.setenv("NVCC_CCBIN", str(bare / "path"))
+    assert toolchain.host_compiler(cuda).version == (15, 1, 0)
+    monkeypatch.setenv("NVCC_CCBIN", "no-such-compiler")
+    with pytest.raises(ToolchainError, match="NVCC_CCBIN=no-such-compiler"):
+        toolchain.host_compiler(cuda)
+
+
+def test_a_host_compiler_too_old(bare: Path) -> None:
+    program(bare / "path/g++", "5.4.0")
+    with pytest.raises(ToolchainError, match=r"5\.4\.0: 7\.5 or later"):
+        toolchain.host_compiler(Program(bare / "nvcc", (13, 0, 88)))
+
+
+@pytest.mark.parametrize("below", ["", "include", "source"])
+def test_cutlass_is_named_in_several_ways(below: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = cutlass(bare / "checkout" / ("source" if below == "source" else ""))
+    monkeypatch.setenv("CUTLASS_PATH", str(bare / "checkout" if below == "source" else root / below))
+    assert toolchain.cutlass().folders[0] == root / "include"
+
+
+def test_cutlass_too_old_or_none(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTLASS_PATH", str(cutlass(bare / "old", "3 5 1")))
+    with pytest.raises(ToolchainError, match=r"CUTLASS 3\.5\.1 is too old"):
+        toolchain.cutlass()
+    monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(bare))
+    with pytest.raises(ToolchainError, match="holds no CUTLASS"):
+        toolchain.cutlass()
+
+
+def test_cutlass_beside_the_sources(bare: Path) -> None:
+    cutlass(bare / "third_party/cutlass")
+    assert toolchain.cutlass().folders[0] == bare / "third_party/cutlass/include"
+
+
+def test_the_package_of_cutlass_is_not_imported(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cutlass(bare / "site/cutlass_library/source")
+    (bare / "site/cutlass_library/__init__.py").write_text(
+        "raise RuntimeError('the headers are wanted, not the package')\n"
+    )
+    for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.syspath_prepend(bare / "site")
+    assert toolchain.cutlass().folders[0] == bare / "site/cutlass_library/source/include"
+    assert "cutlass_library" not in sys.modules

@@ -1,0 +1,143 @@
+"""The quantizer of CUDA devices without kernels, in operators that Inductor fuses: the bits of the reference, in two kernels.
+
+Inductor compiles it for the CPU here, from the same loops that Triton gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+
+from qsync_fx.backend.cuda.runtime import quantize_launch
+from qsync_fx.backend.cuda.runtime.device_state import assumed
+from qsync_fx.backend.inductor import decompositions, quantize_lowerings
+from qsync_fx.backend.inductor.inductor_config import register_with_inductor
+from qsync_fx.backend.numerics import philox, reference
+from qsync_fx.backend.operators import fusible_quantize
+from qsync_fx.formats import precision
+from qsync_fx.rounding import rounding_mode
+from tests.support import tiers
+
+SEED = torch.tensor([0x7123456789ABCDEF])
+STREAM = 2**31 + 5
+EDGES = [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, 127.5, -0.5]
+
+
+def reference_of(x: Tensor, fmt: str, how: str, keep: list[int]) -> tuple[Tensor, Tensor]:
+    """Returns what `reference.quantize` gives on a CUDA device, whose random numbers are those of Philox."""
+    row, mode = precision(fmt), rounding_mode(how)
+    q, scale = reference.empty_quantized(x, row.dtype), reference.scales(x, row, keep)
+    random = philox.uniform(q, SEED, STREAM) if how == "stochastic" else None
+    rounded = reference.to_grid(x.float() / scale, row, mode, random)
+    return q.copy_(torch.where(scale.isnan(), torch.zeros_like(rounded), rounded)), scale
+
+
+def same(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
+    def bits(t: Tensor) -> Tensor:
+        return t.contiguous().view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)
+
+    return all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+        for one, other in zip(found, want, strict=True)
+    )
+
+
+def samples() -> list[tuple[Tensor, list[int]]]:
+    wide = torch.randn(37, 19)
+    wide.view(-1)[: len(EDGES)] = torch.tensor(EDGES)
+    broken = torch.randn(6, 33)
+    broken[2, 3], broken[4, 0] = torch.nan, torch.inf
+    broken[1] = 0
+    images = torch.randn(2, 5, 3, 7).contiguous(memory_format=torch.channels_last)
+    return [
+        (wide, []),
+        (wide.bfloat16(), [0]),
+        (broken, [0]),
+        (images.half(), [1]),
+        (images, []),
+        (torch.randn(9, 24).t(), []),
+    ]
+
+
+@pytest.mark.parametrize("how", ["stochastic", "nearest", "floor"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
+    for x, keep in samples():
+        assert same(fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep), reference_of(x, fmt, how, keep))
+
+
+@tiers.ALL
+@pytest.mark.parametrize(("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")])
+def test_what_inductor_makes_of_them_has_too(fmt: str, how: str) -> None:
+    register_with_inductor()
+    given = samples()
+
+    def all_of_them(xs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep) for x, (_, keep) in zip(xs, given, strict=True)
+        ]
+
+    torch.compiler.reset()
+    compiled = torch.compile(all_of_them, fullgraph=True)
+    for found, (x, keep) in zip(compiled([x for x, _ in given]), given, strict=True):
+        assert same(found, reference_of(x, fmt, how, keep)), (x.shape, x.dtype, keep)
+
+
+def test_one_pass_finds_the_scale_and_one_rounds() -> None:
+    """No random number, no quotient and no mask is written to memory on the way."""
+    register_with_inductor()
+    kernels: list[str] = []
+
+    def compile_with(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        table = decompositions.for_inductor(torch.device("cpu"))
+        return compile_fx(module, inputs, decompositions={**(table or {}), **written})
+
+    written = {torch.ops.qsync.quantize.default: fusible_quantize.quantize}
+    torch.compiler.reset()
+    from torch._inductor.utils import run_and_get_code
+
+    def quantize(x: Tensor) -> Any:
+        return torch.ops.qsync.quantize.default(torch.relu(x) * 3, SEED, STREAM, "int8", "stochastic", [])
+
+    x = torch.randn(64, 48)
+    found, sources = run_and_get_code(torch.compile(quantize, backend=compile_with), x)
+    assert same(found, reference_of(torch.relu(x) * 3, "int8", "stochastic", []))
+    code = "\n".join(sources)
+    kernels = [
+        line
+        for line in code.splitlines()
+        if line.lstrip().startswith("cpp_fused") and "(" in line and "=" not in line.split("(")[0]
+    ]
+    assert "qsync.quantize" not in code and "qsync.uniform" not in code and "qsync.divide" not in code
+    assert len(kernels) <= 2, kernels
+    # The result, its scale, and the largest magnitude: nothing else is made.
+    made = [line for line in code.splitlines() if "empty_strided" in line and "= empty" in line]
+    assert len([line for line in made if "64" in line]) == 1, made
+
+
+@pytest.mark.parametrize(
+    ("arch", "fmt", "fuses"), [(None, "int8", True), ("sm_80", "int8", False), (None, "fp8", True)]
+)
+def test_what_has_no_kernel_is_written_out(arch: Any, fmt: str, fuses: bool) -> None:
+    with torch._subclasses.FakeTensorMode(), assumed(arch):
+        x = torch.empty(4, 8, device="cuda")
+        assert quantize_launch.fused(x, precision(fmt)) is fuses
+        table = quantize_lowerings.decompositions(torch.device("cuda", 0))
+        made = table[torch.ops.qsync.quantize.default](
+            x, torch.empty(1, dtype=torch.int64, device="cuda"), 0, fmt, "nearest", []
+        )
+        assert (made is NotImplemented) is not fuses
+    assert quantize_lowerings.decompositions(torch.device("cpu")) == {}
+
+
+def test_what_is_left_to_a_kernel_is_an_operator_that_inductor_calls() -> None:
+    """It makes no fallback by itself of an operator that it was given a formula for, although that may be none."""
+    from torch._inductor.lowering import lowerings
+
+    register_with_inductor()
+    assert set(quantize_lowerings.decompositions(torch.device("cuda", 0))) <= set(lowerings)

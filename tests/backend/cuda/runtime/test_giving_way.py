@@ -1,0 +1,223 @@
+"""Kernels that cannot be used: what its compiler was refused for gives way to the next candidate, what cannot be started is switched off,
+and no step waits for a compiler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_launch import CPU, whole
+
+from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
+from qsync_fx.backend.cuda.kernel_build.compiler import Built
+from qsync_fx.backend.cuda.kernel_build.library import Library
+from qsync_fx.backend.cuda.kernel_config import KernelConfig
+from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.cuda.runtime import call_cache, launch, launch_utils, quantize_launch
+from qsync_fx.backend.cuda.runtime.device_state import MOST_REFUSED, assumed, decision
+from qsync_fx.backend.numerics import reference
+from qsync_fx.backend.operators.gemm import gemm
+from qsync_fx.errors import KernelError, PlanWarning, PrecisionError, RefusedKernelError, ToolchainError
+from qsync_fx.formats import precision
+from tests.support.cuda.large_products import INT8
+
+SEED = torch.tensor([7])
+A, B = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_had(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernel_registry, "_had", {})
+    monkeypatch.setattr(kernel_registry, "_refused", set())
+    monkeypatch.setattr(kernel_registry, "_prepared", False)
+    launch_utils.forget()
+    with assumed("sm_80", on="cpu"):
+        yield
+
+
+def config() -> KernelConfig | None:
+    return decision(INT8, CPU).config
+
+
+def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> list[str]:
+    """Has the compiler fail for units, by name; returns the names of those that it is given."""
+    given: list[str] = []
+
+    def attempt(units: Sequence[Unit], **how: Any) -> Built:
+        given.extend(unit.name for unit in units)
+        return Built({}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units})
+
+    monkeypatch.setattr(compiler, "attempt", attempt)
+    return given
+
+
+def test_what_was_refused_gives_way_to_the_next_candidates_and_then_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: dict[str, KernelError] = {}
+    builds(monkeypatch, errors)
+    tried: list[str] = []
+    while (found := config()) is not None:
+        tried.append(found.name)
+        errors[found.name] = RefusedKernelError("the kernel must not be used: it spills 8 bytes", where=found.name)
+        kernel_registry.prepare([kernel_registry.unit_of(found)])
+    assert len(tried) == len(set(tried)) == MOST_REFUSED
+    assert "it spills 8 bytes" in decision(INT8, CPU).reason
+
+
+def test_a_source_that_does_not_compile_gives_way_and_a_machine_without_memory_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = config()
+    assert first is not None
+    killed, broken = ToolchainError("nvcc failed with status 137"), ToolchainError("nvcc failed with status 2")
+    broken.of_the_source = True
+    for error, gives_way in ((killed, False), (broken, True)):
+        kernel_registry._had.clear()
+        builds(monkeypatch, {first.name: error})
+        kernel_registry.prepare([kernel_registry.unit_of(first)])
+        assert (config() != first) is gives_way
+
+
+def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph was compiled; now an operand lies, or is as large, as nobody has known: torch computes, and nothing is compiled."""
+    monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
+    given = builds(monkeypatch, {})
+    kernel_registry.prepare_graph([])
+    found = launch.gemm(A, B, None, None, None, torch.float32, False)
+    assert torch.equal(found, reference_result.gemm(A, B, None, None, None, torch.float32)) and given == []
+    assert any("no step waits for a compiler" in why for why in launch_utils.reasons().values())
+
+
+class Handle(SimpleNamespace):
+    """The functions of a library that gives out these statuses, one a call, and then 0."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses, self.runs = list(statuses), 0
+        super().__init__(
+            qsync_can_implement=lambda x: 0, qsync_workspace=lambda x: 0, qsync_error=lambda s: b"invalid argument"
+        )
+
+    def qsync_run(self, x: Any, workspace: int, stream: int) -> int:
+        self.runs += 1
+        return self.statuses.pop(0) if self.statuses else 0
+
+
+def loaded(*statuses: int) -> Handle:
+    """Has the kernel of the product loaded, as one that gives these statuses when it is started."""
+    handle, found = (
+        Handle(*statuses),
+        launch.decision(launch.gemm_problem(A, B, None, None, None, torch.float32, False), CPU),
+    )
+    assert found.config is not None
+    unit = kernel_registry.unit_of(found.config)
+    kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
+    return handle
+
+
+def call() -> torch.Tensor:
+    return launch.gemm(A, B, None, None, None, torch.float32, False)
+
+
+def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
+    builds(monkeypatch, {})
+    handle = loaded(1, 1, 1, 1)
+    kernel_registry.prepare_graph([])
+    with pytest.warns(PlanWarning, match="gemm_sm_80_int8_int8_fp32.* is switched off .*invalid argument"):
+        found = call()
+    want = reference_result.gemm(A, B, None, None, None, torch.float32)
+    assert torch.equal(found, want) and handle.runs == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), want)
+    assert handle.runs == 2, "it is not tried again"
+
+
+def test_an_error_that_was_there_before_is_not_the_kernel_s() -> None:
+    """CUDA tells a launch of errors that nobody has read since; with the second try they are gone."""
+    handle = loaded(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        call()
+    assert handle.runs == 3 and not kernel_registry.refusals()
+
+
+def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides is asked at the first call; another address, type or layout is another site."""
+    handle = loaded()
+    asked: list[object] = []
+    decide = launch.decision
+    monkeypatch.setattr(launch, "decision", lambda problem, device: asked.append(problem) or decide(problem, device))
+    for _ in range(3):
+        call()
+    assert handle.runs == 3 and len(asked) == 1
+    scale = torch.ones(())
+    launch.gemm(A, B, scale, scale, None, torch.float32, False)
+    assert len(asked) == 2
+
+
+def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands are checked where a site is made: whatever the check looks at is in the key."""
+    loaded()
+    checked: list[object] = []
+
+    def refuses(*given: Any) -> None:
+        checked.append(given)
+        check_given(*given)
+
+    check_given = gemm._check
+    monkeypatch.setattr(gemm, "_check", refuses)
+    scale, bias = torch.ones(()), torch.ones(B.shape[1])
+    right = A, B, scale, scale, bias, torch.float32, False
+    for _ in range(2):
+        gemm._kernel(*right)
+    assert len(checked) == 1
+    wrong = (
+        {2: scale.double()}, {3: torch.ones(1, B.shape[1], dtype=torch.float64)}, {3: torch.ones(1, 3)}, {4: torch.ones(3)},
+        {1: B.float()}, {1: B[:-1]}, {5: torch.int32},
+    )  # fmt: skip
+    for change in wrong:
+        with pytest.raises((PrecisionError, RuntimeError)):
+            gemm._kernel(*(change.get(at, given) for at, given in enumerate(right)))  # type: ignore[arg-type]
+
+
+def quantizer(*statuses: int) -> Handle:
+    """Has the quantizer loaded, as one that gives these statuses when it is started."""
+    handle, unit = Handle(*statuses), kernel_registry.quantizer("sm_80", "fp32", "int8")
+    kernel_registry._had[unit] = Library(unit, Path(), handle)  # type: ignore[arg-type]
+    return handle
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return quantize_launch.quantize(x, SEED, 3, precision("int8"), "nearest", ())
+
+
+def test_a_quantizer_s_site_is_made_once_and_is_for_tensors_that_lie_alike() -> None:
+    handle, x = quantizer(), torch.randn(6, 8)
+    for _ in range(3):
+        quantize(x)
+    assert handle.runs == 3 and len(call_cache.cached_quantizer_call) == 1
+    q, scale = quantize(x.t())
+    assert len(call_cache.cached_quantizer_call) == 2 and q.stride() == x.t().stride() and scale.shape == ()
+    quantize_launch.quantize(x, SEED, 3, precision("int8"), "nearest", [0])
+    assert len(call_cache.cached_quantizer_call) == 3 and handle.runs == 5
+
+
+def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
+    handle, x = quantizer(0, 1, 1), torch.randn(6, 8)
+    quantize(x)
+    with pytest.warns(PlanWarning, match="quantize_sm_80_fp32_int8 is switched off .*invalid argument"):
+        found = quantize(x)
+    want = reference.quantize(x, SEED, 3, precision("int8"), "nearest", ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = quantize(x)
+    assert handle.runs == 3, "it is not tried again"
+    assert all(torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(found, want, again, strict=True))

@@ -1,0 +1,213 @@
+"""Machines without nvcc or CUTLASS, and devices newer than our tables: what is still had, and what is said once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qsync_fx.backend.cuda import kernel_config, toolchain
+from qsync_fx.backend.cuda.kernel_build import jobs, kernel_cache, kernel_registry
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import included
+from qsync_fx.backend.cuda.runtime import device_state as devices, quantize_launch
+from qsync_fx.backend.cuda.runtime.device_state import Known, decision, forget
+from qsync_fx.backend.cuda.toolchain import Headers, Program, Toolchain
+from qsync_fx.errors import PlanWarning, ToolchainError
+from qsync_fx.formats import FORMATS
+from tests.support.cuda.large_products import INT8
+
+CUDA = torch.device("cuda", 0)
+NO_NVCC = ToolchainError("no nvcc of 12.4 or later", do="install the CUDA toolkit")
+NO_CUTLASS = ToolchainError("the headers of CUTLASS are missing", do="pip install --no-deps nvidia-cutlass==4.2.0.0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "arch"),
+    [
+        ((7, 0), None, "sm_70"), ((7, 2), None, None), ((6, 1), None, None), ((9, 0), None, "sm_90a"),
+        ((10, 0), 227 << 10, "sm_80"), ((10, 3), None, "sm_80"), ((12, 0), 99 << 10, "sm_89"), ((12, 1), None, "sm_89"),
+        ((13, 0), 228 << 10, "sm_80"), ((13, 0), 99 << 10, "sm_89"),
+    ],
+)  # fmt: skip
+def test_every_capability_has_what_compiles_for_it(
+    capability: tuple[int, int], shared: int | None, arch: str | None
+) -> None:
+    assert kernel_config.target(capability, shared) == arch
+
+
+def test_what_newer_devices_take_holds_ptx() -> None:
+    tools = Toolchain(Program(__file__, (12, 4)), Program("g++", (12,)), Headers())  # type: ignore[arg-type]
+
+    def target(arch: Any) -> str:
+        return next(
+            word for word in jobs.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools) if "-gencode" in word
+        )
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(jobs, "library_folders", lambda path: ())
+    try:
+        assert target("sm_80") == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
+        assert target("sm_89") == "-gencode=arch=compute_89,code=[sm_89,compute_89]"
+        assert target("sm_75") == "-gencode=arch=compute_75,code=sm_75"
+    finally:
+        patched.undo()
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        kernel_registry.quantizer("sm_80", "fp32", "int8"),
+        kernel_registry.copier("sm_80"),
+        *kernel_registry.converters("sm_75"),
+    ],
+)
+def test_quantizers_and_copies_need_no_cutlass(unit: Any) -> None:
+    assert not unit.templates
+    for name in included(unit.source):
+        text = (kernel_cache.TEMPLATES / name).read_text()
+        assert "cutlass/" not in text and "cute/" not in text, name
+
+
+class Machine:
+    """A GPU that is not here, and tools that are there or not."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0), shared: int = 163 << 10
+    ) -> None:
+        self.patch = patch
+        properties = SimpleNamespace(multi_processor_count=40, shared_memory_per_block_optin=shared)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        patch.setattr(devices, "_table", lambda index: None)
+        patch.setattr(devices, "_kept", lambda arch: False)
+        patch.delenv("QSYNC_KERNELS", raising=False)
+        monkey_told: set[str] = set()
+        patch.setattr(quantize_launch, "_told", monkey_told)
+
+    def has(self, nvcc: bool, cutlass: bool) -> Known:
+        def tools(arch: Any = None, templates: bool = True) -> None:
+            if not nvcc:
+                raise NO_NVCC
+            if templates and not cutlass:
+                raise NO_CUTLASS
+
+        self.patch.setattr(toolchain, "toolchain", tools)
+        forget()
+        return devices.known_of(CUDA)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield Machine(monkeypatch)
+    monkeypatch.undo()
+    forget()
+
+
+def test_without_nvcc_there_are_no_kernels(machine: Machine) -> None:
+    found = machine.has(nvcc=False, cutlass=True)
+    assert found.arch is None and found.reason == NO_NVCC.what
+    assert decision(INT8, CUDA).reason == NO_NVCC.what
+
+
+def test_without_cutlass_the_quantizer_is_ours_and_products_are_torchs(machine: Machine) -> None:
+    found = machine.has(nvcc=True, cutlass=False)
+    assert found.arch == "sm_80" and found.compiles and found.lacks == NO_CUTLASS.what
+    machine.patch.setattr(kernel_registry, "_stored", lambda unit: False)
+    made = decision(INT8, CUDA)
+    assert made.config is None and made.reason == NO_CUTLASS.what
+
+
+def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiprocessors(machine: Machine) -> None:
+    found = machine.has(nvcc=True, cutlass=True)
+    assert (found.lacks, found.multiprocessors) == (None, 40) and quantize_launch.told(CUDA) == ""
+    assert decision(INT8, CUDA).config is not None
+
+
+def test_a_newer_device_takes_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, (12, 0), 99 << 10)
+    try:
+        assert machine.has(nvcc=True, cutlass=True).arch == "sm_89"
+        config = decision(INT8, CUDA).config
+        assert config is not None and config.arch == "sm_89"
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+@pytest.mark.parametrize(("nvcc", "what"), [(False, NO_NVCC), (True, NO_CUTLASS)])
+def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
+    machine: Machine, nvcc: bool, what: ToolchainError
+) -> None:
+    machine.has(nvcc=nvcc, cutlass=False)
+    with pytest.warns(PlanWarning) as told:
+        quantize_launch.tell(CUDA)
+    [text] = [str(warning.message) for warning in told]
+    assert (
+        what.what in text
+        and text.endswith(f"To mend it: {what.do}")
+        and "cuBLAS" in text
+        and "Numbers are the same" in text
+    )
+    assert ("quantized by code that the compiler fuses" in text) is not nvcc
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_launch.tell(CUDA)
+
+
+@pytest.mark.parametrize(("capability", "eager"), [((7, 5), True), ((8, 0), True), ((8, 9), False)])
+def test_fp8_that_no_compiler_fuses_is_said(machine: Machine, capability: tuple[int, int], eager: bool) -> None:
+    """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch, one by one."""
+    machine.patch.setattr(torch.cuda, "is_available", lambda: True)
+    machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    machine.has(nvcc=False, cutlass=False)
+    text = quantize_launch.told(CUDA)
+    assert ("to FP8 operator by operator" in text and f"capability {capability[0]}.{capability[1]}." in text) is eager
+    assert (
+        quantize_launch.compiles(FORMATS["int8"], CUDA) and quantize_launch.compiles(FORMATS["fp8"], CUDA) is not eager
+    )
+
+
+def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
+    machine.patch.setenv("QSYNC_KERNELS", "off")
+    assert machine.has(nvcc=False, cutlass=False).arch is None
+    assert quantize_launch.told(CUDA) == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "arch", "compiles", "why"),
+    [
+        ({}, "sm_80", True, ""),
+        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is no nvcc that runs"),
+        ({"QSYNC_CUTLASS_PATH": "/nowhere"}, "sm_80", True, "CUTLASS"),
+        ({"QSYNC_KERNELS": "off"}, None, True, "switched off by QSYNC_KERNELS"),
+    ],
+)
+def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_here(
+    named: dict[str, str], arch: str | None, compiles: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is asked nothing is put in place but the GPU."""
+    try:
+        toolchain.toolchain("sm_80")
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    kept = devices._kept
+    Machine(monkeypatch).patch.setattr(devices, "_kept", kept)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    forget()
+    try:
+        found, made = devices.known_of(CUDA), decision(INT8, CUDA)
+        absent = devices.known_of(torch.device("cuda", 1))
+    finally:
+        monkeypatch.undo()
+        forget()
+    assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (not why or "off" in why)
+    assert why in (found.reason or found.lacks or "")
+    assert (made.config is not None) is (not why) and why in made.reason
+    assert absent.arch is None and ("no device cuda:1" in absent.reason or "off" in why)

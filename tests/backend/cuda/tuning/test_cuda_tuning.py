@@ -1,0 +1,192 @@
+"""The tuner's decisions, from recorded timings, and the problems that they are for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from qsync_fx.backend.cuda import kernel_config
+from qsync_fx.backend.cuda.kernel_config import Arch
+from qsync_fx.backend.cuda.problem import GemmProblem, Problem
+from qsync_fx.backend.cuda.tuning import (
+    MARGIN,
+    Candidate,
+    Choice,
+    TuningError,
+    buckets,
+    counterpart,
+    name_of,
+    problem_as_json,
+    problem_from,
+    tune,
+    tune_all,
+)
+from qsync_fx.errors import QSyncError
+from tests.support.cuda.tuning_samples import BF16, CONV, INT8, configs, recording, timer
+
+
+def test_a_kernel_has_to_be_clearly_faster_than_torch() -> None:
+    kernels, times = timer([1.0], [0.98])
+    assert tune(INT8, kernels, times).name == "torch"
+    kernels, times = timer([1.0], [0.96])
+    assert tune(INT8, kernels, times).name == kernels[0].name
+
+
+def test_of_equals_the_earlier_wins_and_the_fastest_is_never_far() -> None:
+    kernels, times = timer([1.0], [0.52], [0.505], [0.5])
+    assert tune(INT8, kernels, times).name == kernels[1].name
+
+
+def test_the_median_decides_so_outliers_do_not() -> None:
+    kernels, times = timer([1.0, 1.0, 1.0, 1.0, 0.1], [0.9, 0.9, 0.9, 90.0, 90.0])
+    found = tune(INT8, kernels, times)
+    assert found.name == kernels[0].name and found.seconds == {"torch": 1.0, kernels[0].name: 0.9}
+
+
+def test_candidates_that_fail_are_kept_with_the_reason() -> None:
+    kernels, times = timer([1.0], None, [0.5])
+    found = tune(INT8, kernels, times)
+    assert found.name == kernels[1].name
+    assert list(found.failed) == [kernels[0].name] and "recorded" in found.failed[kernels[0].name]
+    kernels, times = timer(None, [0.7])
+    assert tune(INT8, kernels, times).name == kernels[0].name
+
+
+def test_a_candidate_that_fails_late_has_no_time() -> None:
+    class Dying:
+        def __init__(self) -> None:
+            self.left = 3
+
+        def measure(self, candidate: Candidate) -> list[float]:
+            if candidate == "torch":
+                return [1.0]
+            self.left -= 1
+            if self.left < 0:
+                raise TuningError("the kernel cannot be launched")
+            return [0.1]
+
+    found = tune(INT8, configs(1), Dying())
+    assert found.name == "torch" and list(found.seconds) == ["torch"]
+
+
+@pytest.mark.parametrize("nonsense", [[0.0], [-1.0], [float("nan")], [float("inf")], []])
+def test_timings_that_are_none_choose_nothing(nonsense: list[float]) -> None:
+    kernels, times = timer([1.0], nonsense)
+    assert tune(INT8, kernels, times).name == "torch"
+    kernels, times = timer(nonsense)
+    with pytest.raises(TuningError, match="no positive numbers"):
+        tune(INT8, kernels, times)
+
+
+@given(
+    st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=8),
+    st.lists(st.floats(-0.2, 0.2), min_size=9, max_size=9),
+    st.randoms(use_true_random=False),
+)
+def test_choices_hold_under_noise(medians: list[float], noise: list[float], random: Any) -> None:
+    """Noise around the same medians, in any order, with outliers: the same choice, and never one that is far from the fastest."""
+    around = sorted(noise)
+    around = [value - around[4] for value in around]  # the median of nine is where it was
+    series = []
+    for value in medians:
+        shaken = [value * (1 + part) for part in around]
+        random.shuffle(shaken)
+        series.append(shaken)
+    kernels, times = timer(*series)
+    found = tune(INT8, kernels, times)
+    still, clean = timer(*[[value] for value in medians])
+    assert found.name == tune(INT8, still, clean).name
+    assert found.best <= min(found.seconds.values()) * (1 + MARGIN)
+
+
+def test_candidates_take_turns_and_nobody_is_always_first() -> None:
+    order: list[str] = []
+
+    class Watching:
+        def measure(self, candidate: Candidate) -> list[float]:
+            order.append(name_of(candidate))
+            return [1.0]
+
+    kernels = configs(2)
+    tune(INT8, kernels, Watching(), rounds=3)
+    rounds = [order[at : at + 3] for at in range(0, 9, 3)]
+    assert all(sorted(part) == sorted(order[:3]) for part in rounds) and len({part[0] for part in rounds}) == 3
+
+
+@pytest.mark.parametrize(("int8", "bf16", "faster"), [(0.4, 0.9, True), (0.95, 0.9, False)])
+def test_int8_is_compared_with_bf16(int8: float, bf16: float, faster: bool) -> None:
+    kernel = configs(1)[0].name
+    times = recording({INT8: {"torch": [1.0], kernel: [int8]}, BF16: {"torch": [bf16]}})
+    found = {choice.problem: choice for choice in tune_all([INT8], lambda p: configs(1), times.timer)}
+    assert found[INT8].faster_than_bf16 is faster and found[BF16].faster_than_bf16 is None
+
+
+@pytest.mark.parametrize(("arch", "fmt"), [("sm_70", "fp16"), ("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")])
+def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: str) -> None:
+    wide = kernel_config.wide(arch)
+    assert wide == fmt
+    floats = replace(BF16, a=fmt, b=fmt)
+    assert buckets([INT8], wide) == [INT8, floats]
+    times = recording({INT8: {"torch": [0.9]}, floats: {"torch": [0.8]}})
+    found, _ = tune_all([INT8], lambda p: (), times.timer, wide=wide)
+    assert found.faster_than_bf16 is False
+
+
+def test_what_cannot_be_measured_is_reported_and_the_rest_goes_on() -> None:
+    said: list[tuple[Problem, bool, str]] = []
+    times = recording({INT8: {"torch": [1.0]}})
+
+    def report(problem: Problem, choice: Choice | None, why: str) -> None:
+        said.append((problem, choice is None, why))
+
+    found = tune_all([CONV, INT8], lambda p: (), times.timer, report=report)
+    assert [choice.problem for choice in found] == [INT8] and found[0].faster_than_bf16 is None
+    assert {problem: failed for problem, failed, _ in said} == {
+        CONV: True,
+        INT8: False,
+        BF16: True,
+        counterpart(CONV): True,
+    }
+    assert all("recorded" in why for _, failed, why in said if failed)
+
+
+def test_problems_of_one_bucket_are_tuned_once() -> None:
+    nearly = [replace(INT8, m=m) for m in (4000, 4090, 4096)]
+    assert buckets(nearly) == [INT8, BF16]
+
+
+SIZES = st.integers(1, 2**31 - 1)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_buckets_are_problems_of_their_own_bucket(m: int, n: int, k: int) -> None:
+    bucket = replace(INT8, m=m, n=n, k=k).bucket()
+    assert bucket.bucket() == bucket and bucket.m >= m and bucket.m - m <= m / 4 + 1
+
+
+def gemms() -> st.SearchStrategy[GemmProblem]:
+    formats, majors, scales = (
+        st.sampled_from(["int8", "bf16"]),
+        st.sampled_from(["row", "column"]),
+        st.sampled_from(["none", "channel"]),
+    )
+    outs = st.sampled_from(["fp32", "fp16", "bf16"])
+    return st.builds(
+        GemmProblem, SIZES, SIZES, SIZES, formats, formats, outs, majors, majors, scales, scales, st.booleans()
+    )
+
+
+@given(gemms())
+def test_problems_survive_json(problem: GemmProblem) -> None:
+    assert problem_from(json.loads(json.dumps(problem_as_json(problem))), "here") == problem
+    assert problem_from(json.loads(json.dumps(problem_as_json(CONV))), "here") == CONV
+
+
+def test_windows_that_leave_no_pixel_are_no_problem() -> None:
+    data = problem_as_json(replace(CONV, r=64))
+    with pytest.raises(QSyncError, match="r, s"):
+        problem_from(data, "here")

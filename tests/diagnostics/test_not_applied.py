@@ -1,0 +1,220 @@
+"""Why a part of a model is in no graph: `applied` names it with the reason and the way out, and a training step warns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx import PlanError
+from tests.support.compiling.applied_steps import Mode, Outer, Plain, Scaled, compiled, step, uncovered
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_dispatch_mode() -> None:
+    model = Plain()
+
+    def call() -> Tensor:
+        with Mode():
+            return compiled(model, precision="bf16")(torch.randn(4, 16))
+
+    (told,) = step(model, call)
+    assert told.startswith("the plan is not applied: 2 modules of Plain run as written")
+    assert "first (Linear), second (Linear): a TorchDispatchMode is active" in told
+    assert "Plain.forward" in told
+    assert "call the model outside of the mode" in told
+    assert uncovered(model) == {"first": "mode", "second": "mode"}
+
+
+@pytest.mark.parametrize("rnn", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns(rnn: Callable[..., nn.Module]) -> None:
+    model = Outer(rnn(16, 4, batch_first=True))
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
+    assert "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward" in told
+    assert "allow_rnn" in told
+    assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
+
+    class Apart(Outer):
+        """The way out that the warning names."""
+
+        @torch.compiler.disable
+        def recurrent(self, x: Tensor) -> Tensor:
+            return self.inner(x)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.recurrent(self.start(x)))
+
+    apart = Apart(rnn(16, 4, batch_first=True))
+    assert step(apart, lambda: compiled(apart, precision="bf16")(torch.randn(2, 3, 16))) == []
+    assert uncovered(apart) == {"inner": "disabled"}
+
+
+def test_a_full_backward_hook() -> None:
+    model = Plain()
+    model.first.register_full_backward_hook(lambda *_: None)
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "1 module of Plain runs as written" in told
+    assert "first (Linear): it has a full backward hook" in told
+    assert "compiled_autograd" in told
+    assert uncovered(model) == {"first": "backward hook"}
+
+
+def test_disabled() -> None:
+    inner = Plain()
+    inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
+    model = Outer(inner)
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "inner.first (Linear), inner.second (Linear): torch.compiler.disable stands around it" in told
+    assert uncovered(model) == {"inner.first": "disabled", "inner.second": "disabled"}
+
+    class Whole(Plain):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    whole = Whole()
+    (told,) = step(whole, lambda: compiled(whole, precision="bf16")(torch.randn(4, 16)))
+    assert "Whole.forward" in told
+    assert uncovered(whole) == {"first": "disabled", "second": "disabled"}
+
+
+def test_a_forward_that_dynamo_gives_up_on() -> None:
+    class Class(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(1):
+
+                class Result(tuple):
+                    pass
+
+                x = self.first(x)
+            return Result((self.second(x),))[0]
+
+    model = Class()
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert "Dynamo left the function that calls it to Python: Invalid call to __build_class__" in told
+    assert uncovered(model) == {"first": "skipped", "second": "skipped"}
+
+
+def test_each_reason_is_given_to_the_modules_it_holds_for() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.first, self.second = nn.Linear(16, 16), Plain(), nn.Linear(4, 4)
+            self.first.forward = torch.compiler.disable(self.first.forward)  # type: ignore[method-assign]
+            self.second.register_full_backward_hook(lambda *_: None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(self.start(x)))
+
+    model = Two()
+    step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
+    assert uncovered(model) == {"first.first": "disabled", "first.second": "disabled", "second": "backward hook"}
+
+
+def test_the_limit_of_versions() -> None:
+    model = Scaled()
+    fast = compiled(model, precision="bf16")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        fast(torch.randn(4, 16))
+        model.scale = 2
+        with pytest.warns(UserWarning, match="this is version 2"):
+            fast(torch.randn(4, 16))
+        assert uncovered(model) == {}
+        model.scale = 3
+        with pytest.raises(PlanError, match="recompile_limit"):
+            fast(torch.randn(4, 16))
+    assert uncovered(model) == {"layer": "limit"}
+    assert qsync_fx.applied(model).operators, "what was compiled before runs on"
+
+
+@pytest.mark.parametrize(("root", "named"), [(None, "Linear.forward"), ("body", "Linear.forward of body (Linear)")])
+def test_the_limit_names_the_module_where_torch_puts_a_function_around_it(root: str | None, named: str) -> None:
+    layer = nn.Linear(16, 16)
+    fast = compiled(layer, precision="bf16", **({} if root is None else {"root": root}))
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+        with pytest.warns(UserWarning, match=r"version 1 of Linear\.forward"):
+            fast(torch.randn(4, 16))
+        with pytest.raises(PlanError, match="recompile_limit") as raised:
+            fast(torch.randn(5, 16))
+    assert f"for {named} and makes no more" in raised.value.what
+    assert raised.value.where is not None and raised.value.where.startswith(f"{named}, ")
+    assert "external_utils" not in str(raised.value) and "wrap_inline" not in str(raised.value)
+
+
+def test_dynamo_switched_off() -> None:
+    model = Plain()
+    fast = compiled(model, precision="bf16")
+    with torch.compiler.set_stance("force_eager"):
+        (told,) = step(model, lambda: fast(torch.randn(4, 16)))
+    assert "Dynamo has met nothing of the model" in told
+    assert "set_stance" in told
+
+
+# Without a plan.
+
+
+class Sparse(Plain):
+    """A layer of a graph network, which Dynamo leaves to Python."""
+
+    def forward(self, x: Tensor, adjacency: Tensor | None = None) -> Tensor:
+        assert adjacency is not None
+        return self.second(torch.sparse.mm(adjacency, torch.relu(self.first(x))))
+
+
+class Mixing(Plain):
+    """The way out that the reason names."""
+
+    adjacency = torch.eye(4).to_sparse()
+
+    @torch.compiler.disable
+    def mixed(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.adjacency, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.mixed(torch.relu(self.first(x))))
+
+
+def test_a_sparse_tensor() -> None:
+    model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
+    (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
+    assert "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python" in told
+    assert "under @torch.compiler.disable" in told
+    assert "fullgraph" not in told
+    assert uncovered(model) == {"first": "sparse", "second": "sparse"}
+    apart = Mixing()
+    assert step(apart, lambda: compiled(apart, precision="bf16")(x)) == []
+    assert uncovered(apart) == {}
+
+
+@pytest.mark.parametrize("kind", ["sparse", "rnn", "hook"])
+def test_nothing_is_warned_of_where_nobody_gave_a_plan(kind: str) -> None:
+    x: tuple[Tensor, ...] = (torch.randn(4, 16),)
+    model: nn.Module = Plain()
+    if kind == "sparse":
+        model, x = Sparse(), (*x, torch.eye(4).to_sparse())
+    elif kind == "rnn":
+        model, x = Outer(nn.LSTM(16, 4, batch_first=True)), (torch.randn(2, 3, 16),)
+    else:
+        model.first.register_full_backward_hook(lambda *_: None)  # type: ignore[operator,union-attr]
+    assert step(model, lambda: compiled(model)(*x)) == []
+    found = qsync_fx.applied(model)
+    assert found.uncovered and not any(module.lost for module in found.uncovered)
+    text = str(found)
+    assert "in no graph" in text and "to do: " in text
+    assert "as written (not" not in text and "all that is planned is applied" not in text
+    assert text.endswith("no plan or precision is given: modules in no graph run as written")
+
+
+def test_with_strict_the_default_format_is_a_plan() -> None:
+    model = Outer(nn.LSTM(16, 4, batch_first=True))
+    with pytest.raises(PlanError, match="run as written"):
+        step(model, lambda: compiled(model, strict=True)(torch.randn(2, 3, 16)))

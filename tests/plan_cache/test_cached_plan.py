@@ -1,0 +1,264 @@
+"""What trains where no plan is asked for, once a profile of the model is in the cache, and what keeps a profile from being taken."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_fx
+from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
+from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.plan_cache import KEPT, KeptPlan
+from tests.support import tiers
+from tests.support.planning.measured_layer import Counted, layer, quick
+
+PLANNED = {"first/linear": "fp32", "second/linear": "int8"}
+
+
+class Pair(nn.Module):
+    """Two layers whose kernels are libraries'."""
+
+    def __init__(self, width: int = 16, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, width, bias=False), nn.Linear(width, 8, bias=False)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        found: Tensor = self.second(x)
+        return found
+
+
+@functools.cache
+def profile(breaks: bool = False) -> Profile:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 16), torch.randn(4, 8)
+    how = {"rounds": 1, "progress": False, "sensitivity": "exact"}
+    return qsync_fx.measure(Pair(breaks=breaks), Counted(), [batch], ["fp32", "bf16"], **how)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("QSYNC_CACHED_PLAN", "1")
+    # The default of these layers, in little, is that of layers that are large enough for it.
+    monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        yield tmp_path
+
+
+def keep(found: Profile, **changes: Any) -> Path:
+    """Puts a profile into the cache, with a plan that nobody could take for another one."""
+    file = found.save().with_suffix(".plan.json")
+    KEPT.write(file, KEPT.encode(replace(KEPT.load(file), operators=PLANNED, **changes)))
+    return file
+
+
+def trained(model: nn.Module, size: int = 4, **options: Any) -> Any:
+    fast = torch.compile(model, backend="qsync", options={"inner": "eager", **options}, dynamic=None)
+    step(fast, size)
+    return fast
+
+
+def step(fast: Any, size: int = 4) -> None:
+    optimizer = torch.optim.SGD(fast.parameters(), lr=0.0)
+    fast(torch.randn(size, 16)).square().mean().backward()
+    optimizer.step()
+
+
+def formats(model: nn.Module) -> dict[str, str]:
+    return {str(ran.id): str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.kind == "adjustable"}
+
+
+DEFAULT = dict.fromkeys(PLANNED, "bf16")
+
+
+def under_inductor(found: Profile) -> Profile:
+    """The same for a model that is compiled by another compiler than the one that it was measured with, so that tests are quick."""
+    assert found.fingerprint is not None
+    return replace(found, fingerprint=replace(found.fingerprint, options="inner=eager"))
+
+
+class Said(logging.Handler):
+    """What is said to a logger while it is a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("qsync_fx").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("qsync_fx").removeHandler(self)
+
+
+def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
+    assert formats(trained(Pair())) == DEFAULT, "before there is one"
+    torch._dynamo.reset()
+    file = keep(under_inductor(profile()))
+    assert file.is_relative_to(cache / "profiles") and Profile.load(file.with_name(file.name.replace(".plan", "")))
+    with Said() as messages:
+        fast = trained(Pair())
+        step(fast, 3)
+    (said,) = messages
+    assert "no plan was asked for" in said and "the variance of bf16" in said and str(file) in said
+    assert formats(fast) == PLANNED
+    found = qsync_fx.applied(fast)
+    assert found.complete and found.unasked[0] in str(found) and found.unasked[0] in said
+    assert {ran.reason for ran in found.operators if ran.kind == "adjustable"} == {"plan of a cached profile"}
+    explanation = qsync_fx.explain(Pair(), torch.randn(4, 16), options={"inner": "eager"})
+    assert {str(op.id): str(op.precision) for op in explanation.operators} == PLANNED
+
+
+def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
+    path = profile().save()
+    kept = KEPT.load(path.with_suffix(".plan.json"))
+    answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
+    assert isinstance(kept, KeptPlan) and kept.operators == answer.plans["cpu"] and kept.within == "bf16"
+    assert kept.seconds == answer.judged.seconds <= kept.uniform_seconds
+    assert Profile.load(path) == profile()
+    assert Profile.load(path).fingerprint == profile().fingerprint is not None
+
+
+@tiers.ALL
+def test_by_inductor_as_it_was_measured() -> None:
+    keep(profile())
+    fast = torch.compile(Pair(), backend="qsync")
+    step(fast)
+    assert formats(fast) == PLANNED
+
+
+def test_the_last_batch_of_an_epoch_and_evaluation_go_on_under_the_plan() -> None:
+    keep(under_inductor(profile()))
+    fast = trained(Pair())
+    step(fast, 3)
+    step(fast, 4)
+    assert formats(fast) == PLANNED
+    with torch.no_grad():
+        fast.eval()(torch.randn(5, 16))
+    assert formats(fast) == PLANNED
+
+
+def test_evaluation_decides_on_nothing() -> None:
+    keep(under_inductor(profile()))
+    model = Pair().eval()
+    fast = torch.compile(model, backend="qsync", options={"inner": "eager"})
+    with torch.no_grad():
+        fast(torch.randn(5, 16))
+    assert formats(fast) == DEFAULT
+    fast.train()
+    step(fast)
+    assert set(formats(fast).items()) >= set(PLANNED.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "changes", "why"),
+    [
+        (Pair, 6, {}, "a batch of other sizes: first/linear gave out 4x16, here 6x16"),
+        (functools.partial(Pair, 32), 4, {}, "tensors of other sizes or types"),
+        (Pair, 4, {"torch": "2.0.0"}, "another machine: torch 2.0.0, here"),
+        (Pair, 4, {"threads": 64}, "another machine: threads 64, here"),
+    ],
+)
+def test_a_stale_profile_is_not_taken_and_said_once(model: Any, size: int, changes: dict[str, Any], why: str) -> None:
+    keep(under_inductor(profile()), machine=replace(profile().machine, **changes))
+    made = model()
+    with pytest.warns(PlanWarning, match=f"(?s)a profile of Pair is in the cache, but.*{why}.*cached_plan=False"):
+        fast = trained(made, size)
+    assert formats(fast) == DEFAULT and not qsync_fx.applied(fast).unasked
+    step(fast, size + 1)
+
+
+def test_other_options_make_other_times() -> None:
+    keep(profile())
+    with pytest.warns(PlanWarning, match="other options: none, here inner=eager"):
+        assert formats(trained(Pair())) == DEFAULT
+
+
+def test_of_several_the_one_that_fits_is_taken() -> None:
+    found = under_inductor(profile())
+    keep(found)
+    stale = keep(
+        replace(found, model=replace(found.model, digest="0" * 16)), machine=replace(found.machine, torch="2.0")
+    )
+    assert stale.parent == keep(found).parent and len(list(stale.parent.iterdir())) == 4
+    assert formats(trained(Pair())) == PLANNED
+
+
+def test_what_is_asked_for_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(under_inductor(profile()))
+    assert formats(trained(Pair(), cached_plan=False)) == DEFAULT
+    assert formats(trained(Pair(), precision="fp32")) == dict.fromkeys(PLANNED, "fp32")
+    torch._dynamo.reset()
+    fast = torch.compile(Pair(), backend="qsync", options={"inner": "eager"})
+    with torch.autocast("cpu", torch.bfloat16):
+        step(fast)
+    assert formats(fast) == DEFAULT
+    torch._dynamo.reset()
+    monkeypatch.setenv("QSYNC_CACHED_PLAN", "0")
+    assert formats(trained(Pair())) == DEFAULT
+    with pytest.raises(OptionError, match="cached_plan"):
+        torch.compile(Pair(), backend="qsync", options={"cached_plan": "no"})
+
+
+def test_a_model_of_other_operators_is_another_one_and_no_matter() -> None:
+    keep(under_inductor(profile()))
+    fast = trained(nn.Sequential(Pair()))
+    assert set(formats(fast).values()) == {"bf16"}
+
+
+def test_a_file_that_is_none_is_no_matter() -> None:
+    keep(under_inductor(profile())).write_text("{")
+    assert formats(trained(Pair())) == DEFAULT
+
+
+@tiers.ALL
+def test_each_graph_of_a_model_gets_its_part() -> None:
+    keep(under_inductor(profile(breaks=True)))
+    fast = trained(Pair(breaks=True))
+    assert formats(fast) == PLANNED and qsync_fx.applied(fast).complete
+
+
+@tiers.ALL
+@pytest.mark.parametrize("outside", [True, False])
+def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outside: bool) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        keep(under_inductor(profile()))
+        model = Pair()
+        fast = trained(DistributedDataParallel(model)) if outside else DistributedDataParallel(trained(model))
+        step(fast)
+        assert formats(model) == PLANNED
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    with pytest.raises(ProfileError, match="no profile says how much"):
+        quick(layer(), Counted(), rounds=1).save()
+    with pytest.raises(ProfileError, match="another machine"):
+        replace(profile(), machine=replace(profile().machine, name="elsewhere")).save()
+    with pytest.raises(ProfileError, match="by what its model is known"):
+        replace(profile(), fingerprint=None).save()
+    (cache / "file").write_text("")
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))
+    with pytest.raises(ProfileError, match=r"is not saved[\s\S]*QSYNC_CACHE_DIR"):
+        profile().save()

@@ -1,0 +1,128 @@
+"""The cost mapper: a plan changed operator by operator takes what the whole plan takes, and what is taken back was never there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from qsync_fx import Plan, PlanError, ProfileError
+from qsync_fx.graph.operand_formats import State
+from qsync_fx.predictor.cost_mapper import CostMapper, states
+from qsync_fx.predictor.times import Part, Schedule, Seconds
+from tests.support.planning.predicted_models import FORMATS, DrawnTimes, adjustable, graph_of, plans
+from tests.support.tiers import ALL
+
+torch.set_num_threads(1)
+NAMES = [
+    "mlp",
+    "odd",
+    "broken",
+    "checkpointed",
+    pytest.param("vgg", marks=ALL),
+    *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2")),
+]
+TIMES = DrawnTimes()
+
+
+def total(schedule: Schedule, *parts: Part) -> tuple[float, float]:
+    forward, backward = ((e.seconds for e in way if e.part in parts) for way in (schedule.forward, schedule.backward))
+    return sum(forward), sum(backward)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
+    graph, ids = graph_of(name), adjustable(name)
+    first = Plan(operators=dict.fromkeys(ids, data.draw(st.sampled_from(FORMATS))))
+    mapper = CostMapper(graph, TIMES, first)
+    now = [dict.fromkeys(ids, str(first.operators[next(iter(first.operators))]))]
+    for which, fmt, back in data.draw(
+        st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(FORMATS), st.booleans()))
+    ):
+        if back and len(now) > 1:
+            mapper.undo()
+            now.pop()
+        else:
+            mapper.set(which, fmt)
+            now.append({**now[-1], which: fmt})
+    afresh = CostMapper(graph, TIMES, now[-1])
+    assert mapper.totals == afresh.totals
+    assert mapper.states() == states(graph, now[-1])
+    assert mapper.schedule() == afresh.schedule()
+    while len(now) > 1:
+        mapper.undo()
+        now.pop()
+    assert mapper.totals == CostMapper(graph, TIMES, first).totals
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_totals_are_those_of_the_schedule(name: str, data: st.DataObject) -> None:
+    mapper = CostMapper(graph_of(name), TIMES, data.draw(plans(name)))
+    found, totals = mapper.schedule(), mapper.totals
+    assert total(found, Part.FORWARD, Part.BACKWARD) == pytest.approx((totals.forward, totals.backward))
+    assert total(found, Part.CAST) == pytest.approx((totals.casts, totals.casts_backward + totals.unpacking))
+    assert found.seconds == pytest.approx(mapper.seconds)
+
+
+def test_a_gradient_is_whole_when_the_last_of_its_readers_is_through() -> None:
+    mapper = CostMapper(graph_of("broken"), TIMES, Plan.uniform("int8"))
+    found = mapper.schedule()
+    assert [parameter.path for parameter in found.parameters] == [
+        "second.weight",
+        "second.bias",
+        "first.weight",
+        "first.bias",
+    ]
+    assert {parameter.numel for parameter in found.parameters} == {64, 8}
+    for path, at in found.ready.items():
+        assert found.backward[at].operator == f"{path.partition('.')[0]}/linear"
+    assert found.ready["second.weight"] < found.ready["first.weight"] == len(found.backward) - 1
+    ends = mapper.schedule(whole_graphs=True).ready
+    assert ends == found.ready, "each graph has one layer"
+
+
+def test_a_shared_weight_waits_for_its_first_reader() -> None:
+    graph = graph_of("tied")
+    found = CostMapper(graph, TIMES, Plan.uniform("bf16")).schedule()
+    (shared,) = graph.parameters
+    assert [graph.operators[at].row for at in shared.readers] == ["embedding", "linear"]
+    assert found.backward[found.ready[shared.path]].operator == graph.operators[min(shared.readers)].id
+
+
+def test_what_gradients_of_a_graph_come_out_together() -> None:
+    mapper = CostMapper(graph_of("mlp"), TIMES, Plan.uniform("bf16"))
+    assert len(set(mapper.schedule().ready.values())) == 3
+    assert set(mapper.schedule(whole_graphs=True).ready.values()) == {len(mapper.schedule().backward) - 1}
+
+
+def test_unpacking_is_of_what_is_kept_in_a_scaled_format() -> None:
+    graph = graph_of("mlp")
+    assert CostMapper(graph, TIMES, Plan.uniform("bf16")).totals.unpacking == 0
+    mapper = CostMapper(graph, TIMES, {"0/linear": "int8", "2/linear": "bf16", "4/linear": "bf16"})
+    # Nobody wants the gradient of the model's input, so the weight is not kept.
+    assert [graph.values[cast.value].name for cast in mapper.states().unpacked] == ["input_1"]
+    assert mapper.totals.unpacking > 0
+    mapper.set("0/linear", "int8_grad")
+    assert mapper.totals.unpacking == 0, "its gradients multiply integers"
+
+
+def test_what_cannot_be_changed_is_an_error_and_changes_nothing() -> None:
+    class Partial(DrawnTimes):
+        def operator(self, operator: str, state: State, around: object) -> Seconds:
+            return Seconds(float("nan") if str(state.precision) == "int8" else 1.0, 1.0)
+
+    mapper = CostMapper(graph_of("mlp"), Partial(), Plan.uniform("bf16"))
+    before = mapper.totals, mapper.states()
+    with pytest.raises(ProfileError, match="nan seconds"):
+        mapper.set("0/linear", "int8")
+    with pytest.raises(PlanError, match="no plan decides"):
+        mapper.set("1/relu", "int8")
+    with pytest.raises(PlanError, match="'int9'"):
+        mapper.set("0/linear", "int9")
+    with pytest.raises(PlanError, match="take back"):
+        mapper.undo()
+    assert (mapper.totals, mapper.states()) == before

@@ -1,0 +1,126 @@
+"""The variance and the error of rounding a tensor are those of the reference that every kernel equals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from qsync_fx.backend.numerics import reference
+from qsync_fx.formats import FORMATS, Precision
+from qsync_fx.predictor.indicator.rounding_variance import MEAN_SQUARE, error, expected_noise, noise, saturation, scale
+
+NARROW = [fmt for fmt in FORMATS.values() if fmt.bits < 32]
+SAMPLES = 20_000
+
+
+def rounded(x: Tensor, fmt: Precision, rounding: str, keep: tuple[int, ...] = (), seed: int = 0) -> Tensor:
+    if fmt.scaled:
+        q, factor = reference.quantize(x, torch.tensor([seed]), 0, fmt, rounding, keep)
+        return q.double() * factor.double()
+    return reference.round_to(x, torch.tensor([seed]), 0, fmt, rounding).double()
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision) -> None:
+    """Twenty elements of all magnitudes, many draws at once: copies of a tensor have the same scale."""
+    x = torch.randn(20, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 1, 20)
+    found = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
+    wanted = noise(x, fmt)
+    assert float(found.square().mean(0).sum() / wanted.sum()) == pytest.approx(1, abs=0.02)
+    assert torch.allclose(found.square().mean(0), wanted, rtol=0.15, atol=float(wanted.max()) * 1e-3)
+    assert found.mean(0).abs().max() < 5 * (wanted.max() / SAMPLES).sqrt()  # and without bias
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "floor"])
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_error_of_other_roundings_is_that_of_the_reference(fmt: Precision, rounding: str) -> None:
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(5)) * torch.logspace(-6, 2, 4000)
+    wanted = rounded(x, fmt, rounding) - x.double()
+    found = error(x, fmt, rounding)  # type: ignore[arg-type]
+    tied = (found.abs() == wanted.abs()) & (found != wanted)  # ties go to even, or to the other side: as far
+    assert torch.allclose(torch.where(tied, wanted, found), wanted, rtol=1e-5, atol=1e-7 * float(x.abs().max()))
+    assert torch.equal(noise(x, fmt, rounding), found.square())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rounding", MEAN_SQUARE)
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_with_uniform_fractions_the_mean_square_is_what_proposition_2_says_of_each_exponent(
+    fmt: Precision, rounding: str
+) -> None:
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+    exact, expected = noise(x, fmt, rounding).sum(), expected_noise(x, fmt, rounding).sum()  # type: ignore[arg-type]
+    assert float(expected / exact) == pytest.approx(1, abs=0.02)
+
+
+def test_zeros_have_no_noise() -> None:
+    """What a ReLU closed: half of the elements, and half of what proposition 2 gives."""
+    x = torch.relu(torch.randn(100_000, generator=torch.Generator().manual_seed(2)))
+    for fmt in NARROW:
+        assert not noise(x, fmt)[x == 0].any()
+        assert not expected_noise(x, fmt)[x == 0].any()
+    int8 = FORMATS["int8"]
+    proposition = float(scale(x, int8).square()) * x.numel() / 6
+    assert float(noise(x, int8).sum()) / proposition == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("keep", [(), (0,), (1,), (0, 1), (-1,)])
+@pytest.mark.parametrize("fmt", [fmt for fmt in NARROW if fmt.scaled], ids=str)
+def test_scales_are_the_references(fmt: Precision, keep: tuple[int, ...]) -> None:
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(4)) * torch.logspace(-4, 4, 6)[:, None]
+    x[2], x[:, 3] = 0, 1e-42
+    found, wanted = scale(x, fmt, keep), reference.scales(x, fmt, keep).double()
+    assert torch.equal(found.expand(6, 5), wanted.expand(6, 5))
+
+
+EDGES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 3.4e38, -3.4e38, 65520.0, math.inf, -math.inf, math.nan])
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+@pytest.mark.parametrize("rounding", MEAN_SQUARE)
+def test_elements_that_are_not_finite_are_no_noise_of_their_own(fmt: Precision, rounding: str) -> None:
+    found = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
+    if fmt.scaled:
+        assert found.isnan().all()  # the group is lost, as its scale is NaN
+    else:
+        assert (found >= 0).all() and found.isfinite().all()
+        assert not found[[0, 1, -3, -2, -1]].any()
+    finite = noise(EDGES[:8], fmt, rounding)  # type: ignore[arg-type]
+    assert (finite >= 0).all() and finite.isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", NARROW, ids=str)
+def test_nothing_and_one_element(fmt: Precision) -> None:
+    assert noise(torch.empty(0, 3), fmt).shape == (0, 3)
+    assert noise(torch.tensor(0.3), fmt).shape == ()
+    assert saturation(torch.empty(0), fmt).shape == (0,)
+
+
+def test_what_is_beyond_the_range_is_bias_and_no_noise() -> None:
+    x = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e6, math.inf, math.nan])
+    assert saturation(x, FORMATS["fp16"]).tolist() == [0, 0, 15.0**2, math.inf, math.inf, 0, 0]
+    assert [math.isinf(v) for v in x.half().float()[:5]] == [False, False, False, True, True]  # as torch has it
+    assert not saturation(x[:5] * 1e30, FORMATS["int8"]).any()  # a scale reaches as far as its tensor
+
+
+def test_a_stochastic_error_is_asked_for_its_variance() -> None:
+    with pytest.raises(ValueError, match="see noise"):
+        error(torch.ones(2), FORMATS["int8"], "stochastic")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=20),
+    st.sampled_from([fmt.name for fmt in NARROW]),
+    st.sampled_from(sorted(MEAN_SQUARE)),
+)
+def test_noise_is_less_than_a_step_and_repeats_on_the_grid(values: list[float], name: str, rounding: str) -> None:
+    x, fmt = torch.tensor(values), FORMATS[name]
+    found, expected = noise(x, fmt, rounding), expected_noise(x, fmt, rounding)  # type: ignore[arg-type]
+    assert (found >= 0).all() and (found <= expected / MEAN_SQUARE[rounding] * (1 + 1e-6)).all()  # type: ignore[index]
+    if not fmt.scaled and float(x.abs().max()) <= fmt.max:
+        on_grid = reference.round_to(x, torch.tensor([0]), 0, fmt, "nearest").float()
+        assert not noise(on_grid, fmt, rounding).any()  # type: ignore[arg-type]

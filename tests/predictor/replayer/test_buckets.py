@@ -1,0 +1,186 @@
+"""Buckets are those of torch's own Reducer, in the first iteration and after it has built them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor import ddp_buckets
+from qsync_fx.predictor.replayer.ddp_buckets import first_ddp_buckets
+from tests.support import tiers
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LIMITS = st.sampled_from([(2**10, 2**14), (2**12,), (64, 2**12, 2**8)])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[Tensor], list[int], list[bool]]:
+    """Parameters that take no memory, the order in which their gradients arrive, and which of these are sparse."""
+    count = draw(st.integers(1, 40))
+    numels = draw(st.lists(st.integers(0, 2**13), min_size=count, max_size=count))
+    types = draw(st.lists(st.sampled_from(TYPES), min_size=count, max_size=count))
+    sparse = draw(st.lists(st.sampled_from([False] * 7 + [True]), min_size=count, max_size=count))
+    parameters = [torch.empty(1, dtype=dtype).expand(numel) for numel, dtype in zip(numels, types, strict=True)]
+    return parameters, draw(st.permutations(range(count))), sparse
+
+
+def arguments(parameters: list[Tensor], sparse: list[bool]) -> dict[str, object]:
+    return {
+        "numels": [parameter.numel() for parameter in parameters],
+        "dtype_bytes": [parameter.element_size() for parameter in parameters],
+        "types": [parameter.dtype for parameter in parameters],
+        "sparse": [at for at, alone in enumerate(sparse) if alone],
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), LIMITS)
+def test_as_torch_assigns_them(model: tuple[list[Tensor], list[int], list[bool]], limits: tuple[int, ...]) -> None:
+    parameters, arrival, sparse = model
+    arrived = [parameters[at] for at in arrival]
+    torchs, _ = dist._compute_bucket_assignment_by_size(arrived, limits, sparse, arrival)
+    assert ddp_buckets(**arguments(parameters, sparse), arrival=arrival, limits=limits) == torchs
+    torchs, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
+    ours = first_ddp_buckets(**arguments(parameters, sparse), limits=limits, find_unused_parameters=True)
+    assert ours == torchs[::-1]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("rendezvous") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Twisted(nn.Module):
+    """Registers its layers in another order than it calls them in; one of them stays in FP16."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(width, 1), nn.Linear(width, width)
+        self.narrow = nn.Linear(width, width).half()
+        self.middle = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.bilinear = nn.Bilinear(32, 32, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.narrow(x.half()).float()
+        for layer in reversed(self.middle):
+            x = torch.relu(layer(x))
+        return self.last(x + self.bilinear(x[..., :32], x[..., :32]))
+
+
+def networks() -> Iterator[tuple[nn.Module, Tensor]]:
+    import transformers as hf
+
+    yield Twisted(768), torch.randn(2, 768)
+    yield nn.Sequential(*(nn.Linear(256, 256) for _ in range(9))), torch.randn(2, 256)
+    bert = hf.BertConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    yield hf.BertForSequenceClassification(bert), torch.randint(1000, (2, 8))
+    resnet = hf.ResNetConfig(depths=[1, 1, 1, 1], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    yield hf.ResNetForImageClassification(resnet), torch.randn(2, 3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("which", "cap"), [(0, None), (0, 2), (1, None), *(pytest.param(at, None, marks=tiers.ALL) for at in (2, 3))]
+)
+@pytest.mark.usefixtures("alone")
+def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
+    model, x = list(networks())[which]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    given = arguments(parameters, [False] * len(parameters))
+    # The Reducer's own moment: when a gradient has been accumulated.
+    arrival: list[int] = []
+    for at, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, at=at: arrival.append(at))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
+    limits = {} if cap is None else {"limits": (cap * 2**20,)}
+
+    def logged(name: str) -> list[list[int]]:
+        text = wrapped._get_ddp_logging_data()[name]
+        return [[int(at) for at in bucket.split()] for bucket in text.replace(",", ", ").split(", ")]
+
+    assert logged("bucket_sizes") == [
+        [sum(given["dtype_bytes"][at] * given["numels"][at] for at in bucket)]  # type: ignore[index]
+        for bucket in first_ddp_buckets(**given)
+    ]
+    for _ in range(2):
+        arrival.clear()
+        out = wrapped(x)
+        getattr(out, "logits", out).float().sum().backward()
+    wrapped(x)
+    torchs = logged("rebuilt_per_bucket_param_indices")
+    assert len(torchs) > 1
+    assert ddp_buckets(**given, arrival=arrival, **limits) == torchs
+
+
+def vgg16() -> nn.Module:
+    """VGG-16 (Simonyan and Zisserman, configuration D), as torchvision has it."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512):
+        layers.append(nn.Conv2d(before, width, 3))
+        before = width
+    return nn.Sequential(*layers, nn.Linear(25088, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000))
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 (He et al.), parameters in the order of torchvision's."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, bias=False), nn.BatchNorm2d(64)]
+    before = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for at in range(blocks):
+            sides = [
+                (before, width, 1),
+                (width, width, 3),
+                (width, 4 * width, 1),
+                *([(before, 4 * width, 1)] * (at == 0)),
+            ]
+            for given_, made, side in sides:
+                layers += [nn.Conv2d(given_, made, side, bias=False), nn.BatchNorm2d(made)]
+            before = 4 * width
+    return nn.Sequential(*layers, nn.Linear(2048, 1000))
+
+
+def test_sizes_that_others_published() -> None:
+    """Elements of each bucket: of BERT-base and VGG-16 on two T4, from the public code of QSync (MIT), qsync/Predictor/config.py; of
+    ResNet-50 on two A100, from a trace of Holistic Trace Analysis (MIT), where each all-reduce tells what it sends."""
+    import transformers as hf
+
+    published = {
+        "bert": [2363138, *[7087872] * 11, 28563456],
+        "vgg16": [4097000, 16781312, 102764544, 7079424, 7079936, 555328],
+        "resnet50": [2049000, 7875584, 6563840, 6637568, 2431040],
+    }
+    with torch.device("meta"):
+        models = {"bert": hf.BertForQuestionAnswering(hf.BertConfig()), "vgg16": vgg16(), "resnet50": resnet50()}
+    for name, model in models.items():
+        numels = [parameter.numel() for parameter in model.parameters()]
+        assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"numels": [3, -1]}, "-1 is less than 0"),
+        ({"numels": [3, 1], "dtype_bytes": [4]}, "1 dtype_bytes for 2 parameters"),
+        ({"numels": [3, 1], "dtype_bytes": 0}, "0 is less than 1"),
+        ({"numels": [3, 1], "types": ["a"]}, "1 types for 2 parameters"),
+        ({"numels": [3, 1], "arrival": [0, 0]}, "a gradient arrives twice"),
+        ({"numels": [3, 1], "arrival": [2]}, "there is no parameter 2"),
+        ({"numels": [3, 1], "sparse": [-1]}, "there is no parameter -1"),
+        ({"numels": [3, 1], "limits": []}, "there is no limit"),
+    ],
+)
+def test_says_what_is_wrong(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(ProfileError, match=says) as caught:
+        ddp_buckets(**arguments)  # type: ignore[arg-type]
+    assert caught.value.where and caught.value.do

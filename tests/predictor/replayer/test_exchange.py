@@ -1,0 +1,60 @@
+"""Steps with compressed gradients: the numbers that a study printed, each network predicted from the others."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from benchmarks.published import communication_study
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.replayer.collectives import EXCHANGES, Exchange, Sample
+
+
+def test_networks_that_were_left_out() -> None:
+    """QSync's issue: the median error of rows of QSGD is at most 3.5%."""
+    every = communication_study.cells()
+    found = communication_study.left_out(every)
+    assert len(found) == len(every) == 4 * (6 * 4 + 5 * 3)
+    for primitive in ("MPI", "NCCL"):
+        own = [error for cell, error in found.items() if cell.primitive == primitive]
+        assert statistics.median(own) <= 0.035
+    assert statistics.median(found.values()) <= 0.025
+    unchanged = [abs(cell.sample.without / cell.sample.seconds - 1) for cell in every if cell.primitive == "MPI"]
+    assert statistics.median(unchanged) > 0.2, "the 32-bit row itself is no prediction"
+
+
+def test_constants_are_what_the_tables_give() -> None:
+    every = communication_study.cells()
+    assert {(cell.primitive.lower(), cell.gpus) for cell in every} == EXCHANGES.keys()
+    for (primitive, gpus), exchange in EXCHANGES.items():
+        fitted = Exchange.fit(
+            [cell.sample for cell in every if (cell.primitive.lower(), cell.gpus) == (primitive, gpus)]
+        )
+        assert fitted.travel == pytest.approx(exchange.travel, rel=1e-2)
+        assert fitted.coding == pytest.approx(exchange.coding, rel=1e-2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-11, 1e-8), st.floats(-1e-10, 1e-9), st.integers(0, 2**32))
+def test_fitting_finds_what_made_the_samples_past_a_misprint(travel: float, coding: float, seed: int) -> None:
+    import random
+
+    draw, exchange = random.Random(seed), Exchange(travel, coding)
+    samples = []
+    for width in (0.28, 0.5, 1.0, 2.0) * 4:
+        elements = draw.uniform(1e6, 1e8)
+        without = 1 + 4 * travel * elements
+        samples.append(Sample(elements, width, without, exchange.seconds(elements, width, without)))
+    wrong = samples[3]
+    samples[3] = Sample(wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds)
+    found = Exchange.fit(samples)
+    for one in samples[:3] + samples[4:]:
+        assert found.seconds(one.elements, one.element_bytes, one.without) == pytest.approx(one.seconds, rel=5e-3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_samples_of_one_width_tell_nothing(count: int) -> None:
+    with pytest.raises(ProfileError, match="do not tell travelling from coding"):
+        Exchange.fit([Sample(1e6 * at, 1.0, 1.0, 0.9) for at in range(1, count + 1)])

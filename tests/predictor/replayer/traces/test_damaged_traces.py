@@ -1,0 +1,150 @@
+"""What is wrong with traces that are damaged is said, and where; any other change of them does no harm."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.replayer.trace_files import execution_trace, kineto
+from qsync_fx.predictor.replayer.trace_schedules import read_steps
+from tests.support.planning.trace_files import Edit, device_trace, edited
+
+
+def operators(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+
+
+def no_backward(trace: dict[str, Any]) -> None:
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if "autograd::" not in str(event.get("name"))]
+
+
+def backwards(trace: dict[str, Any]) -> None:
+    arrow = next(event for event in trace["traceEvents"] if event.get("cat") == "fwdbwd" and event["ph"] == "f")
+    arrow["ts"] -= 1e9
+
+
+@pytest.mark.parametrize(
+    ("edit", "what", "where"),
+    [
+        (lambda trace: trace.pop("traceEvents"), "no list of traceEvents", ""),
+        (lambda trace: trace.update(traceEvents=[]), "no event that lasts", ""),
+        (lambda trace: operators(trace)[5].update(dur=-1), "has dur '-1', which is no time", "traceEvents["),
+        (lambda trace: operators(trace)[5].update(ts=float("nan")), "has ts 'nan', which is no time", "traceEvents["),
+        (lambda trace: operators(trace)[5].pop("dur"), "has dur 'None', which is no time", "traceEvents["),
+        (lambda trace: operators(trace)[5].pop("name"), "has no name", "traceEvents["),
+        (lambda trace: trace["distributedInfo"].update(rank=7), "rank is not one of its ranks", "distributedInfo"),
+        (no_backward, "holds no training step", ""),
+        (backwards, "runs in a circle", ""),
+    ],
+)
+def test_damaged_traces(edit: Edit, what: str, where: str, folder: Path, tmp_path: Path) -> None:
+    path = edited(folder, tmp_path, edit)
+    with pytest.raises(ProfileError, match="trace") as caught:
+        read_steps(path)
+    says_what_and_where(caught.value, path, what, where)
+
+
+def nodes(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = trace["nodes"]
+    return found
+
+
+def circle(trace: dict[str, Any]) -> None:
+    by_id = {node["id"]: node for node in nodes(trace)}
+    inner = next(node for node in nodes(trace) if node["name"] == "aten::addmm")
+    by_id[inner["ctrl_deps"]]["ctrl_deps"] = inner["id"]
+
+
+def without_leaves(trace: dict[str, Any]) -> None:
+    parents = {node["ctrl_deps"] for node in nodes(trace)}
+    trace["nodes"] = [node for node in nodes(trace) if node["id"] in parents]
+
+
+@pytest.mark.parametrize(
+    ("edit", "what", "where"),
+    [
+        (lambda trace: trace.pop("nodes"), "has no nodes", ""),
+        (lambda trace: nodes(trace)[5].pop("id"), "lacks its id", "nodes[5]"),
+        (lambda trace: nodes(trace)[5].update(id=nodes(trace)[4]["id"]), "two nodes have the id", "nodes[5]"),
+        (lambda trace: nodes(trace)[9].update(ctrl_deps=nodes(trace)[9]["id"]), "calls run in a circle", "node "),
+        (circle, "calls run in a circle: ", "node "),
+        (lambda trace: nodes(trace).__delitem__(slice(0, 3)), "is cut off", "node "),
+        (without_leaves, "recorded functions are not in the", ""),
+    ],
+)
+def test_damaged_execution_traces(edit: Edit, what: str, where: str, folder: Path, tmp_path: Path) -> None:
+    path = edited(folder, tmp_path, edit, "execution-0.json")
+    with pytest.raises(ProfileError) as caught:
+        read_steps(folder / "kineto-0.json", path)
+    says_what_and_where(caught.value, None if "recorded" in what else path, what, where)
+
+
+def says_what_and_where(error: ProfileError, path: Path | None, what: str, where: str) -> None:
+    assert what in error.what
+    assert error.where is not None and where in error.where and (path is None or str(path) in error.where)
+    assert error.do
+
+
+def test_files_that_are_cut_off(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "kineto-0.json").read_bytes()
+    cut, packed = tmp_path / "cut.json", tmp_path / "cut.json.gz"
+    cut.write_bytes(whole[: len(whole) // 2])
+    packed.write_bytes(gzip.compress(whole)[: -len(whole) // 100])
+    with pytest.raises(ProfileError, match="ends in the middle") as caught:
+        kineto(cut)
+    assert "line" in str(caught.value.where) and caught.value.do
+    with pytest.raises(ProfileError, match="is cut off or damaged"):
+        kineto(packed)
+    with pytest.raises(ProfileError, match="the execution trace ends in the middle"):
+        execution_trace(cut)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        kineto(tmp_path / "none.json")
+    cut.write_text("[1, 2]")
+    with pytest.raises(ProfileError, match="is no JSON object"):
+        kineto(cut)
+
+
+ODD = st.sampled_from([None, True, -1, 0, 1e300, 2**80, "", "7", "nan", [], [[]], {}, ["a"], {"a": 1}])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
+    trace = device_trace()
+    places = [trace, trace["distributedInfo"], *trace["traceEvents"], *(one["args"] for one in trace["traceEvents"])]
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from([place for place in places if place]))
+        place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    with suppress(ProfileError):
+        for found in read_steps(path):
+            assert found.schedule.seconds <= found.seconds * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
+    names = ["[process]", "aten::linear", "aten::addmm"]
+    attributes = [{"name": "rf_id", "value": 3}]
+    inputs = {"values": [[1, 2, 0, 64, 4, "cpu"], [[5, 6, 0, 8, 2, "cpu"]]]}
+    made = [
+        {"id": at, "ctrl_deps": max(at - 1, 0), "name": name, "attrs": attributes, "inputs": inputs}
+        for at, name in enumerate(names)
+    ]
+    trace: dict[str, Any] = json.loads(json.dumps({"nodes": made}))
+    place = data.draw(
+        st.sampled_from([trace, *trace["nodes"], trace["nodes"][1]["attrs"][0], trace["nodes"][1]["inputs"]])
+    )
+    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    with suppress(ProfileError):
+        assert execution_trace(path)

@@ -1,0 +1,148 @@
+"""Traces that torch's profilers wrote, read into schedules."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor import ddp_buckets
+from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.trace_files import kineto
+from qsync_fx.predictor.replayer.trace_schedules import Traced, played_traces, read_steps
+from qsync_fx.predictor.times import Part
+from tests.support import tiers
+from tests.support.distributed import traced_rank
+from tests.support.planning.trace_files import device_trace, edited
+
+
+@pytest.fixture(scope="module")
+def step(folder: Path) -> Traced:
+    found = read_steps(folder / "kineto-0.json", folder / "execution-0.json")
+    assert len(found) == traced_rank.STEPS
+    return found[1]
+
+
+def test_operators_are_forward_and_backward_under_one_name(step: Traced) -> None:
+    forward = [entry.operator for entry in step.schedule.forward if entry.part is Part.FORWARD]
+    linears, relus = ([f"aten::{kind}#{at}" for at in range(count)] for kind, count in (("linear", 4), ("relu", 2)))
+    assert [name for name in forward if "linear" in name] == linears
+    backward = [entry.operator for entry in step.schedule.backward if entry.part is Part.BACKWARD]
+    differentiated = [name for name in dict.fromkeys(backward) if "linear" in name or "relu" in name]
+    order = [linears[3], linears[2], relus[1], linears[1], relus[0], linears[0]]
+    assert differentiated == order
+    assert {entry.part for entry in step.schedule.forward} == {Part.FORWARD, Part.OUTSIDE}
+
+
+def test_a_schedule_takes_as_long_as_its_step(folder: Path) -> None:
+    traced = json.loads((folder / "kineto-0.json").read_text())["traceEvents"]
+    for found in read_steps(folder / "kineto-0.json"):
+        (mark,) = (event for event in traced if event.get("name") == found.name and event["ph"] == "X")
+        assert found.seconds == pytest.approx(mark["dur"] / 1e6)
+        schedule = found.schedule
+        waited = found.seconds - schedule.seconds
+        assert 0 <= waited <= sum(sent.seconds for sent in found.sent) + 1e-6
+        adamw = next(
+            event
+            for event in traced
+            if str(event.get("name")).startswith("Optimizer.step#")
+            and mark["ts"] < event["ts"] < mark["ts"] + mark["dur"]
+        )
+        assert schedule.optimizer >= adamw["dur"] / 1e6 - 1e-6
+
+
+@pytest.mark.parametrize("with_execution", [True, False])
+def test_buckets_are_those_of_ddp(folder: Path, with_execution: bool) -> None:
+    """Their sizes stand in both traces."""
+    numels = [parameter.numel() for parameter in traced_rank.model().parameters()]
+    arrival = json.loads((folder / "arrival.json").read_text())
+    wanted = [
+        sum(numels[at] for at in bucket)
+        for bucket in ddp_buckets(numels, arrival=arrival, limits=(traced_rank.BUCKET_MIB * 2**20,))
+    ]
+    execution = folder / "execution-0.json" if with_execution else None
+    for found in read_steps(folder / "kineto-0.json", execution):
+        assert [(sent.elements, sent.element_bytes) for sent in found.sent] == [(count, 4) for count in wanted]
+        assert [parameter.numel for parameter in found.schedule.parameters] == wanted
+        ready = list(found.schedule.ready.values())
+        assert ready == sorted(set(ready)) and len(ready) == len(wanted) > 2
+        linear_0 = [at for at, entry in enumerate(found.schedule.backward) if entry.operator == "aten::linear#0"]
+        assert ready[0] < linear_0[0] < ready[-1]
+
+
+def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(step: Traced, folder: Path) -> None:
+    assert float(played_traces({"here": [step]}).step.seconds) == pytest.approx(step.schedule.seconds)
+    cluster = Cluster({"here": Device(count=4)}, Network(bandwidth=1e9, latency=1e-5))
+    played = played_traces({"here": [step]}, cluster)
+    taken = played.step.arrived - played.step.sent
+    assert taken.tolist() == pytest.approx([1e-5 + 1.5 * 4 * sent.elements / 1e9 for sent in step.sent])
+    assert float(played.step.seconds) > step.schedule.seconds
+
+
+@tiers.ALL
+def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    script = Path(traced_rank.__file__)
+    runs = [subprocess.Popen([sys.executable, script, str(rank), "2", tmp_path]) for rank in range(2)]
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    traces = {
+        f"rank {rank}": read_steps(tmp_path / f"kineto-{rank}.json", tmp_path / f"execution-{rank}.json")
+        for rank in range(2)
+    }
+    played = played_traces(traces)
+    assert played.cluster.ranks == 2 and len(played.buckets) > 2
+    taken = played.step.arrived - played.step.sent
+    steps = [[one.name for one in found] for found in traces.values()]
+    assert steps[0] == steps[1]
+    chosen = [
+        pair
+        for pair in zip(*traces.values(), strict=True)
+        if taken.tolist()
+        == pytest.approx([min(a.seconds, b.seconds) for a, b in zip(pair[0].sent, pair[1].sent, strict=True)])
+    ]
+    assert len(chosen) == 1
+    with pytest.raises(ProfileError, match="rank 0 is there twice"):
+        played_traces({"a": traces["rank 0"], "b": traces["rank 0"]})
+
+
+def test_one_of_two_ranks_stands_for_both(tmp_path: Path, folder: Path) -> None:
+    def two(trace: dict[str, Any]) -> None:
+        trace["distributedInfo"] |= {"world_size": 2}
+
+    (alone,) = {len(played_traces({"a": read_steps(edited(folder, tmp_path, two))}).buckets)}
+    assert alone > 2
+    with pytest.raises(ProfileError, match="rank 0 is there twice"):
+        played_traces(dict.fromkeys("abc", read_steps(edited(folder, tmp_path, two))))
+
+
+def test_compressed_traces_are_the_same(folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "kineto.json.gz"
+    packed.write_bytes(gzip.compress((folder / "kineto-0.json").read_bytes()))
+    assert len(kineto(packed).events) == len(kineto(folder / "kineto-0.json").events)
+
+
+def test_work_of_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(device_trace()))
+    first, last = read_steps(path)
+    assert (first.rank, first.ranks) == (1, 2)
+    assert [(entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.forward] == [
+        ("aten::linear#0", 10)
+    ]
+    assert [(entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.backward] == [
+        ("", 5),
+        ("aten::linear#0", 20),
+    ]
+    assert first.schedule.ready == {"bucket 0": 1}
+    assert (first.sent[0].elements, first.sent[0].element_bytes) == (64, 2)
+    assert first.sent[0].seconds == pytest.approx(30e-6)
+    assert first.schedule.optimizer == pytest.approx(10e-6)
+    assert last.schedule.optimizer == pytest.approx(7e-6)
+    assert first.seconds == pytest.approx(75e-6)
+    played = played_traces({"a": [first]})
+    assert float(played.step.seconds) == pytest.approx(75e-6)

@@ -1,0 +1,114 @@
+"""All-reduces between ranks, and what sending takes of a step: measured on two of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, strategies as st
+from torch import distributed, nn
+
+import qsync_fx
+from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives, rising
+from qsync_fx.profiler.links.joint_steps import busy, coding
+from tests.support import tiers
+
+
+def test_alone_there_is_nothing_to_measure() -> None:
+    assert collectives() == []
+
+
+def rank(at: int, file: str, out: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
+    (found,) = collectives()
+    norm = nn.BatchNorm1d(64)
+    norm.running_mean.fill_(at)  # type: ignore[union-attr]
+    buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
+    assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds), coding(), buffers]))
+    assert (found.backend, found.ranks) == ("gloo", 2)
+    distributed.destroy_process_group()
+
+
+@tiers.ALL
+def test_every_rank_has_the_same_times(tmp_path: Path) -> None:
+    mp.spawn(rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out")), nprocs=2)
+    texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
+    assert texts[0] == texts[1]
+    measured, of_a_core, of_coding, (norm, none) = json.loads(texts[0])
+    assert norm > 0 and none == 0
+    assert len(measured) == 9 and all(seconds > 0 for _, seconds in measured)
+    assert 0 <= of_a_core <= 1 and 0 <= of_coding <= 1
+
+
+class Told(nn.Sequential):
+    """A model that has something that a wrapped one does not tell."""
+
+    def told(self) -> float:
+        return 0.5
+
+
+def plain_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(batch).square().mean()
+    return result
+
+
+def told_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return plain_step(model, batch) * model.told()
+
+
+def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=at, world_size=2)
+    if not told:
+        warnings.filterwarnings("error", message="no step could be trained")
+    torch.manual_seed(at)
+    model = Told(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batch = torch.randn(16, 64)
+    how: dict[str, Any] = {"rounds": 1, "sensitivity": None, "progress": False}
+    profile = qsync_fx.measure(model, told_step if told else plain_step, [batch], ["fp32"], **how)
+    (found,) = profile.collectives
+    assert all(torch.equal(one, now) for one, now in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if at == 0:
+        # Nothing of what was wrapped is left: one rank trains without the other.
+        plain_step(model, batch).backward()  # type: ignore[no-untyped-call]
+    distributed.barrier()
+    assert told or found.copies is not None
+    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, found.busy]))
+    distributed.destroy_process_group()
+
+
+@tiers.ALL
+def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path) -> None:
+    mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), False), nprocs=2)
+    texts = [(tmp_path / f"out.{at}").read_text() for at in (0, 1)]
+    assert texts[0] == texts[1]
+    assert 0 <= json.loads(texts[0])[1] <= 4
+
+
+@tiers.ALL
+def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(tmp_path: Path) -> None:
+    mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), True), nprocs=2)
+    assert 0 <= json.loads((tmp_path / "out.0").read_text())[1] <= 1
+
+
+@given(st.lists(st.floats(1e-6, 1.0), max_size=12))
+def test_a_table_rises_and_has_the_sum_that_was_measured(seconds: list[float]) -> None:
+    table = [(2**power, taken) for power, taken in enumerate(seconds)]
+    found = [taken for _, taken in rising(table)]
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(found))
+    assert sum(found) == pytest.approx(sum(seconds))
+    if seconds == sorted(seconds):
+        assert found == pytest.approx(seconds)
+
+
+def test_what_is_late_now_and_then_counts_for_all_sizes_that_it_may_hit() -> None:
+    found = rising([(1, 0.4), (2, 3.0), (4, 2.8), (8, 0.5), (16, 0.7), (32, 2.0), (64, 9.0)])
+    assert [taken for _, taken in found] == pytest.approx([0.4, 1.75, 1.75, 1.75, 1.75, 2.0, 9.0])

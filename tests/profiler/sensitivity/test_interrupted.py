@@ -1,0 +1,144 @@
+"""What was found before an interruption is not looked for again, and what comes out is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qsync_fx
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.profiler.sensitivity.checkpoint import INTERRUPTED
+from qsync_fx.profiler.sensitivity.estimate import several
+from tests.support import tiers
+from tests.support.planning.looked_models import Batch, batches, step, wide
+
+
+class Counted:
+    """A step that counts its calls, and is interrupted at one of them."""
+
+    def __init__(self, interrupted_at: int = -1) -> None:
+        self.calls, self.interrupted_at = 0, interrupted_at
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        self.calls += 1
+        if self.calls == self.interrupted_at:
+            raise KeyboardInterrupt
+        return step(model, batch)
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return wide(nn.ReLU)
+
+
+def found(counted: Counted, path: Path | None, of: nn.Module | None = None, **asked: Any) -> Sensitivity:
+    precisions: Sequence[str] = ("int8",)
+    return qsync_fx.sensitivity(of or model(), counted, batches(), precisions=precisions, steps=3, path=path, **asked)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_interrupted_sensitivity_goes_on_from_there(tmp_path: Path, train: bool) -> None:
+    """Between steps that were looked at the model trains again, so that the others see the weights that they would have seen."""
+    asked: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5)} if train else {}
+    path, whole = tmp_path / "sensitivity.json", Counted()
+    wanted = found(whole, None, **asked)
+    with pytest.raises(KeyboardInterrupt):
+        found(Counted(interrupted_at=whole.calls - train), path, **asked)
+    (partial,) = tmp_path.iterdir()
+    assert INTERRUPTED.load(partial).steps == 2
+    again = Counted()
+    result = found(again, path, **asked)
+    assert (result.variance, result.trace) == (wanted.variance, wanted.trace)
+    assert not partial.exists() and Sensitivity.load(path) == result.finite()
+    assert again.calls <= whole.calls + 2  # each step that was looked at is run once, to see its graphs
+
+
+def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
+    """But for the eigenvectors of "hessian", which are too large to keep."""
+    partial, names = tmp_path / "partial", ["exact", "random"]
+    wanted = several(model(), step, batches(), names, ["int8"], steps=3)
+    whole = Counted()
+    several(model(), whole, batches(), names, ["int8"], steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        several(model(), Counted(interrupted_at=whole.calls), batches(), names, ["int8"], steps=3, partial=partial)
+    result = several(model(), step, batches(), names, ["int8"], steps=3, partial=partial)
+    assert [one.trace for one in result] == [one.trace for one in wanted]
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"of": model(1)}, "other weights"),
+        ({"of": model().eval()}, "other weights or another mode"),
+        ({"seed": 3}, "seed 3"),
+        ({"fraction": 1.0}, "1.0 of a batch"),
+        ({"options": {"rounding": "nearest"}}, "rounding=nearest"),
+    ],
+)
+def test_an_interrupted_sensitivity_of_something_else_is_in_the_way(
+    tmp_path: Path, other: dict[str, Any], what: str
+) -> None:
+    path = tmp_path / "sensitivity.json"
+    with pytest.raises(KeyboardInterrupt):
+        found(Counted(interrupted_at=3), path)
+    with pytest.raises(ProfileError, match="is in the way") as raised:
+        found(Counted(), path, **other)
+    assert what in raised.value.what and "remove it" in raised.value.do
+
+
+def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "sensitivity.json"
+    with pytest.raises(KeyboardInterrupt):
+        found(Counted(interrupted_at=3), path)
+    partial = Path(f"{path}.partial")
+    partial.write_text(partial.read_text()[:-40])
+    with pytest.raises(ProfileError, match="interrupted sensitivity"):
+        found(Counted(), path)
+
+
+def test_what_is_no_variance_is_told_in_its_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def without(called: Any, batch: Batch) -> Tensor:
+        steps.append(1)
+        return (called(batch[0]) * 0).abs().sqrt().sum()
+
+    with pytest.raises(ProfileError, match="is no variance"):
+        qsync_fx.sensitivity(model(), without, batches(), "fisher", ["int8"], steps=40, path=tmp_path / "s.json")
+    assert len(steps) <= 2
+
+
+@tiers.ALL
+def test_measure_goes_on_with_its_sensitivity(tmp_path: Path) -> None:
+    path, whole = tmp_path / "profile.json", Counted()
+
+    def measured(counted: Counted, path: Path | None) -> qsync_fx.Profile:
+        return qsync_fx.measure(
+            model(),
+            counted,
+            batches(),
+            ("bf16",),
+            rounds=1,
+            path=path,
+            sensitivity="fisher",
+            progress=False,
+        )
+
+    wanted = measured(whole, None).sensitivity
+    with pytest.raises(KeyboardInterrupt):
+        measured(Counted(interrupted_at=whole.calls - 1), path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "profile.json.partial",
+        "profile.json.sensitivity.partial",
+    ]
+    again = Counted()
+    profile = measured(again, path)
+    assert profile.sensitivity is not None and wanted is not None
+    assert profile.sensitivity.variance == wanted.variance and again.calls < whole.calls
+    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]

@@ -1,0 +1,92 @@
+"""Formats that round to nearest: errors are known, and so is what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qsync_fx.profiler.sensitivity.estimate import _Looking
+from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
+from qsync_fx.profiler.sensitivity.noise_injection import Injected
+from qsync_fx.profiler.sensitivity.second_order import SecondOrder
+from qsync_fx.profiler.tensor_capture.graph_capture import Captured
+from tests.support import tiers
+from tests.support.models import small_models
+from tests.support.planning.looked_models import batches, step
+
+
+class Scaled(nn.Module):
+    """Two that follow one another, both with roundings of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x) * 0.3
+
+
+class Forked(nn.Module):
+    """One reader is narrow, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.tanh(x)
+
+
+class Joined(nn.Module):
+    """What a list holds is read by one operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.sigmoid(x[:, :32]), x[:, 32:]], 1)
+
+
+def stack(middle: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), middle(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("middle", [nn.GELU, nn.Identity, nn.ReLU, lambda: nn.LayerNorm(64), Scaled, Forked, Joined])
+def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], nn.Module]) -> None:
+    """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under the plan gives."""
+    model = small_models.build(lambda: stack(middle))
+    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    with looking.at(0, batches()[0]) as now:
+        found, truth = Injected().look(now()), MonteCarlo().look(now())
+    assert found.keys() == truth.keys()
+    for key, square in truth.items():
+        assert found[key] == pytest.approx(square, rel=0.02), key
+
+
+@tiers.ALL
+@pytest.mark.parametrize("middle", [nn.GELU, nn.Identity, lambda: nn.LayerNorm(64), Scaled, Forked, Joined])
+def test_second_derivatives_carry_the_very_errors(middle: Callable[[], nn.Module]) -> None:
+    model = small_models.build(lambda: stack(middle))
+    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    with looking.at(0, batches()[0]) as now:
+        found, truth = SecondOrder(draws=512).look(now()), MonteCarlo().look(now())
+    for key, square in truth.items():
+        assert found[key] == pytest.approx(square, rel=0.25), key
+
+
+def held_in_bf16(model: nn.Module) -> nn.Module:
+    """Gives parameters values that BF16 holds, so that of a layer its result alone is rounded."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 64).round() / 64)
+    return model
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -> None:
+    """Rounding a result to nearest moves nothing past zero, however near it lies."""
+    model = small_models.build(lambda: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 10)))
+    model = held_in_bf16(model) if whole else model
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 16, generator=generator) * 4).round() / 4
+    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    with looking.at(0, (x, torch.arange(64) % 10)) as now:
+        found, truth = SecondOrder(draws=256).look(now()), MonteCarlo().look(now())
+    for key, square in truth.items():
+        assert found[key] == pytest.approx(square, rel=0.25), key

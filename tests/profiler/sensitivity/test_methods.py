@@ -1,0 +1,86 @@
+"""Methods against what can be written down of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qsync_fx.formats import FORMATS
+from qsync_fx.predictor.indicator import formulas
+from qsync_fx.predictor.indicator.rounding_variance import noise
+from qsync_fx.profiler.sensitivity.estimate import several
+from tests.support import tiers
+from tests.support.models import small_models
+from tests.support.planning.looked_models import batches, step, wide
+
+
+def half_square(model: Any, batch: Tensor) -> Tensor:
+    return 0.5 * model(batch).square().sum()
+
+
+@tiers.ALL
+def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
+    """The mean square of a linear layer: H and J are constants, so that every term can be written down."""
+    layer = nn.Linear(24, 8, bias=False)
+    x = torch.randn(40, 24)
+    (exact,) = several(layer, half_square, [x], ["exact"], ["int8"], steps=300, fraction=1.0)
+    w = layer.weight.detach()
+    vx, vw = noise(x, FORMATS["int8"]), noise(w, FORMATS["int8"])
+    y = x @ w.t()
+    # The gradient y'x of w moves by (dx w')'x + y'dx + (x dw')'x, beside what is rounded to BF16, a thousandth of that.
+    wanted = 0.0
+    gram = x.t() @ x
+    wanted += float((vw.sum(0) * gram.square().sum(1)).sum())
+    weight_gram = (w.t() @ w).diagonal()
+    for n in range(len(x)):
+        cross = 2 * (w.t() @ y[n]) * x[n]
+        wanted += float((vx[n] * (weight_gram * x[n].square().sum() + y[n].square().sum() + cross)).sum())
+    assert exact.of("/linear", "int8") / wanted == pytest.approx(1, abs=0.05)
+
+
+@tiers.ALL
+def test_hessian_finds_the_largest_eigenvalue() -> None:
+    layer = nn.Linear(6, 1, bias=False)
+    x = torch.randn(50, 6)
+    (found,) = several(layer, half_square, [x], ["hessian"], ["int8"], steps=12, fraction=1.0)
+    largest = float(torch.linalg.eigvalsh(x.t() @ x)[-1])
+    wanted = largest / 6 * float(noise(layer.weight, FORMATS["int8"]).sum())
+    assert found.trace[-1]["/linear"]["int8"] == pytest.approx(wanted, rel=0.02)
+
+
+def test_random_halves_with_each_wider_precision_and_stays() -> None:
+    model = small_models.build(lambda: wide(nn.ReLU))
+    (found,) = several(model, step, batches(), ["random"], ["bf16", "int8"], steps=3)
+    for by in found.variance.values():
+        assert by["bf16"] == by["int8"] / 2 > 0
+    assert found.trace[0] == found.trace[2] == found.variance
+
+
+def test_the_trace_of_a_model_that_trains() -> None:
+    """QSync's Fig. 8: ranks over the first updates. Without an optimizer the same batch gives the same numbers but for the probes."""
+    model = small_models.build(lambda: wide(nn.ReLU))
+    one = batches()[:1]
+    (still,) = several(model, step, one, ["fisher"], ["int8"], steps=3)
+    (trained,) = several(
+        model, step, one, ["fisher"], ["int8"], steps=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+    )
+    assert still.trace[0] == still.trace[1] == trained.trace[0] != trained.trace[1]
+    assert all(sorted(ranks.values()) == [0, 1, 2, 3, 4] for ranks in trained.ranks("int8"))
+
+
+def test_unary_operators_of_the_paper_have_no_backward_variance() -> None:
+    """QSync, below Eq. (5): the variance of a unary operator is that of its input, in the forward pass."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 4))
+    x = torch.randn(12, 8)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return 100 * model(batch).square().mean()
+
+    (result,) = several(model, loss, [x], ["paper"], ["bf16"], steps=1, fraction=1.0)
+    bf16 = FORMATS["bf16"]
+    scores = formulas.moments(model[0](x), bf16).spread / 6
+    # gamma is the derivative of a mean over 12 samples; of three operators this is the second.
+    assert result.of("1/softmax", "bf16") == pytest.approx(2 * scores / 12**2, rel=1e-6)

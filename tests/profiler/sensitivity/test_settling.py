@@ -1,0 +1,74 @@
+"""How many steps a sensitivity needs: as many as its mean asks for.
+
+Invariant: what does not vary needs the fewest steps; what varies is looked at until its mean is known, or all steps are taken.
+"""
+
+import statistics
+from random import Random
+
+import torch
+from hypothesis import given, strategies as some
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from qsync_fx.profiler.sensitivity.estimate import LEAST, settled, several
+
+WITHIN = 0.05
+
+
+def trace_of(steps: int, spread: float, seed: int = 0) -> list[dict[tuple[str, str], float]]:
+    drawn = Random(seed)
+    return [{("a", "bf16"): drawn.gauss(1.0, spread), ("b", "bf16"): 3.0} for _ in range(steps)]
+
+
+def test_what_is_always_the_same_is_known_after_the_fewest_steps() -> None:
+    assert not settled(trace_of(LEAST - 1, 0.0), WITHIN)
+    assert settled(trace_of(LEAST, 0.0), WITHIN)
+
+
+@given(some.floats(0.4, 0.8), some.integers(0, 2**32))
+def test_what_varies_is_looked_at_until_its_mean_is_known(spread: float, seed: int) -> None:
+    steps = trace_of(2_000, spread, seed)
+    ends = next(count for count in range(LEAST, len(steps)) if settled(steps[:count], WITHIN))
+    a, both = (statistics.fmean(step["a", "bf16"] + more for step in steps[:ends]) for more in (0.0, 3.0))
+    left = [step["a", "bf16"] * (1 - a / both) - 3.0 * a / both for step in steps[:ends]]
+    assert statistics.stdev(left) <= WITHIN * a * ends**0.5 * (1 + 1e-9)
+    assert settled(steps, WITHIN)
+
+
+@given(some.floats(0.02, 0.1), some.integers(0, 2**32))
+def test_what_all_operators_have_in_common_keeps_nobody_waiting_until_the_sum_is_unknown(
+    spread: float, seed: int
+) -> None:
+    drawn = Random(seed)
+    factors = [drawn.gauss(1.0, spread) for _ in range(LEAST)]
+    common = [{("a", "bf16"): factor, ("b", "bf16"): 3.0 * factor} for factor in factors]
+    known = statistics.stdev(factors) / LEAST**0.5 <= 2 * WITHIN * statistics.fmean(factors)
+    assert settled(common, WITHIN) == known
+
+
+def test_what_adds_next_to_nothing_keeps_nobody_waiting() -> None:
+    little = [{**step, ("c", "bf16"): 1e-3 * (at % 2)} for at, step in enumerate(trace_of(LEAST, 0.0))]
+    assert settled(little, WITHIN)
+    assert not settled([{key: 100 * value for key, value in step.items() if key[0] == "c"} for step in little], WITHIN)
+
+
+def test_an_operator_that_comes_with_a_later_step_is_waited_for() -> None:
+    late = [*trace_of(LEAST, 0.0)[1:], {**trace_of(1, 0.0)[0], ("late", "bf16"): 4.0}]
+    assert not settled(late, WITHIN)
+
+
+def test_a_list_of_one_batch_starts_again_only_as_long_as_that_tells_more() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    batches = [(torch.randn(32, 16), torch.randn(32, 4))]
+    told: list[str] = []
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return mse_loss(model(batch[0]), batch[1])
+
+    (found,) = several(model, step, batches, ["exact"], ["bf16"], steps=50, within=0.2, say=told.append)
+    assert LEAST <= found.steps < 50 and len(found.trace) == found.steps
+    assert "at most 50 steps" in told[0]
+    (all_of_them,) = several(model, step, batches, ["exact"], ["bf16"], steps=found.steps + 1)
+    assert all_of_them.steps == found.steps + 1 and list(all_of_them.trace[:-1]) == list(found.trace)

@@ -1,0 +1,98 @@
+"""What a user is told: mistakes, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qsync_fx
+from qsync_fx.errors import ProfileError
+from tests.support.planning.looked_models import Batch, batches, step, wide
+
+
+def _differentiated(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("make", [list, lambda: iter(())])
+def test_without_a_batch_there_is_nothing_to_see(make: Callable[[], Any]) -> None:
+    with pytest.raises(ProfileError, match="no batches"):
+        qsync_fx.sensitivity(wide(nn.ReLU), step, make())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda model, batch: model(batch[0]), "a tensor of shape"),
+        (lambda model, batch: 3.0, "a float, which is no loss"),
+        (lambda model, batch: step(model, batch).detach(), "depends on no parameter"),
+        (lambda model, batch: step(model, batch) * torch.nan, "the loss is nan"),
+        (lambda model, batch: _differentiated(step(model, batch)), r"calls backward\(\) itself"),
+        (lambda model, batch: next(model.parameters()).sum(), "Dynamo compiled no part"),
+    ],
+)
+def test_a_step_that_gives_no_loss_is_told(wrong: Callable[..., Any], what: str) -> None:
+    with pytest.raises(ProfileError, match=what) as raised:
+        qsync_fx.sensitivity(wide(nn.ReLU), wrong, batches(), steps=1)
+    assert raised.value.do
+
+
+def test_other_mistakes_are_told() -> None:
+    model = wide(nn.ReLU)
+    with pytest.raises(ProfileError, match="did you mean 'exact'"):
+        qsync_fx.sensitivity(model, step, batches(), "exat")
+    with pytest.raises(ProfileError, match="no part of a batch"):
+        qsync_fx.sensitivity(model, step, batches(), fraction=0.0)
+    with pytest.raises(qsync_fx.PrecisionError):
+        qsync_fx.sensitivity(model, step, batches(), precisions=["int7"])
+    with pytest.raises(ProfileError, match="no parameter that requires a gradient"):
+        qsync_fx.sensitivity(model.requires_grad_(False), step, batches())
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has none of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_a_model_without_second_derivatives_is_told_what_serves() -> None:
+    """Here outside of the model, in the user's loss."""
+    model = wide(nn.GELU)
+
+    def loss(called: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(_Once.apply(called(batch[0])), batch[1])
+
+    with pytest.raises(ProfileError, match="cannot be differentiated twice") as raised:
+        qsync_fx.sensitivity(model, loss, batches(), precisions=["int8"], steps=1)
+    assert 'method="injected"' in str(raised.value)
+    found = qsync_fx.sensitivity(model, loss, batches(), "injected", ["int8"], steps=1)
+    assert all(by["int8"] > 0 for by in found.variance.values())
+
+
+def test_it_says_what_it_costs_and_how_far_it_is() -> None:
+    said: list[str] = []
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append)
+    assert said[0].startswith("exact: 2 steps of about ") and "5 operators in int8" in said[0]
+    assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
+
+
+def test_who_is_told_is_told_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(qsync_fx.profiler.progress, "_EVERY", 0.0)
+    how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), say=lambda _: None, **how)
+    assert capsys.readouterr().err == ""
+    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), **how)
+    assert capsys.readouterr().err.startswith("qsync: sensitivity of Sequential: 1 of 1 after ")

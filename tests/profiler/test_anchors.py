@@ -1,0 +1,31 @@
+"""What a profile measured corrects a prediction of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_fx import Plan
+from qsync_fx.predictor.cost_mapper import states
+from qsync_fx.predictor.memory import anchored_bytes
+from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.profile import anchors
+
+
+def test_a_plan_of_the_profile_takes_what_the_profile_says() -> None:
+    torch.manual_seed(0)
+
+    def step(model: Any, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).sum()
+        return found
+
+    # Its kernels are all libraries', so that nothing is compiled with a compiler of C++.
+    profile = measure(
+        nn.Linear(16, 8, bias=False), step, [torch.ones(4, 16)], ["fp32"], rounds=2, progress=False, sensitivity=None
+    )
+    (anchor,) = anchors(profile)
+    (run,) = profile.runs
+    assert anchor.states.names == states(profile.graph, Plan("fp32")).names
+    assert anchored_bytes(states(profile.graph, Plan("fp32")), [anchor]) == run.peak_bytes

@@ -1,0 +1,87 @@
+"""Whose time a line of a wrapper takes: all of it is somebody's, or nobody's, and none of it twice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qsync_fx.profiler.timing.attribution import attribute
+from qsync_fx.profiler.timing.inductor_lines import Computed, Files, Kernel
+
+FILE, OTHER = "forward.py", "backward.py"
+
+
+def node(owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None) -> Computed:
+    return Computed(owner, "aten.op.default", nbytes, quantizes)
+
+
+def library(*nodes: Computed) -> Kernel:
+    return Kernel("extern_kernels.mm", True, nodes)
+
+
+def fused(*nodes: Computed) -> Kernel:
+    return Kernel("cpp_fused_0", False, nodes)
+
+
+def files(lines: dict[int, Kernel], backward: dict[int, Kernel] | None = None) -> Files:
+    return {FILE: lines, OTHER: backward or {}}
+
+
+def test_a_library_call_is_its_operators_own_in_either_pass() -> None:
+    known = files({10: library(node("a/linear"))}, {10: library(node("a/linear"))})
+    found = attribute({(FILE, 10, False): 3.0, (OTHER, 10, True): 5.0}, known)
+    assert found.operators == {"a/linear": (3.0, 5.0)} and found.nobody == (0, 0) and not found.quantized
+
+
+def test_a_fused_kernel_is_shared_out_by_what_its_nodes_move() -> None:
+    kernel = fused(node("a/relu", 30), node("b/layer_norm", 50), node("b/layer_norm", 20), node(None, 900))
+    found = attribute({(FILE, 10, False): 2.0}, files({10: kernel}))
+    assert found.operators["a/relu"][0] == pytest.approx(0.6) and found.operators["b/layer_norm"][0] == pytest.approx(
+        1.4
+    )
+    only_views = fused(node("a/view", 0), node("b/view", 0))
+    assert attribute({(FILE, 10, False): 2.0}, files({10: only_views})).operators == {
+        "a/view": (1, 0),
+        "b/view": (1, 0),
+    }
+
+
+def test_lines_that_call_nothing_belong_to_the_kernel_before_them_and_at_the_start_to_the_one_after() -> None:
+    known = files({12: library(node("a/linear")), 15: library(node("b/linear"))})
+    seconds = {(FILE, at, False): taken for at, taken in ((10, 0.25), (12, 1.0), (13, 0.5), (15, 2.0), (16, 4.0))}
+    assert attribute(seconds, known).operators == {"a/linear": (1.75, 0), "b/linear": (6.0, 0)}
+
+
+def test_quantizers_are_told_one_by_one() -> None:
+    call = library(node("a/linear", 8, ("fp32", "int8", 64)))
+    known = files({10: call, 12: library(node("a/linear"))}, {9: call})
+    found = attribute({(FILE, 10, False): 1.0, (FILE, 12, False): 2.0, (OTHER, 9, True): 4.0}, known)
+    assert found.operators == {"a/linear": (2.0, 0)}
+    assert [(q.operator, q.before, q.after, q.numel, q.backward, q.seconds) for q in found.quantized] == [
+        ("a/linear", "fp32", "int8", 64, False, 1.0),
+        ("a/linear", "fp32", "int8", 64, True, 4.0),
+    ]
+
+
+def test_a_fused_kernel_that_writes_what_is_quantized_is_no_quantizer() -> None:
+    known = files({10: fused(node("a/linear", 8, ("fp32", "int8", 64))), 12: library(node("a/linear"))})
+    found = attribute({(FILE, 10, False): 1.0, (FILE, 12, False): 2.0}, known)
+    assert found.operators == {"a/linear": (3.0, 0)} and not found.quantized
+
+
+def test_all_of_it_adds_up() -> None:
+    lines = {
+        3: fused(node(None)),
+        5: fused(node("a/relu", 3), node("b/gelu", 7)),
+        8: library(node("c/linear", 8, ("bf16", "int8", 4))),
+    }
+    seconds = {(FILE, at, False): 0.1 * at for at in range(1, 12)} | {(OTHER, 4, True): 7.0}
+    found = attribute(seconds, files(lines))
+    told = [
+        *(t for both in found.operators.values() for t in both),
+        *(q.seconds for q in found.quantized),
+        *found.nobody,
+    ]
+    assert math.isclose(sum(told), sum(seconds.values()))
+    assert found.nobody[1] == 7.0

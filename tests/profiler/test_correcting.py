@@ -1,0 +1,157 @@
+"""A profile that is there, corrected by plans that are measured themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan, Profile
+from qsync_fx.errors import OptionError, ProfileError
+from qsync_fx.predictor.memory import LossMemory
+from qsync_fx.profiler.measurement import corrected, measure
+from qsync_fx.profiler.run_statistics import Run
+from qsync_fx.profiler.samples import SAMPLES
+from tests.support.models.small_models import Perceptron, build
+from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
+from tests.support.tiers import ALL
+
+NARROW = Plan.uniform("bf16")
+
+
+def correct(model: nn.Module, step: Any, profile: Any, **more: Any) -> Profile:
+    how = {"plan": NARROW, "rounds": 2, "progress": False}
+    return measure(model, step, [BATCH], profile=profile, **{**how, **more})
+
+
+def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
+    before = replace(quick(layer(), Counted(), sensitivity="fisher"), precisions=["fp32"])
+    before.save(tmp_path / "layer.json")
+    step = Counted()
+    after = correct(layer(), step, tmp_path / "layer.json", path=tmp_path / "layer.json")
+    assert [run.planned for run in after.runs] == [False, True]
+    assert after.runs[:1] == before.runs and after.precisions == before.precisions
+    assert after.sensitivity == before.sensitivity is not None
+    assert Profile.load(tmp_path / "layer.json") == after and len(list(tmp_path.iterdir())) == 1
+    assert before.interpolated(Plan.uniform("fp32")) == after.interpolated(NARROW) == []
+    found = qsync_fx.replay(NARROW, after).seconds
+    own = after.runs[-1]
+    # A layer of some microseconds may take less than what passes take beside their operators in the mean over runs.
+    beside = [sum(run.outside[at] for run in after.runs) / len(after.runs) for at in (0, 1)]
+    anchor = max(own.forward, beside[0]) + max(own.backward, beside[1])
+    assert found == pytest.approx(anchor), "the measured step is an anchor"
+    # The plan and the profile's own: twice as written, its loss alone twice, then of each compiled two for the peak of memory,
+    # and three in each of two rounds.
+    assert step.calls == 4 + 2 * (1 + 2 + 2 * 3)
+
+
+def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
+    before = quick(layer(), Counted())
+    old, other = replace(before, loss_memory=None), replace(before, loss_memory=LossMemory(held=7, most=9))
+    after, kept = (correct(layer(), Counted(), profile, rounds=1) for profile in (old, other))
+    assert after.loss_memory == before.loss_memory is not None and kept.loss_memory == other.loss_memory
+
+
+def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
+    before = quick(layer(), Counted())
+    again = before
+    for notes in ({}, {"why": "named in other words"}):
+        again = correct(layer(), Counted(), again, plan=Plan("bf16", notes=notes), rounds=1)
+    assert [run.planned for run in again.runs] == [False, True] and len(again.runs[-1].steps) == 1
+    uniform = correct(layer(), Counted(), before, plan=Plan.uniform("fp32"))
+    assert [run.label for run in uniform.runs][:1] == ["fp32"] and uniform.runs[:1] == before.runs
+    assert [run.planned for run in uniform.runs] == [False, True], "what all profiles have is never thrown away"
+
+
+def test_formats_that_plans_have_brought_stay_known() -> None:
+    narrow = correct(layer(), Counted(), quick(layer(), Counted()), rounds=1)
+    third = correct(layer(), Counted(), narrow, plan=Plan.uniform("int8"), rounds=1)
+    assert set(third.graph.formats) == {"fp32", "bf16", "int8"}
+    assert [qsync_fx.replay(plan, third).seconds > 0 for plan in (NARROW, Plan.uniform("int8"))] == [True, True]
+
+
+def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "layer.json"
+    before = quick(layer(), Counted(), path=path)
+    how = {"profile": path, "path": path, "rounds": 3}
+    with pytest.raises(KeyboardInterrupt):
+        correct(layer(), Counted(interrupted_at=4 + 2 * (1 + 2 + 2 * 3) + 1), **how)
+    assert Profile.load(path) == before
+    assert SAMPLES.load(f"{path}.partial").rounds == 2
+    rest = Counted()
+    assert len(correct(layer(), rest, **how).runs[-1].steps) == 3 and not Path(f"{path}.partial").exists()
+    assert rest.calls == 4 + 2 * (1 + 2 + 3)
+
+
+def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
+    before = quick(layer(), Counted())
+    # Steps that scatter by a half, as on a loaded machine, would tell of nothing.
+    first = replace(before.runs[0], steps=before.runs[0].steps[:1] * 3)
+    before = replace(before, runs=[first])
+    # The machine was twice as fast then, or so the profile says.
+    fast = replace(before, runs=[run.at_pace(0.5) for run in before.runs])
+    found = replace(before, runs=[replace(first, label="plan", planned=True), first])
+    taken = corrected(fast, found).runs[-1]
+    assert taken.planned and taken.passes == pytest.approx(first.passes / 2)
+    assert [one.forward for one in taken.operators] == pytest.approx([one.forward / 2 for one in first.operators])
+    # What differs by chance stays as it was measured.
+    assert corrected(before, found).runs[-1] == found.runs[0]
+    # A plan that is the profile's own is as fast as it was: else all others, measured then, would seem faster than it.
+    assert corrected(fast, replace(found, runs=found.runs[:1])).runs[-1] == taken
+    # How much is chance follows from how many steps there are.
+    slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
+    many = replace(before, runs=[replace(first, steps=first.steps * 10)])
+    assert (
+        corrected(before, replace(found, runs=[replace(slightly, steps=slightly.steps[:1])])).runs[-1].passes
+        > first.passes
+    )
+    assert corrected(many, replace(found, runs=[slightly])).runs[-1].passes == pytest.approx(first.passes)
+
+
+def test_a_profile_of_something_else_is_refused() -> None:
+    before = quick(layer(), Counted())
+    with pytest.raises(ProfileError, match="another model"):
+        correct(nn.Sequential(layer(), nn.ReLU()), Counted(), before)
+    with pytest.raises(ProfileError, match=r"another model.* 1 modules in the mode to evaluate"):
+        correct(layer().eval(), Counted(), before)
+    with pytest.raises(ProfileError, match="with rounding=nearest"):
+        correct(layer(), Counted(), before, options={"rounding": "nearest"})
+    model = layer()
+    with pytest.raises(ProfileError, match="with no optimizer, and this is with the optimizer SGD"):
+        correct(model, Counted(), before, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(ProfileError, match="another machine"):
+        correct(layer(), Counted(), replace(before, machine=replace(before.machine, name="a faster one")))
+    with pytest.raises(OptionError, match="there is none"):
+        correct(layer(), Counted(), before, plan=())
+    with pytest.raises(OptionError, match="keeps its precisions"):
+        measure(layer(), Counted(), [BATCH], ["fp32"], plan=NARROW, profile=before)
+
+
+def test_a_profile_says_under_which_conditions_it_was_taken() -> None:
+    model = layer().eval()
+    profile = quick(model, Counted(), options={"rounding": "nearest"}, rounds=1)
+    assert profile.model.conditions == "rounding=nearest, 1 modules in the mode to evaluate"
+    assert profile.model.conditions in str(profile) and profile.model.conditions in str(
+        qsync_fx.replay(Plan.uniform("fp32"), profile)
+    )
+    with pytest.raises(OptionError, match="Inductor writes, and 'aot_eager' writes none"):
+        quick(layer(), Counted(), options={"inner": "aot_eager"})
+
+
+@ALL
+def test_the_whole_step_of_a_mixed_plan_is_an_anchor() -> None:
+    model = build(Perceptron)
+    batch = torch.randn(64, 16), torch.randn(64, 10)
+    how = {"rounds": 2, "progress": False, "sensitivity": None}
+    before = measure(model, Counted(), [batch], ["fp32", "bf16"], **how)
+    mixed = Plan(operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"})
+    assert "int8" not in before.graph.formats
+    after = measure(model, Counted(), [batch], plan=mixed, profile=before, **how)
+    own: Run = after.runs[-1]
+    assert after.interpolated(mixed) == []
+    assert qsync_fx.replay(mixed, after).seconds == pytest.approx(own.forward + own.backward)

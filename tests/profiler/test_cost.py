@@ -1,0 +1,77 @@
+"""What measuring costs, said beforehand and anew as it goes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from qsync_fx.profiler.links.joint_steps import planned_seconds
+from qsync_fx.profiler.measurement import Left, costs, sending_costs, sensitivity_costs
+from qsync_fx.profiler.observed_step import Observed, observed
+from qsync_fx.profiler.timing.step_timers import Training, clock_for
+from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
+
+
+@pytest.fixture(scope="module")
+def seen() -> Observed:
+    model = layer()
+    return observed(model, Training(Counted(), BATCH, None, model.zero_grad, clock_for(1)), {})
+
+
+def _seconds(words: str) -> float:
+    number, unit = words.split()
+    return float(number) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
+
+
+def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: Observed) -> None:
+    text = costs(seen, 6, 7)
+    assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
+    found = re.search(r"about (.+) where torch's caches hold what is compiled, (.+) where not$", text)
+    assert found is not None
+    known, new = map(_seconds, found.groups())
+    assert 3 * known < new and known < 60
+    assert "minutes" not in sensitivity_costs(seen, "exact", 2)
+
+
+def test_steps_of_ranks_that_train_together_are_counted(seen: Observed) -> None:
+    assert sending_costs(seen, 1) == ""
+    assert sending_costs(seen, 2).startswith("; then steps of all 2 ranks together under 2 plans, about ")
+    assert 15 < planned_seconds(0.001) < 25
+    assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), "four ways, at least five rounds after three"
+
+
+def test_ranks_that_are_up_are_told_what_steps_together_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import qsync_fx.profiler.measurement as measurement
+
+    monkeypatch.setattr(measurement, "ranks", lambda: 3)
+    quick(layer(), Counted(), rounds=1, progress=True)
+    assert "; then steps of all 3 ranks together" in capsys.readouterr().err
+    quick(layer(), Counted(), rounds=1, progress=True, all_reduce=False)
+    assert "ranks together" not in capsys.readouterr().err
+
+
+def test_what_is_left_follows_from_what_parts_took(seen: Observed) -> None:
+    left = Left(seen, plans=3, rounds=2)
+    left.compiled.append(20.0)
+    assert left.seconds == pytest.approx(40.0, abs=1), "as much for each as for the first"
+    left.compiled.append(8.0)
+    assert left.seconds == pytest.approx(8.0, abs=1), "compilers had to start for the first one"
+    left.compiled.append(10.0)
+    left.turned += [2.0, 4.0]
+    assert left.seconds == pytest.approx(4 * 3.0)
+
+
+def test_a_log_says_how_far_a_measurement_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import qsync_fx.profiler.progress as shown
+
+    monkeypatch.setattr(shown, "_EVERY", 0.0)
+    quick(layer(), Counted(), rounds=1, progress=True)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: measuring: ")]
+    assert "1 of 2" in told[0] and "compiled fp32" in told[0] and " left" in told[0] and "2 of 2" in told[1]
+    quick(layer(), Counted(), rounds=1, sensitivity="fisher")
+    assert capsys.readouterr().err == "", "nor of its sensitivity, where nothing is to be shown"

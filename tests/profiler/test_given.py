@@ -1,0 +1,59 @@
+"""An optimizer that is given to be measured updates the model, whichever way it is given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_fx.devices import get
+from qsync_fx.errors import OptionError
+from qsync_fx.profiler.measurement import optimizer_of
+from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
+
+
+def test_what_makes_an_optimizer_is_given_the_parameters_that_are_trained() -> None:
+    model = nn.Sequential(layer(), nn.Linear(8, 8).requires_grad_(False))
+    for made in (torch.optim.SGD, lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
+        found = optimizer_of(model, made)
+        assert isinstance(found, torch.optim.SGD)
+        assert [id(parameter) for parameter in found.param_groups[0]["params"]] == [id(model[0].weight)]
+    own = torch.optim.AdamW(model.parameters())
+    assert optimizer_of(model, own) is own
+    assert optimizer_of(model, None) is None
+
+
+@pytest.mark.parametrize(
+    "given", ["sgd", nn.Linear(1, 1), lambda parameters: parameters], ids=["name", "module", "list"]
+)
+def test_what_is_no_optimizer_is_said(given: Any) -> None:
+    with pytest.raises(OptionError, match=r"torch\.optim\.Optimizer, and not of type") as caught:
+        optimizer_of(layer(), given)
+    assert caught.value.where == "optimizer" and "SGD(model.parameters(), lr=" in (caught.value.do or "")
+
+
+def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None:
+    step, other = Counted(), torch.optim.AdamW(layer().parameters())
+    with pytest.raises(OptionError, match="AdamW, updates no parameter of the model, a Linear"):
+        quick(layer(), step, optimizer=other)
+    with pytest.raises(OptionError, match="AdamW, updates no parameter of the model, a Linear"):
+        get("t4").profile(layer(), step, BATCH, ["fp32"], other)
+    assert not step.calls
+
+
+def test_parameters_beside_the_models_are_said() -> None:
+    model, beside = layer(), nn.Parameter(torch.zeros(3))
+    with pytest.warns(UserWarning, match="1 of 2 parameters that SGD updates, 3 numbers, are not the model's"):
+        optimizer_of(model, torch.optim.SGD([*model.parameters(), beside]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer_of(nn.Sequential(model, nn.Linear(8, 8)), torch.optim.SGD(model.parameters()))
+
+
+def test_a_profile_has_the_optimizer_that_is_made() -> None:
+    profile = quick(layer(), Counted(), optimizer=torch.optim.AdamW, rounds=1)
+    assert profile.optimizer == "AdamW" and profile.optimizer_seconds > 0
+    assert profile.optimizer_memory is not None and profile.optimizer_memory.state == 2

@@ -1,0 +1,86 @@
+"""What lines of compiled code compute, where the code comes from torch's caches of graphs: the same as when it was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from qsync_fx.backend.inductor import inductor_config
+from qsync_fx.profiler.timing import inductor_lines
+from qsync_fx.profiler.timing.inductor_lines import Watched, watching
+from tests.support.planning.measured_layer import BATCH, layer
+
+
+@pytest.fixture
+def caches() -> Iterator[None]:
+    with fresh_cache():
+        yield
+
+
+def compiled(files: Watched) -> dict[str, int]:
+    """Compiles a layer and trains it for a step, as a new process would; returns what torch's caches of graphs had of it."""
+    torch._dynamo.reset()
+    counters.clear()
+    run: Any = torch.compile(layer(), backend="qsync", options={"precision": "bf16"}, dynamic=False)
+    run(BATCH[0]).sum().backward()
+    return {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+
+
+def test_what_comes_from_a_cache_is_known_as_it_was_when_it_was_compiled(caches: None) -> None:
+    with watching("a layer") as first:
+        assert compiled(first) == {"hit": 0, "miss": 2, "bypass": 0}
+    with watching("a layer") as second:
+        assert compiled(second) == {"hit": 2, "miss": 0, "bypass": 0}
+    assert first == second and len(first) == 2 and not second.unknown
+    owners = {node.owner for lines in second.values() for kernel in lines.values() for node in kernel.nodes}
+    assert "/linear" in owners
+
+
+def test_another_model_with_the_same_graph_has_operators_of_its_own(caches: None) -> None:
+    with watching("a layer") as first:
+        compiled(first)
+    with watching("another") as second:
+        assert compiled(second) == {"hit": 0, "miss": 2, "bypass": 0}
+    assert not second.unknown
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "of other code"])
+def test_what_a_cache_has_lost_is_compiled_again(damage: str, caches: None) -> None:
+    with watching("a layer") as first:
+        compiled(first)
+    for wrapper in first:
+        note = inductor_lines._beside(wrapper, "a layer")
+        if damage == "gone":
+            note.unlink()
+        elif damage == "torn":
+            note.write_text(note.read_text()[:40])
+        else:
+            note.write_text(note.read_text().replace(inductor_lines._digest(wrapper), "0" * 16))
+    with watching("a layer") as second:
+        compiled(second)
+        assert second.unknown == set(first) and not second
+        with second.anew():
+            compiled(second)
+    assert list(second.values()) == list(first.values()) and not second.unknown
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text("pass")
+    inductor_lines._beside(str(wrapper), "a layer").mkdir()
+    inductor_lines.keep(str(wrapper), "a layer", {1: inductor_lines.Kernel("extern_kernels.mm", True, ())})
+    assert inductor_lines.lines_of(str(wrapper), "a layer") is None
+
+
+def test_what_nobody_watches_is_found_in_caches_too(caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
+    assert compiled(Watched())["miss"] == 2
+    assert compiled(Watched()) == {"hit": 2, "miss": 0, "bypass": 0}
+    monkeypatch.setattr(inductor_config, "_revision", lambda: "of another version")
+    assert compiled(Watched()) == {"hit": 0, "miss": 2, "bypass": 0}

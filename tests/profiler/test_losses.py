@@ -1,0 +1,98 @@
+"""What a loss is said to keep and take is what torch's allocator counts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qsync_fx.predictor.memory import LossMemory
+from qsync_fx.profiler.observed_step import observed
+from qsync_fx.profiler.timing.measured_memory import loss_in_step, loss_memory
+from qsync_fx.profiler.timing.step_timers import Training, clock_for
+
+ROWS, CLASSES = 64, 512
+SIZE = 4 * ROWS * CLASSES
+DIFFERENT = torch.zeros(ROWS, CLASSES)
+LABELS = torch.zeros(ROWS, dtype=torch.long)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
+def test_what_is_reduced_over_differences_keeps_their_storage(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """So torch's kernels do, of which the result is a number."""
+    found = loss_memory(lambda result: loss(result, DIFFERENT), torch.ones(ROWS, CLASSES))
+    assert SIZE <= found.held <= SIZE + 64
+    assert 3 * SIZE <= found.most <= 3 * SIZE + 64
+
+
+def test_cross_entropy_keeps_nothing_and_takes_the_logarithms() -> None:
+    found = loss_memory(lambda logits: F.cross_entropy(logits, LABELS), torch.ones(ROWS, CLASSES))
+    assert found.held <= 64
+    assert found.most >= 3 * SIZE
+
+
+def test_results_stay_as_they_are() -> None:
+    result = torch.ones(ROWS, CLASSES, requires_grad=True)
+    loss_memory(lambda found: found.square().sum(), result)
+    assert result.grad is None
+
+
+def test_a_plain_sum_keeps_nothing_whose_gradient_is_one_number_seen_as_many() -> None:
+    assert 0 <= loss_memory(torch.sum, torch.ones(ROWS, CLASSES)).held <= 64
+
+
+class Named(nn.Module):
+    """A model that returns its result by name, beside what has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"result": self.linear(x), "best": self.linear(x).argmax(-1), "count": 3}
+
+
+BATCH = torch.ones(ROWS, 8)
+
+
+def found(step: Callable[[Any, Any], Tensor]) -> LossMemory | None:
+    model = Named()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = observed(model, Training(step, BATCH, None, model.zero_grad, clock_for(1)), {})
+    assert "forward" not in vars(model) and all(torch.equal(state[name], v) for name, v in model.state_dict().items())
+    return seen.loss
+
+
+def test_the_loss_of_a_step_is_all_that_it_computes_from_what_the_model_returns() -> None:
+    memory = found(lambda model, x: F.mse_loss(model(x)["result"], DIFFERENT))
+    assert memory is not None
+    assert SIZE <= memory.held <= SIZE + 64 and 3 * SIZE <= memory.most <= 4 * SIZE
+
+
+def test_a_step_may_read_its_model_beside_calling_it() -> None:
+    memory = found(lambda model, x: F.cross_entropy(model(x)["result"], LABELS) + model.linear.weight.square().sum())
+    assert memory is not None and memory.held <= 64 and memory.most >= 3 * SIZE
+
+
+def test_what_several_calls_return_is_not_known() -> None:
+    assert found(lambda model, x: F.mse_loss(model(x)["result"], model(x)["result"] + 1)) is None
+
+
+def test_what_needs_more_than_results_is_not_known_and_leaves_the_model_as_it_was() -> None:
+    def step(model: Any, x: Tensor) -> Tensor:
+        result = model(x)["result"]
+        if result.grad_fn.name() == "CloneBackward0":
+            raise RuntimeError("it asks where results come from")
+        return F.mse_loss(result, DIFFERENT)
+
+    assert found(step) is None
+
+
+def test_results_elsewhere_or_without_gradients_are_not_known() -> None:
+    returned = torch.ones(2, device="meta", requires_grad=True), torch.ones(2)
+    for result in returned:
+        assert loss_in_step(lambda model, batch: model(batch).sum(), Named(), BATCH, result) is None

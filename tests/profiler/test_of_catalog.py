@@ -1,0 +1,139 @@
+"""A profile of a device that is not at hand is one like any other: it answers for any plan, and is another machine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qsync_fx
+from qsync_fx import Plan
+from qsync_fx.devices import get
+from qsync_fx.diagnostics import explain
+from qsync_fx.errors import ProfileError
+from qsync_fx.predictor.analytic_times import DeviceTimes
+from qsync_fx.predictor.cost_mapper import scheduled, states
+from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.profile import Profile
+
+T4 = get("t4")
+BATCH = torch.randn(64, 512)
+
+
+def step(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    between = nn.Sequential(nn.Flatten(), nn.GELU())
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), between, nn.Linear(1024, 512))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    net = model()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    optimizer = torch.optim.AdamW(net.parameters())
+    found = T4.profile(net, step, BATCH, ("fp32", "fp16", "int8"), optimizer)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not optimizer.state
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *map(Plan.uniform, ("fp32", "fp16", "int8")),
+        Plan.uniform("fp16").with_precision("2/*", "int8"),
+        Plan.uniform("fp32").with_precision("0/*", "fp16").with_precision("4/*", "int8"),
+    ],
+    ids=str,
+)
+def test_a_step_takes_what_the_devices_own_times_say(profile: Profile, plan: Plan) -> None:
+    graph = build_model_graph(explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"])
+    foreseen = states(graph, plan)
+    own, profiled = (scheduled(foreseen, times).seconds for times in (DeviceTimes(T4, graph), profile.times()))
+    assert profiled == pytest.approx(own, rel=0.1)
+
+
+def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: Path) -> None:
+    assert profile.machine.name == "NVIDIA T4, reckoned"
+    assert profile.optimizer == "AdamW"
+    assert profile.loss_memory is not None and profile.loss_memory.most >= 2 * 4 * 64 * 512
+    assert not profile.model.conditions, "what it was reckoned for is the machine, and not a condition of its times"
+    assert profile.optimizer_seconds == T4.memory_seconds(28 * sum(p.numel() for p in model().parameters()))
+    assert [one.ranks for one in profile.collectives] == [8]
+    int8, fp32 = (next(run for run in profile.runs if run.label == label) for label in ("int8", "fp32"))
+    assert int8.peak_bytes > 0 < fp32.peak_bytes
+    assert int8.forward < fp32.forward
+    profile.save(tmp_path / "t4.json")
+    with pytest.raises(ProfileError, match="measured on another machine"):
+        Profile.load(tmp_path / "t4.json")
+    assert Profile.load(tmp_path / "t4.json", any_machine=True) == profile
+    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(profile)
+    assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
+
+
+def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
+    """Beyond what is there before it, and thus as much less than a replay says as there is."""
+    net, state = model(), sum(p.numel() for p in model().parameters())
+    for run in profile.runs[:3]:
+        timeline = qsync_fx.replay(Plan.uniform(run.label), profile)
+        assert run.peak_bytes == timeline.peak_bytes["t4"] - 4 * 3 * state - 4 * BATCH.numel()
+    one = measure(net, step, [BATCH], ["fp32"], rounds=1, optimizer=torch.optim.AdamW, sensitivity=None, progress=False)
+    assert one.runs[0].peak_bytes == pytest.approx(profile.runs[0].peak_bytes, rel=0.02)
+    for found in (one, profile):
+        assert str(found).count("peak beyond state") == 2, "heads a column, and is explained"
+
+
+def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
+    text = Path(T4.path).read_text().replace('name = "t4"', 'name = "half"').replace("peak = 65e12", "peak = 32.5e12")
+    (tmp_path / "half.toml").write_text(text)
+    half = get(tmp_path / "half.toml").profile(model(), step, BATCH, ["fp16"])
+    whole = T4.profile(model(), step, BATCH, ["fp16"])
+    assert half.runs[0].forward > whole.runs[0].forward
+    assert half.optimizer == ""
+    assert half.optimizer_seconds == 0
+
+
+def test_what_others_read_holds_no_path_of_this_machine(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (T4.target, profile.graph.device) == ("t4", "t4")
+    assert str(Path(T4.path).parent) not in profile.to_json()
+    own = tmp_path / "mine.toml"
+    own.write_text(Path(T4.path).read_text().replace('name = "t4"', 'name = "other"'))
+    assert get(own).target == str(own), "no name finds it"
+    monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
+    assert get(own).target == get("mine").target == "mine"
+    found = get("mine").profile(model(), step, BATCH, ["fp16"])
+    assert found.graph.device == "mine" and str(tmp_path) not in found.to_json()
+    # A file of the user's goes before the package's, whose name is no longer its own.
+    own.rename(tmp_path / "t4.toml")
+    assert get("t4").target == "t4" and T4.target == T4.path
+
+
+def test_a_cpu_of_the_catalog_needs_no_target() -> None:
+    found = get("epyc-9004").profile(model(), step, BATCH)
+    assert found.precisions == ["fp32", "bf16", "int8"]
+    assert found.machine.device == "cpu"
+
+
+def test_sizes_that_dynamo_has_seen_before_do_not_matter() -> None:
+    net = nn.Sequential(nn.Linear(512, 8))
+    for size in (3, 5, 7):
+        found = T4.profile(net, step, torch.randn(size, 512), ["fp16"])
+        explain(net, torch.randn(size + 20, 512))
+    assert found.runs[0].forward > 0
+
+
+def test_a_step_that_does_not_call_its_model_is_an_error() -> None:
+    with pytest.raises(ProfileError, match="did not call the model"):
+        T4.profile(model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH)

@@ -1,0 +1,57 @@
+"""What an optimizer is said to keep and take is what it keeps and takes of parameters of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from qsync_fx.errors import ProfileError
+from qsync_fx.profiler.timing.measured_memory import measured_peak, optimizer_memory
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.1),
+        lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+        Adam,
+        lambda p: AdamW(p, fused=True),
+        lambda p: AdamW(p, foreach=True),
+        RMSprop,
+    ],
+    ids=["sgd", "nesterov", "adam", "fused", "together", "rmsprop"],
+)
+def test_it_is_what_the_optimizer_takes(make: Make) -> None:
+    numels = [3000, 50_000, 20_000]
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.numel() > 1)
+    found = optimizer_memory(optimizer)
+    assert found.state_bytes(numels) == held
+    assert found.step_bytes(numels) == pytest.approx(measured_peak(optimizer.step), abs=1024)
+
+
+class Needs(Optimizer):
+    """An optimizer that none like it can be made of."""
+
+    def __init__(self, parameters: Any, names: list[str]) -> None:
+        super().__init__(parameters, {})
+        self.names = names
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def test_an_optimizer_that_cannot_be_asked_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ProfileError, match=r"(?s)Needs.*OptimizerMemory"):
+        optimizer_memory(Needs([nn.Parameter(torch.zeros(2))], ["weight"]))

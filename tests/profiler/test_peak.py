@@ -1,0 +1,58 @@
+"""What a step holds at most, against what is known of it to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qsync_fx.profiler.timing.measured_memory import measured_peak, memory_events
+
+KIB = 256  # elements of FP32
+
+
+def test_held_at_once_counts_and_what_was_released_does_not() -> None:
+    def step() -> None:
+        first = torch.empty(3 * KIB)
+        del first
+        kept = [torch.empty(2 * KIB)]
+        kept.append(torch.empty(4 * KIB))
+        kept.pop(0)
+        torch.empty(1 * KIB)
+
+    assert memory_events(step) == [1024 * n for n in (3, -3, 2, 4, -2, 1, -1, -4)]
+    assert measured_peak(step) == 6 * 1024
+
+
+def test_a_step_that_allocates_nothing_holds_nothing() -> None:
+    x = torch.ones(8)
+    assert measured_peak(lambda: x.relu_()) == 0
+
+
+def test_what_the_step_before_left_behind_is_not_part_of_it() -> None:
+    left: list[Tensor] = []
+
+    def step() -> None:
+        left[:] = []
+        left.append(torch.empty(5 * KIB))
+        torch.empty(1 * KIB)
+
+    step()
+    # Held before are 5 KiB, which are released first: the step never holds more than 1 KiB beyond them.
+    assert measured_peak(step) == 1024
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_training_step_holds_gradients_and_what_is_saved_but_no_state_that_was_there_before(momentum: float) -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    x = torch.randn(16, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=momentum)
+
+    def step() -> None:
+        layer(x).relu().backward(torch.ones(16, 32))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight, y = 64 * 32 * 4, 16 * 32 * 4
+    # In the backward pass: what relu gave, the gradient that it was called with, that of the product, and that of the weight.
+    assert measured_peak(step) == weight + 3 * y

@@ -1,0 +1,87 @@
+"""What is shown of something that takes minutes: lines in a log, at most one in 15 seconds, and a bar on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from qsync_fx.formatting import roughly
+from qsync_fx.profiler import progress as shown
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock whose time is what the list holds."""
+    now = [100.0]
+    monkeypatch.setattr(shown.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_has_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with shown.progress("measuring", 6) as advance:
+        for part, seconds, left in (("a", 10, None), ("b", 10, None), ("c", 10, 200.0), ("d", 4, 5.0), ("e", 1, 3.0)):
+            clock[0] += seconds
+            advance(part, left)
+        clock[0] += 20
+        advance("[bold]f")
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == [
+        "qsync: measuring: 2 of 6 after 20 s (b), about 40 s left",
+        "qsync: measuring: 5 of 6 after 35 s (e), about 3 s left",
+        "qsync: measuring: 6 of 6 after 55 s ([bold]f)",
+    ]
+
+
+def test_nothing_is_shown_of_what_is_quick_or_is_to_be_silent(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shown.progress("measuring", 2) as advance:
+        clock[0] += 1
+        advance("a")
+    with shown.progress("measuring", 2, False) as advance:
+        clock[0] += 1000
+        advance("a")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar() -> None:
+    code = """
+from qsync_fx.profiler.progress import progress
+with progress("measuring [m]", 3) as advance:
+    advance("a")
+    advance("compiled [b]", 90.0)
+"""
+    ours, theirs = pty.openpty()
+    environment = dict(os.environ) | {"TERM": "xterm", "COLUMNS": "150"}
+    with subprocess.Popen([sys.executable, "-c", code], stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        # A pseudo-terminal whose other end is closed ends with an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"measuring [m]" in said and b"compiled [b], about 1.5 minutes left" in said and b"2/3" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (0.01, "1 s"),
+        (1.4, "1 s"),
+        (42.3, "42 s"),
+        (59.7, "1.0 minutes"),
+        (150, "2.5 minutes"),
+        (5000, "1.4 hours"),
+    ],
+)
+def test_seconds_are_said_roughly(seconds: float, words: str) -> None:
+    assert roughly(seconds) == words

@@ -1,0 +1,115 @@
+"""Kernels of a GPU timed by events: here the device is a clock, and a wrapper a function that calls what is not there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_fx.profiler.timing.attribution import attribute
+from qsync_fx.profiler.timing.inductor_lines import watching
+from qsync_fx.profiler.timing.step_timers import StepSeconds, Training, timing_kernels
+from qsync_fx.profiler.timing.step_validation import compiling
+
+WRAPPER = """
+def call(wait, kernel):
+    begun = 1
+    kernel(3)
+    wait()
+    kernel(
+        2
+    )
+    kernel(1)
+    return begun
+"""
+
+
+class Clockwork:
+    """A device that takes what it is told to, beside a Python that takes its own time."""
+
+    def __init__(self) -> None:
+        self.done, self.held = 0.0, 0
+
+    def mark(self) -> float:
+        return self.done
+
+    def hold(self) -> None:
+        self.held += 1
+
+    def between(self, first: Any, last: Any) -> float:
+        return float(last - first)
+
+    def kernel(self, seconds: float) -> None:
+        self.done += seconds
+
+
+def stepped(device: Clockwork, whole: StepSeconds) -> dict[tuple[int, bool], float]:
+    space: dict[str, Any] = {}
+    exec(compile(WRAPPER, "wrapper.py", "exec"), space)
+    with timing_kernels({"wrapper.py": {4, 6, 9}}, device) as queued:
+        for backward in (False, True):
+            queued.clock()
+            queued.backward = backward
+            device.kernel(5)  # outside, before
+            space["call"](lambda: time.sleep(0.05), device.kernel)
+            device.kernel(7)  # and behind
+        queued.clock()
+    return {(line, backward): taken for (_, line, backward), taken in queued.seconds(whole).items()}
+
+
+def test_kernels_take_what_the_device_says_where_it_has_no_time_to_wait() -> None:
+    device = Clockwork()
+    found = stepped(device, StepSeconds(18.0, 18.0, 0.0))
+    assert {line: taken for line, taken in found.items() if taken} == {
+        (line, backward): seconds for backward in (False, True) for line, seconds in ((4, 3.0), (6, 2.0), (9, 1.0))
+    }
+    assert device.held == 3
+
+
+def test_what_the_device_waits_for_is_shared_out_by_what_python_is_at() -> None:
+    found = stepped(Clockwork(), StepSeconds(18.0, 28.0, 0.0))
+    assert sum(taken for (_, backward), taken in found.items() if not backward) == pytest.approx(6.0)
+    assert sum(taken for (_, backward), taken in found.items() if backward) == pytest.approx(16.0)
+    # The line that sleeps has no kernel, and nearly all of the waiting.
+    assert found[5, True] > 9.0
+
+
+def test_a_wrapper_of_many_kernels_holds_the_device_again() -> None:
+    device = Clockwork()
+    space: dict[str, Any] = {}
+    lines = "".join("    kernel(1)\n" for _ in range(600))
+    exec(compile(f"def call(kernel):\n{lines}", "long.py", "exec"), space)
+    with timing_kernels({"long.py": range(2, 602)}, device) as queued:
+        queued.clock()
+        space["call"](device.kernel)
+        queued.clock()
+    found = queued.seconds(StepSeconds(600.0, 0.0, 0.0))
+    assert sum(found.values()) == 600.0
+    assert device.held == 4
+
+
+def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
+    """By the clock of the processor, on which kernels run as they are called."""
+
+    class Processor(Clockwork):
+        def mark(self) -> float:
+            return time.perf_counter()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 8))
+    training = Training(
+        lambda model, x: model(x).square().mean(), torch.randn(512, 256), None, model.zero_grad, time.perf_counter
+    )
+    with compiling() as compile_under, watching() as files:
+        compiled = compile_under(model, {"precision": "bf16"}, training)
+        whole = training.run(compiled)
+        with timing_kernels(files, Processor()) as queued, torch.autograd.set_multithreading_enabled(False):
+            Training(training.step, training.batch, None, training.zero, queued.clock).run(compiled, queued)
+    found = attribute(queued.seconds(whole), files)
+    assert {"0", "1", "2", "3"} <= {name.split(".")[0].split("/")[0] for name in found.operators} or len(
+        found.operators
+    ) == 4
+    assert all(forward > 0 and backward > 0 for forward, backward in found.operators.values())

@@ -1,0 +1,62 @@
+"""What the lines of Inductor's wrappers compute: of all that it tells of a kernel, no more than the kernel does."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+
+from qsync_fx.profiler.timing.inductor_lines import computed_by, watching
+from tests.support.tiers import ALL
+
+aten = torch.ops.aten
+GRADIENTS = "torch.ops.aten.convolution_backward.default:3"
+
+
+def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """The backward pass of two convolutions with a ReLU between them, whose gradients nobody has given memory."""
+    graph = fx.Graph()
+    incoming = graph.placeholder("incoming")
+    found = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
+    found["both"] = graph.call_function(aten.convolution_backward.default, (found["gate"], incoming, incoming))
+    found["of_input"] = graph.call_function(operator.getitem, (found["both"], 0))
+    found["narrow"] = graph.call_function(aten._to_copy.default, (found["of_input"],))
+    found["second"] = graph.call_function(aten.convolution_backward.default, (found["narrow"], incoming, incoming))
+    return graph, found
+
+
+def test_a_call_of_a_library_computes_what_it_was_made_for_and_no_fused_kernel_does() -> None:
+    graph, nodes = backward()
+    gate, both, narrow, second = (nodes[name] for name in ("gate", "both", "narrow", "second"))
+    told = [
+        ("cpp_fused_convolution_backward_threshold_backward_0", [gate, both]),
+        # In whatever order they are told.
+        (GRADIENTS, [both, gate]),
+        ("cpp_fused__to_copy_convolution_backward_1", [second, narrow]),
+        (GRADIENTS, [narrow, second]),
+        ("extern_kernels.mm", []),
+    ]
+    assert computed_by(graph, told) == [[gate], [both], [narrow], [second], []]
+
+
+def test_a_kernel_that_turns_an_operand_works_for_the_call_that_wants_it_so() -> None:
+    graph, nodes = backward()
+    told = [("cpp_fused_convolution_backward_0", [nodes["both"]]), (GRADIENTS, [nodes["both"]])]
+    assert computed_by(graph, told) == [[nodes["both"]], [nodes["both"]]]
+
+
+@ALL
+def test_the_gradients_of_a_convolution_are_one_call_of_its_own() -> None:
+    """Pins what is used of Inductor: a call with two results is told with all nodes that its operands are made of, itself the last."""
+    model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU())
+    with watching() as files:
+        compiled = torch.compile(model, backend="qsync", options={"precision": "fp32"}, dynamic=False)
+        compiled(torch.randn(2, 3, 8, 8, requires_grad=True)).square().sum().backward()
+    kernels = [kernel for lines in files.values() for kernel in lines.values()]
+    calls = [kernel for kernel in kernels if kernel.library]
+    assert ["convolution" in node.target for call in calls for node in call.nodes] == [True, True]
+    assert {node.owner for call in calls for node in call.nodes if node.owner is not None} == {"1/conv2d"}
+    for kernel in kernels:
+        turns = ["convolution" in node.target for node in kernel.nodes]
+        assert kernel.library or all(turns) or not any(turns), kernel.name
